@@ -1,7 +1,7 @@
 """`python -m benchmarks steps|ops|tune|verify`, run in the root of a checkout.
 
-The modules behind the commands are imported when a command runs: `select_device` must set the environment before torch
-is imported.
+Each command imports its modules when it runs, because `select_device` must set environment variables before torch is
+imported.
 """
 
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.")
 app.help_epilogue = (
-    "Programs of their own, each with --help, are run as python -m benchmarks.speed.multi_gpu: "
+    "Further programs have --help and are run by name, such as python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
     "losses.loss_compare, losses.vs_torch, results."
 )
@@ -36,15 +36,15 @@ class Runs:
     Parameters
     ----------
     sizes: str
-        Comma-separated among d12 (124M), d24 (350M), d36 (774M) and d48 (1558M).
+        Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M).
     batch: int
-        Sequences per step; by default 64, 64, 32 and 16.
+        Sequences per step; by default 64, 64, 32 and 16 for the four sizes.
     recompute: str
-        memory.recompute of our runs, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
+        memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
     precision: str
-        train.precision of our runs; bf16,fp8 for both.
+        train.precision of gpt2_triton; bf16,fp8 runs both.
     keep_bf16: str
-        fp8.keep_bf16 of our runs in fp8; by default the configuration's.
+        fp8.keep_bf16 of gpt2_triton; by default the configuration's value.
     """
 
     sizes: str = ALL_SIZES
@@ -94,10 +94,10 @@ def steps(
     steps: int
         Steps per run, at least 6; the first five are not counted.
     baseline: str
-        torch runs PyTorch too; muon also PyTorch with torch.optim.Muon; torchao also PyTorch with torchao's fp8,
-        tensorwise and rowwise; none runs ours alone.
+        What runs beside gpt2_triton.  torch: PyTorch.  muon: also PyTorch with torch.optim.Muon.  torchao: PyTorch,
+        and PyTorch with torchao's fp8, tensorwise and rowwise.  none: nothing.
     optim: str
-        optim.name of our runs; adamw,muon for both.
+        optim.name of gpt2_triton; adamw,muon runs both.
     json: Path
         File for the figures of the runs.
     """
@@ -134,19 +134,19 @@ def tune(
     only: str | None = None,
     out: Path | None = None,
 ) -> int:
-    """Search the kernels' launch parameters for this GPU, and write the rows that gain 2% into its table.
+    """Search the kernels' launch parameters for this GPU, and write those that gain 2% into the GPU's table.
 
     Parameters
     ----------
     sizes: str
-        Comma-separated among d12, d24, d36 and d48; by default those that this GPU can train.
+        Comma-separated sizes: d12, d24, d36, d48; by default all that this GPU can train.
     batch: int
-        Sequences per step; by default 64, 64, 32 and 16, or fewer if this GPU has too little memory.
+        Sequences per step; by default 64, 64, 32 and 16 for the four sizes, or fewer if memory is short.
     only: str
-        Comma-separated operations or families of them, such as attention,layernorm_fwd; by default all.
+        Comma-separated operations, such as layernorm_fwd, or first words of operations, such as attention.
     out: Path
-        The .json file to write; by default this GPU's in gpt2_triton/kernels/tables.  Any installation of this version
-        reads it if the variable GPT2_TRITON_TABLE names it.
+        The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  Set the variable
+        GPT2_TRITON_TABLE to the file to use it in another installation of this version.
     """
     names = _sizes(sizes) if sizes else None
     if out and out.suffix != ".json":

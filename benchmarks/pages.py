@@ -1,12 +1,12 @@
 """Fills figures of the record into pages and recipes, between markers.
 
     <!-- r: h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x -->1.52x<!-- /r -->    arithmetic on keys, a format
-    <!-- r: losses.pairs.fp8_d12.muon_fp8.val | pm -->+0.003 ± 0.004<!-- /r -->        a mean and its half width
+    <!-- r: losses.pairs.fp8_d12.muon_fp8.val | pm -->+0.003 ± 0.004<!-- /r -->        a mean and half its 95% interval
     <!-- r: table steps --> ... <!-- /r -->                                            a table of TABLES
-    # hours: 4.5  # r: recipe.gpt2_124m.hours                                          in YAML: fills the word before
+    # hours: 4.5  # r: recipe.gpt2_124m.hours                                          in YAML: fills the word before #
 
-A key is SECTION.FIGURE.  Three figures are computed: recipe.NAME.tokens, recipe.NAME.hours on one GPU of
-pictures.MACHINE, and plan.outside_gib, the memory that --plan allows outside the arena.
+A key is SECTION.FIGURE.  Three figures are computed, not recorded: recipe.NAME.tokens; recipe.NAME.hours, on one GPU
+of pictures.MACHINE; plan.outside_gib, the memory that --plan adds to the arena.
 """
 
 import functools
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 INLINE = re.compile(r"(<!-- r: (.*?) -->)(.*?)(<!-- /r -->)", re.DOTALL)
 YAML = re.compile(r"(\S+)( +# r: (.*))$", re.MULTILINE)
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
-UNITS = {  # factor, format, text behind the number; a digit before the unit, as in 3x, sets the decimals instead
+UNITS = {  # factor, format, text after the number; in a marker, 3x means x with three decimals
     "k": (1e-3, ".3g", "k"), "M": (1e-6, ".3g", "M"), "B": (1e-9, ".3g", "B"), "%": (100, ".0f", "%"),
     "x": (1, ".2f", "x"), "W": (1, ".0f", " W"), **{unit: (1, ".1f", f" {unit}") for unit in "ms s h J GiB".split()},
 }  # fmt: skip
@@ -130,7 +130,7 @@ def caption(meta: dict[str, Any]) -> str:
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return a kind's figures: steps.d12.fp8.ms is "ms" of (d12, fp8), and first_step.d12.cold_s is of (d12, "")."""
+    """Return a kind's figures: steps.d12.fp8.ms at (d12, fp8) "ms", and first_step.d12.cold_s at (d12, "") "cold_s"."""
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):
@@ -141,7 +141,7 @@ def group(section: dict[str, Any], kind: str) -> Group:
 
 
 def programs(section: dict[str, Any], *kinds: str) -> str:
-    """Return a row for each size and program, in the order of NAMES, and a column for each of their figures.
+    """Return a row for each size and program, in the order of NAMES, and a column for each figure that a row has.
 
     `speed` is PyTorch's time in bf16 divided by the program's.
     """
@@ -163,7 +163,7 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
 
 
 def operations(section: dict[str, Any], kind: str) -> str:
-    """Return the milliseconds of operations from 0.05 ms on, longest first, with floors in brackets, and the step's."""
+    """Return a row for each operation of at least 0.05 ms, longest first, and one for the step: ms (floor)."""
     arms = group(section, kind)
     names = dict.fromkeys(n for found in arms.values() for n, ms in found.items() if n.endswith(".ms") and ms >= 0.05)
     rows = []
@@ -175,7 +175,7 @@ def operations(section: dict[str, Any], kind: str) -> str:
 
 
 def measured(table: Callable[..., str], *kinds: str) -> Callable[[Record], str]:
-    """Return a function of the record: the table of each machine that has figures of the first kind."""
+    """Return a function that renders the table of each machine with figures of the first kind."""
 
     def tables(record: Record) -> str:
         found = [section for section in record.values() if group(section, kinds[0])]

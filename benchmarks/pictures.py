@@ -12,8 +12,8 @@ from benchmarks.speed.sizes import MODELS
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
 MINUTES = LOSSES / "minutes_d12.jsonl"
-MACHINE = "h100"  # the section to draw
-NAMES = {  # sizes and programs, as tables and pictures call them
+MACHINE = "h100"  # the section that is drawn
+NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
     "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon",
     "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
@@ -54,7 +54,7 @@ def operations(figures: Figures) -> Any:
 
 
 def comparison(figures: Figures) -> Any:
-    """Return the picture that compares speed, memory and training loss over minutes with PyTorch's."""
+    """Return the picture of speed, memory and loss over minutes: gpt2_triton in bf16 and fp8, and PyTorch."""
     sizes = [size for size in MODELS if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
     figure = new_figure(12, 3.9)
     speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
@@ -75,7 +75,7 @@ def comparison(figures: Figures) -> Any:
 
 
 def curves(axes: Any) -> None:
-    """Draw each arm's training loss over minutes of its own step time; the legend has its last validation loss."""
+    """Draw each arm's training loss over steps times its median step time; the legend has its final validation loss."""
     rows = pairs.read_results(MINUTES)
     val = {row["arm"]: row["val_loss"] for row in rows}
     for arm, color in CURVES.items():
@@ -97,16 +97,16 @@ def finish(axes: Any, legend: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWN = {  # a file of docs/pictures: the start of its figures' keys, and its function
+DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, function that draws it
     "comparison": ("steps.", comparison),
     "ops_d12": ("ops.d12.", operations),
 }
 
 
 def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
-    """Draw each picture whose figures have changed, unless `check`, and return the names of these pictures.
+    """Draw the pictures with changed figures, and return a line for each; with `check`, draw nothing.
 
-    A file carries a digest of its figures.  Without figures for it in the record, a file stays.
+    A picture file carries a digest of its figures.  If the record lacks a figure, the picture stays as it is.
     """
     changed = []
     for name, (kind, picture) in DRAWN.items():

@@ -4,12 +4,12 @@
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
-The record has a section for each kind of machine (h100, or h100x2 for two GPUs), and one for the losses of series.
-A section holds its meta and flat figures, such as steps.d12.fp8.ms, all of one commit.  benchmarks/pages.py explains
-the markers that `render` fills.
+The record has a section for each kind of machine (h100, or h100x2 for two GPUs), and one for losses
+(benchmarks/losses).  A section holds `meta`, which describes machine and commit, and figures such as steps.d12.fp8.ms.
+benchmarks/pages.py explains the markers that `render` fills.
 
-`run` measures what this machine's section lacks, and writes each part as soon as it is measured.  A new commit begins
-the section again.  On several GPUs `run` measures what they do together; CUDA_VISIBLE_DEVICES=0 selects one of them.
+`run` measures the missing figures of this machine's section, and writes each part at once.  If the commit has changed,
+it empties the section first.  On several GPUs `run` times joint training; CUDA_VISIBLE_DEVICES=0 selects a single GPU.
 """
 
 import importlib.util
@@ -35,21 +35,21 @@ from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
-MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section is of the last commit of this code
+MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
 KINDS = "steps,first_step,ops,peer,first_step_torch,multi"
 MULTI_GPU, TORCH_DDP = "benchmarks.speed.multi_gpu", "benchmarks.speed.torch_ddp"
-BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences: two models then fit into 80 GB
-STEPS, FEWEST = 30, 6  # steps of a run, and of a run for its first step
+BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
+STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 
 Figures = dict[str, Any]
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 
 class Part(NamedTuple):
-    """Figures that one measurement gives.  Their keys are `key`.NAME."""
+    """One measurement.  The keys of its figures are `key`.NAME."""
 
     key: str
-    seconds: int  # that the measurement may take
+    seconds: int  # the most that the measurement takes
     measure: Callable[[float], Figures]  # takes a limit in seconds
 
 
@@ -82,7 +82,7 @@ def operations(size: str, options: list[str], limit: float) -> Figures:
 
 
 def together(module: str, size: str, options: list[str], batch: int, gpus: int, limit: float) -> Figures:
-    """Return median milliseconds of a step of each kind (multi_gpu.py), and the tokens/s of all GPUs together."""
+    """Return median milliseconds of the three kinds of steps (multi_gpu.py), and the tokens/s of all GPUs together."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", module]
     ranks = json_of([*launcher, size, *options], limit)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
@@ -99,7 +99,7 @@ def json_of(module: list[str], limit: float) -> Any:
 
 
 def parts_of(sizes: list[str], gpus: int) -> list[Part]:
-    """Return the parts of this number of GPUs, the most wanted first.  Only the first size has all parts."""
+    """Return the parts for this number of GPUs, the most important first.  Only the first size has all parts."""
     found, first = list[Part](), sizes[0]
 
     def add(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> None:
@@ -132,7 +132,7 @@ def parts_of(sizes: list[str], gpus: int) -> list[Part]:
 
 
 def commit_of_code() -> str:
-    """Return the last commit of the measured code: a commit of pages does not begin a section again."""
+    """Return the last commit that changed the measured code; a commit that changes pages only does not count."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *MEASURED]
@@ -143,7 +143,7 @@ def commit_of_code() -> str:
     except (OSError, subprocess.CalledProcessError):
         raise ConfigError("--commit: git finds no checkout here; name the commit of the code") from None
     if changed or not commit:
-        raise ConfigError(f"{' or '.join(MEASURED)}: not committed; commit first, since figures are of a commit")
+        raise ConfigError(f"{' or '.join(MEASURED)}: uncommitted changes; commit them, the record names the commit")
     return commit
 
 
@@ -158,7 +158,7 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
     gpu, gpus = torch.cuda.get_device_name(), device.count()
     kinds = [key for key, known in device.GPUS.items() if any(part in gpu for part in known.device_names)]
     if not kinds:
-        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there, its key names the section")
+        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name")
     meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
     meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
     return kinds[0] + (f"x{gpus}" if gpus > 1 else ""), meta | dict(command="python -m benchmarks.results run")
@@ -168,7 +168,7 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
 def run(
     *, out: Path = RECORD, parts: str = KINDS, sizes: str = "d12,d48", seconds: float = 86_400, commit: str = ""
 ) -> int:
-    """Measure what this machine's section lacks; return 1 if a part failed.
+    """Measure the missing figures of this machine's section; return 1 if a part failed.
 
     Parameters
     ----------
@@ -179,9 +179,9 @@ def run(
     sizes: str
         Comma-separated sizes; the first size has all parts.
     seconds: float
-        Begin no part that may take longer than what is left of this time.
+        Time limit; a part that may exceed it is left for another run.
     commit: str
-        Commit of the code, where git does not know it.
+        Commit of the code; give it where there is no git checkout.
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
@@ -196,7 +196,7 @@ def run(
         if part.key.partition(".")[0] not in kinds or any(key.startswith(f"{part.key}.") for key in section):
             continue
         if begin + part.seconds > end:
-            print(f"{part.key}: left for another run, may take {part.seconds} s", flush=True)
+            print(f"{part.key}: left for another run, because it may take {part.seconds} s", flush=True)
             continue
         try:
             found = part.measure(end - begin)
@@ -231,7 +231,7 @@ def write_losses() -> None:
 
 
 def losses() -> dict[str, Any]:
-    """Return the section of losses: means of each arm, and differences of its pairs with 95% intervals."""
+    """Return the section of losses: each arm's means, and its mean differences from another arm with 95% intervals."""
     found: dict[str, Any] = {}
     devices, commits = set(), set()
     for file in sorted(pictures.LOSSES.glob("*.jsonl")):

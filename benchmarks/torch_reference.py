@@ -1,7 +1,7 @@
-"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for the schedule.
+"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for model/schedule.py.
 
-The functions take any dtype.  Losses and gradients have the project's scale: a mean is the sum over tokens with a
-target, divided by all B*T tokens.  So micro-batches with ignored targets add up.
+The functions take any dtype.  As in the project, a mean loss is the sum over tokens with a target, divided by the
+number of all tokens, B*T.  Gradients of micro-batches can therefore be added, even where targets are ignored.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None)
 
 
 def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, has weight decay) in the flat order; layer tensors are called name[layer]."""
+    """Yield (name, tensor, has weight decay) in the order of the flat buffer; layer tensors are called name[layer]."""
     for e in param_entries(dims):
         value = getattr(params, e.name)
         yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
@@ -46,9 +46,9 @@ def gpt2_loss(
     linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
     dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy over the first V rows of wte; the rest is padding.  A target of -1 has no loss, but
-    counts in the mean.  `linear` computes the products of the layers from a layer's name, x, w and b.  `dropout`
-    gets i and what joins the residual stream at point i.
+    """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has no loss, but
+    counts in the mean.  `linear` computes a product of the layers from its name, x, w and b.  `dropout` takes i and
+    the tensor that is added to the residual stream at point i.
     """
     p, C = params, params.wte.shape[1]
 

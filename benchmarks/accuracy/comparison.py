@@ -20,7 +20,7 @@ RATIO, FLOOR = 1.1, 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """GPT-2 124M with 4 sequences; tiny without a GPU.  The classifier takes 1, as its float64 logits are large."""
+    """GPT-2 124M with 4 sequences; tiny without a GPU.  The classifier takes 1 sequence: float64 logits are large."""
 
     B: int = 4 if GPU else 2
     T: int = 1024 if GPU else 32
@@ -40,7 +40,7 @@ class Comparison:
     op: str
     output: str
     ours: Tensor
-    torch: Tensor | None  # None: PyTorch has no such operation, and `limit` is the bound
+    torch: Tensor | None  # None if PyTorch has no such operation; then `limit` is the bound
     exact: Tensor
     equal: bool = False  # bit for bit
     limit: float = 0.0
@@ -88,13 +88,13 @@ def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tenso
 def compare(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict[str, Tensor | None], op: str
 ) -> Iterator[Comparison]:
-    """Compare `ours`, the output and then the gradients in the order of the inputs, with PyTorch's."""
+    """Compare `ours` with PyTorch: first the output, then the gradients in the order of the inputs."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         values, exact = run(function, inputs, dout, STORAGE), run(function, inputs, dout, F64)
     for (name, tensor), value, truth in zip(ours.items(), values, exact, strict=False):
         if tensor is not None:
             yield Comparison(op, name, tensor, value, truth)
-            if name in ("dpre", "dx", "dqkv"):  # the gradient of a bias before it: column sums
+            if name in ("dpre", "dx", "dqkv"):  # its column sums are the gradient of the previous operation's bias
                 yield Comparison(op, "dbias", ours["dbias"], value.sum(0), truth.sum(0))
 
 

@@ -1,7 +1,7 @@
 """Compares the fp8 launchers with float64 of the dequantised operands, for `python -m benchmarks verify`.
 
-PyTorch has no such operations, so each output has a limit: what its rounding and the tensor cores' sums cost.  An
-operand that is written in two orders is compared with its own transpose, bit by bit.
+PyTorch has no such operations, so each output has a limit, derived from its rounding and from the tensor cores' sums.
+Some operands are also stored transposed; both copies must be equal bit by bit.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.tuning import is_hopper
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-# Rounding to bf16 costs 1.66e-3.  If tensor cores also sum 6,400 products in 14 bits, which Hopper's kernels avoid, the
-# error is 2.42e-3.  Rounding to e4m3 costs 2.65e-2, however exact the number was.  dW is stored in fp32, so only sums
-# of 128 products in 14 bits cost something.  The interpreter stores and adds in fp32.
+# Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in 14 bits, which Hopper's
+# kernels avoid.  Rounding to e4m3 gives 2.65e-2 in any case.  dW is stored in fp32, so its only error is from sums of
+# 128 products in 14 bits.  The interpreter stores and adds in fp32.
 ROUNDED, SUMMED = (2e-3 if is_hopper() else 3e-3, 2e-4) if GPU else (1e-6, 1e-6)
 QUANTISED = 3e-2
 LOGITS = 1e-3 if GPU else 1e-6
-SLOPES = 5e-3  # gelu' is a byte: each term of a sum is off by half a step at most, 0.0025
+SLOPES = 5e-3  # gelu' is stored in a byte, so each term of a sum is off by at most half a unit of the byte, 0.0025
 AMAX = 1e-2  # GELU's kernels on Hopper hold tiles in fp16
 
 
@@ -64,7 +64,7 @@ def exact(x: fp8.Fp8) -> Tensor:
 
 
 def in_pairs(x: Tensor) -> Tensor:
-    """Return e4m3 [R, C] transposed, as bytes, with the rows of each 16 in the order 0 8 1 9 ... 7 15."""
+    """Return e4m3 [R, C] transposed, as bytes, with each 16 rows in the order 0 8 1 9 ... 7 15."""
     order = torch.arange(len(x), device=x.device).view(-1, 2, 8).transpose(1, 2).flatten()
     return x.view(torch.uint8)[order].T.contiguous()
 
@@ -103,7 +103,7 @@ def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
 
 
 def gelu(R: int, C: int) -> Iterator[Comparison]:
-    """Compare fc with GELU, and dX of fcproj with the derivative that it wrote."""
+    """Compare fc with GELU, and then dX of fcproj, which uses the derivative of GELU that fc stored."""
     op, std, N = "fp8 matmul_gelu", C**-0.5, 4 * C
     inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
     out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
@@ -136,7 +136,7 @@ def norms(R: int, C: int) -> Iterator[Comparison]:
 
 
 def attention(s: Sizes) -> Iterator[Comparison]:
-    """Compare with the bf16 outputs of the same launch, which `verify` compares with float64."""
+    """Compare fp8 outputs with bf16 outputs; accuracy/kernels.py compares bf16 outputs with float64."""
     C, qkv, dout, dbias = s.C, randn(s.R, 3 * s.C), randn(s.R, s.C), empty32(3 * s.C)
     lse, delta = empty32(s.B, s.NH, s.T), empty32(s.B, s.NH, s.T)
     out, dqkv, plain = operand(s.R, C, 32.0, value=empty(s.R, C)), operand(s.R, 3 * C, 32.0), empty(s.R, 3 * C)
@@ -160,7 +160,7 @@ def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     yield Comparison(op, "zt", zt, None, target[:, 0] / math.log(2), limit=LOGITS)
     want = (z - target).exp().scatter(1, at, 0.0)
     want[:, V:] = 0
-    of_exp = LOGITS * z.abs().max().item()  # exp turns an absolute error of a logit into a relative one
+    of_exp = LOGITS * z.abs().max().item()  # a logit's absolute error is a relative error of its exponential
     yield Comparison(op, "p", p, None, want, limit=ROUNDED + of_exp)
     yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=of_exp)
 

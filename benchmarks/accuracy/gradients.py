@@ -2,14 +2,14 @@
 
     python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin'
 
-The loss is the mean of `--batches` micro-batches.  For each arithmetic and each kind of tensor, with our gradient g and
-float64's e from the same bf16 weights, it prints:
+The loss is the mean of `--batches` micro-batches.  Let g be our gradient in bf16 or in fp8, and e the gradient in
+float64 from the same bf16 weights.  For each kind of tensor it prints:
 
-    cosine     g e / (|g| |e|), the least of the layers
-    along      g e / (e e), least and largest: 1 where the error of g has no part along e
-    error      |g - e| / |e|, the largest of the layers
+    cosine     g e / (|g| |e|), the least over the layers
+    along      g e / (e e), the least and the largest over the layers; 1 if the error g - e is orthogonal to e
+    error      |g - e| / |e|, the largest over the layers
 
-The last arithmetic is float64 on other batches.  It shows how much the gradients of two batches have in common.
+The last block has float64 gradients of other batches as g.  It shows how much the gradients of two batches agree.
 """
 
 import gc
@@ -44,7 +44,7 @@ Gradients = dict[str, Tensor]  # by the names of torch_reference.tensors
 
 
 class Agreement(NamedTuple):
-    """The agreement of the tensors of one kind, or of all as one tensor."""
+    """The agreement of the tensors of one kind, or of all tensors taken as one."""
 
     cosine: float
     along: tuple[float, float]
@@ -52,7 +52,7 @@ class Agreement(NamedTuple):
 
 
 def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
-    """Return the configuration of one step in bf16 storage, in `batches` micro-batches, for each of our arithmetics."""
+    """Return a configuration for each of bf16 and two kinds of fp8: bf16 storage, `batches` micro-batches per step."""
     arms = {"bf16": ("bf16", "none"), "fp8": ("fp8", "head"), "fp8, logits too": ("fp8", "none")}
     train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
     return {
@@ -64,7 +64,7 @@ def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
 
 
 def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
-    """Return `batches` arrays of tokens [B, T+1], from batch `first` of the data's order on."""
+    """Return `batches` arrays of tokens [B, T+1], beginning with batch `first` of the data."""
     t = config.train
     shards = open_shards(pattern, config.model.vocab_size, t.seq_len, "correct --data")
     loader = TrainLoader(shards, t.seq_len, config.data.seed)
@@ -118,14 +118,14 @@ def products(g: Tensor, e: Tensor) -> tuple[float, ...]:
 
 
 def agreement(tensors: Sequence[tuple[float, ...]]) -> Agreement:
-    """Return the agreement of the tensors with these products."""
+    """Return the agreement of several tensors from the `products` of each."""
     along = [ge / ee for ge, _, ee, _ in tensors]
     cosine = min(ge / math.sqrt(gg * ee) for ge, gg, ee, _ in tensors)
     return Agreement(cosine, (min(along), max(along)), max(math.sqrt(dd / ee) for _, _, ee, dd in tensors))
 
 
 def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
-    """Return the agreement of each kind of tensor, q, k and v apart, and of all tensors as one."""
+    """Return the agreement of each kind of tensor (q, k and v are three kinds), and of all tensors taken as one."""
     kinds: dict[str, list[tuple[float, ...]]] = {}
     for name, g in found.items():
         kind, e = name.partition("[")[0], want[name]

@@ -100,7 +100,7 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
 
     def function(lnf: Tensor, wte: Tensor) -> Tensor:
         logits = F.linear(lnf, wte[: s.V])
-        wide = logits.to(torch.promote_types(logits.dtype, F32))  # what autocast does
+        wide = logits.to(torch.promote_types(logits.dtype, F32))  # autocast also computes the loss in fp32
         return F.cross_entropy(wide, targets.long(), ignore_index=-1, reduction="none")
 
     ours = dict(losses=losses, dln=dln, dwte=dwte)
@@ -157,7 +157,7 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
 
 
 def adamw(s: Sizes) -> Iterator[Comparison]:
-    """Compare fp32 weights, and bf16 weights with master bits, with torch in fp32; stochastic rounding with nearest."""
+    """Compare AdamW with torch: fp32, bf16 with master bits, and bf16 rounded stochastically (torch: to nearest)."""
     w, gradients = randn(s.updated, scale=0.02, dtype=BF16), [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)]
     single, exact = torch_adamw(w, gradients, 1e-3, F32), torch_adamw(w, gradients, 1e-3, F64)
     ours = (plain := w.float(), *our_adamw(plain, None, gradients, 1e-3))
@@ -167,7 +167,7 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
     our_adamw(high, low, gradients, 1e-3)
     yield Comparison("adamw master", "w", master(high, low), single[0], exact[0])
     yield Comparison("adamw master", "w bf16", high, exact[0].to(BF16), exact[0])
-    # steps of 1e-5 are a tenth of bf16's spacing at 0.02: only the mean update of 1024 weights survives rounding
+    # updates of 1e-5 are a tenth of bf16's spacing at 0.02, so compare means over 1024 weights
     rounded = w.clone()
     our_adamw(rounded, None, gradients, 1e-5)
     results = (rounded, torch_adamw(w, gradients, 1e-5, BF16)[0], torch_adamw(w, gradients, 1e-5, F64)[0])
@@ -176,7 +176,7 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
 
 
 def muon(s: Sizes) -> Iterator[Comparison]:
-    """Compare the products of Muon, for two matrices of each shape, with torch's in the same storage."""
+    """Compare the products of Muon with torch in the same dtype, for two matrices of each shape."""
     b, c, a = -2.5, 0.5, 3.5  # like the coefficients of POLAR_EXPRESS
     for M, N in ((s.C, s.C), (4 * s.C, s.C), (s.C, 4 * s.C)):
         op, x = f"muon {M}x{N}", randn(2, M, N)

@@ -1,8 +1,8 @@
 """Compares every kernel with PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
 
-The error is ||got - exact|| / ||exact||, with exact in float64.  A kernel passes if its error is at most 1.1 times
-PyTorch's; a float32 result also passes within FLOOR, where the last bit decides.  Outputs in fp8 have their own limits
-(fp8.py).  Without a GPU the shapes are tiny, and results are stored in float32: Triton's interpreter truncates to bf16
+The error is ||got - exact|| / ||exact||; `exact` is computed in float64.  A kernel passes if its error is at most 1.1
+times PyTorch's error.  A float32 result also passes with an error below FLOOR, a few last bits.  fp8.py has the limits
+of fp8.  Without a GPU the shapes are tiny, and results are stored in float32: Triton's interpreter truncates to bf16
 where a GPU rounds.
 """
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
 
-It has Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc.  Files
-with the same first 2,000 characters count once.  Validation has whole packages, so it repeats no training file.  A
-machine with PyTorch and CUDA has more than 400 MB.  The corpus is code: it compares ways of training, and its losses
-do not compare with losses on prose.  Small models should take bytes: GPT-2's vocabulary would be most of their work.
+The files are Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc.
+Files with the same first 2,000 characters count once.  A package is in one split only, training or validation.  A
+machine with PyTorch and CUDA has more than 400 MB.  The corpus is code: use it to compare ways of training, but do not
+compare its losses with losses on prose.  For small models choose bytes: the head for GPT-2's vocabulary would be slow.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from gpt2_triton.errors import DataError
 
 SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt")
 SHORTEST, LONGEST = 500, 2_000_000  # characters of a file
-COMPARED = 2000  # characters by which files are compared
-VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # of all characters: in validation, and at most in one of its packages
+COMPARED = 2000  # first characters, by which duplicates are found
+VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # shares of all characters: validation, and its largest package
 
 
 class Document(NamedTuple):
-    package: str  # the top folder below its root
+    package: str  # the first folder of the path below the root
     text: str
 
 
@@ -88,7 +88,7 @@ def build(out: Path, folders: list[Path], most: float, tokenizer: str) -> set[st
               "val": [d.text for d in found if d.package in chosen]}  # fmt: skip
     train, val = (sum(map(len, texts)) for texts in splits.values())
     if not (train and val):
-        raise DataError(f"{out}: {train + val:,} characters below {folders} are too few for two splits")
+        raise DataError(f"{out}: {train + val:,} characters below {folders} are too few for train and val")
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         files = [Path(folder, f"{split}.jsonl") for split in splits]
         for file, texts in zip(files, splits.values(), strict=True):

@@ -7,9 +7,9 @@
 
 OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers all numbers in
 metrics.jsonl except times, and the sha256 of each tensor of the last checkpoint: weights, moments, master bits.
---time trains in the order old, new, new, old, on --gpus GPUs, and prints the median ms per step too.
-Each run writes one checkpoint into $TMPDIR, where it is deleted once it is read.  Keys of a configuration, such as
---train.precision fp8, hold for all runs.  The exit code is 1 if a bit differs, 2 if a run fails.
+--time also prints the median ms per step.  It trains on --gpus GPUs, in the order old, new, new, old.
+A run's checkpoint is written into $TMPDIR and deleted after the comparison.  All runs get the keys of a configuration
+that are given, such as --train.precision fp8.  The exit code is 1 if a bit differs, 2 if a run fails.
 """
 
 import argparse
@@ -36,18 +36,18 @@ from gpt2_triton.console import print_line
 ROOT = Path(__file__).parents[2]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
-WARM_STEPS = 10  # not timed: clocks settle, and the first steps capture CUDA graphs
+WARM_STEPS = 10  # steps that are not timed: clocks settle, and CUDA graphs are captured
 DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"  # bytes are valid ids of GPT-2's vocabulary
 QUIET = "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 --checkpoint.every 0 --checkpoint.major 0"
 
 
 class Case(NamedTuple):
-    """A run: its options begin with a configuration file, relative to the checkout; the others are train.py's."""
+    """A run of train.py.  `options` begins with a configuration file, relative to the checkout."""
 
     name: str
     options: str
     gpus: int = 1
-    nodes: int = 1  # torchrun agents on this host; with several, ranks exchange through NCCL
+    nodes: int = 1  # torchrun agents on this host; several agents make ranks exchange through NCCL
 
 
 class Result(NamedTuple):
@@ -81,7 +81,7 @@ def cases(given: argparse.Namespace) -> list[Case]:
         found += [Case(level, f"{run} --memory.recompute {level}") for level in LEVELS]
         found.append(Case("2 micro-steps, master fp32", f"{gpt2(5, batch_size, 2)} --optim.master fp32"))
         found.append(Case("fp32", f"{run} --train.dtype fp32"))
-    if gpus > 1:  # one torchrun agent uses peer copies, an agent for each GPU NCCL
+    if gpus > 1:  # with one torchrun agent ranks use peer copies, with an agent per GPU they use NCCL
         run = gpt2(5, batch_size, 2, gpus)
         found += [Case(f"{gpus} GPUs, copies, ZeRO-{z}", f"{run} --parallel.zero {z}", gpus) for z in (1, 0, 2)]
         found.append(Case(f"{gpus} GPUs, NCCL, ZeRO-1", run, gpus, gpus))
@@ -113,7 +113,7 @@ def train(tree: Path, case: Case, work: Path) -> Result:
 
 
 def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield the command line and environment of each process, which makes the builtin data in its working directory."""
+    """Yield each process's command line and environment.  Its working directory receives the builtin data."""
     config, *options = case.options.split()
     words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", str(run_dir)]
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
@@ -169,7 +169,7 @@ def differences(old: Result, new: Result) -> list[str]:
 
 
 def compare(trees: dict[str, Path], case: Case, work: Path, order: tuple[str, ...] = ("old", "new")) -> dict[str, Any]:
-    """Train the case with both trees, in this order, and return a row of the report."""
+    """Train the case with the trees named in `order`, and return a row of the report."""
     results: dict[str, list[Result]] = {"old": [], "new": []}
     for name in order:
         results[name].append(train(trees[name], case, work))
@@ -230,7 +230,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(words: list[str]) -> int:
     given, keys = parse(words)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, after which the run under way is killed too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit raises, so that `train` kills its run
     order = ("old", "new", "new", "old") if given.time else ("old", "new")
     with tempfile.TemporaryDirectory(prefix="loss_compare-") as directory:
         work = Path(directory)

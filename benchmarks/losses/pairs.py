@@ -1,21 +1,21 @@
-"""Trains the arms of a series with several seeds, and compares their losses in pairs of runs of one seed.
+"""Trains the arms (variants) of a series with several seeds, and compares losses between runs with equal seeds.
 
     python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...] [--seeds 0,1]
     python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
 
-FILE is YAML.  Its keys are `config`, a configuration file; `options` of every run; `arms`, each arm's options by its
-name; `seeds`, the number of runs of each arm; and `baseline`, an arm, by default the first.  An arm may also set:
+FILE is YAML.  It has a `config` file, `options` of all runs, `arms` with further options, `seeds` (the runs of an arm)
+and `baseline` (the arm to compare with; by default the first).  An arm may also set:
 
-    seeds      its own number of runs
-    program    what trains in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
-    against    the arm of its pairs, in place of the baseline
+    seeds      another number of runs
+    program    a module in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
+    against    the arm to compare with, in place of the baseline
 
-Runs of one seed have the same initial weights and the same data in the same order.  Each finished run is one line of
-RESULTS.jsonl.  A run with a line is not made again, so the same command continues a series.  With several GPUs start
-the command once for each, with CUDA_VISIBLE_DEVICES and other --seeds.
+Runs with equal seeds have the same initial weights and the same data in the same order.  A finished run is a line of
+RESULTS.jsonl.  The command makes only runs without a line, so it continues a series.  To use several GPUs, start it
+once per GPU, each time with another CUDA_VISIBLE_DEVICES and other --seeds.
 
 The training loss is the mean of the last fifth of the steps.  The report has the mean and standard deviation of each
-arm, and the mean difference of its pairs with the 95% interval by Student's t.
+arm, and its mean difference over pairs of equal seed, with the 95% interval by Student's t.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from gpt2_triton.training.run_info import read_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "gpt2_triton train"
-POINTS = 200  # of a run's curve, each the mean of as many steps
+POINTS = 200  # points in a run's curve; a point is a mean over `stride` steps
 T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -55,7 +55,7 @@ class Arm(NamedTuple):
     options: dict[str, Any]
     seeds: int
     program: str
-    against: str  # the arm of its pairs
+    against: str  # the arm to compare with
 
 
 class Series(NamedTuple):
@@ -67,12 +67,12 @@ class Series(NamedTuple):
         return self.arms[arm].options | {"train.seed": 42 + seed, "data.seed": 42 + seed}
 
     def against(self, arm: str) -> str:
-        """Return the arm that `arm` is compared with: the baseline, if only the results still have `arm`."""
+        """Return the arm to compare `arm` with; the baseline if the series no longer has `arm`."""
         return self.arms[arm].against if arm in self.arms else self.baseline
 
 
 class Difference(NamedTuple):
-    """A mean difference of pairs, and half of its 95% interval; a single pair has none."""
+    """A mean difference over pairs, and half the width of its 95% interval, which a single pair does not have."""
 
     mean: float
     half_width: float | None
@@ -102,7 +102,7 @@ def read_results(path: Path) -> list[Result]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except ValueError as error:
-        raise DataError(f"{path}: a line is not a result ({error}); remove it, then its run is made again") from None
+        raise DataError(f"{path}: a line is not a result ({error}); remove the line to repeat its run") from None
 
 
 def data_digest(folder: Path) -> str:
@@ -123,13 +123,13 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def require_same(series: Series, rows: list[Result], data: str) -> None:
-    """Raise ConfigError for a result with other options than the series has now, or with other data."""
+    """Raise ConfigError if a result has other options than the series, or other data."""
     for row in rows:
         options = series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
         keys = {key: (row["options"].get(key), options.get(key)) for key in row["options"].keys() | options.keys()}
         keys["data"] = row.get("data", data), data
         if wrong := [f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)]:
-            todo = "choose another --out, or remove its line"
+            todo = "choose another --out, or remove the line of this run"
             raise ConfigError(f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}")
 
 
@@ -182,7 +182,7 @@ def figures(run_dir: Path) -> Result:
 
 
 def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference | None:
-    """Return `arm` minus `other` over the seeds that both have; None if they share none, or are the same arm."""
+    """Return `arm` minus `other` over the seeds of both; None if no seed is in both, or both are the same arm."""
     if arm == other:
         return None
     mine, others = ({r["seed"]: r for r in rows if r["arm"] == name and r[key] is not None} for name in (arm, other))
@@ -220,7 +220,7 @@ def report(series: Series, rows: list[Result]) -> str:
 
 
 def curve(rows: list[Result], arm: str) -> tuple[list[float], list[float]]:
-    """Return minutes of the arm's step time, and the mean training loss of its runs at each."""
+    """Return an arm's curve: minutes at its median step time, and training losses averaged over its runs."""
     mine = [row for row in rows if row["arm"] == arm]
     means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
     minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
@@ -263,12 +263,12 @@ def compare(a: argparse.Namespace) -> int:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the series, YAML")
-    parser.add_argument("--out", type=Path, required=True, help="results, a JSON object per run and line")
+    parser.add_argument("--out", type=Path, required=True, help="results: one line of JSON per run")
     parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
     parser.add_argument("--arm", action="append", help="an arm to train; may be repeated; by default all")
     parser.add_argument("--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1")
     parser.add_argument("--report", action="store_true", help="train nothing, print the table")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, which ends the run under way too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit raises, so that `train` ends its run
     try:
         return compare(parser.parse_args(words))
     except UserError as error:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
 
-`gpt2-triton train` with the same options has the same initial weights, batches and learning rates on one GPU.  The
-model is torch_gpt2.py's, with cuDNN's attention; the vocabulary's padding has no part in the loss.  With --fp32, or
-train.dtype fp32, it computes in fp32 without TF32, not compiled.  Without a GPU it trains on the CPU.  The host does
-not wait for single steps.  DIR receives run.json and metrics.jsonl, the validation loss last, but no checkpoints.
+Initial weights, batches and learning rates are the same as in `gpt2-triton train` with these options on one GPU.  The
+model is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's padding.  With --fp32, or with
+train.dtype fp32, it computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
+DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
 
 import argparse
@@ -47,11 +47,11 @@ Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the
 
 
 def model_like_ours(config: Config) -> GPT2:
-    """Return PyTorch's model on this device with the weights that a run of ours begins with."""
+    """Return PyTorch's model on this device, with the initial weights of `gpt2-triton train`."""
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model.gpt2 import GPT2 as OurGPT2
 
-    if config.optim.master == "fp32":  # the same weights, not split into bf16 and master bits
+    if config.optim.master == "fp32":  # in fp32 the same weights are one tensor, not bf16 and master bits
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = OurGPT2(config, K, device_name())
     ours.initialise(config.train.seed)
@@ -76,7 +76,7 @@ def model_like_ours(config: Config) -> GPT2:
 
 
 def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
-    """Return AdamW.  Matrices and embeddings decay.  The first group is the embeddings, for optim.embed_lr."""
+    """Return AdamW.  Matrices and embeddings decay.  Embeddings are the first group, which optim.embed_lr scales."""
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
     rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
     groups = [
@@ -112,7 +112,7 @@ def autocast(fp32: bool) -> torch.autocast:
 def train_steps(
     config: Config, model: GPT2, loss_of: Callable[..., Tensor], accumulation: int, batches: Iterator[Batch], fp32: bool
 ) -> Iterator[Step]:
-    """Train, and yield every step.  `loss_of` is the model, or the model compiled."""
+    """Train, and yield every step.  `loss_of` is the model or its compiled form."""
     from gpt2_triton.training.lr_schedule import learning_rate
 
     o, optimizer = config.optim, optimizer_of(model, config)
@@ -148,7 +148,7 @@ def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, config: Config, fp32: bool) -> float:
-    """Return the mean loss over the first eval.tokens of the validation shards, 0 for all of them."""
+    """Return the mean loss over the first eval.tokens tokens of the validation shards; eval.tokens 0 takes all."""
     T = config.train.seq_len
     loader = ValidationLoader(shards_of(config, "val"), T, config.eval.tokens)
     total = torch.zeros((), dtype=torch.float64, device=device_name())
@@ -182,7 +182,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         config = Config.load(a.config, parse_overrides(keys))
         if config.optim.name != "adamw":
-            raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run has adamw only")
+            raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run takes adamw only")
         select_device()
         train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32")
     except UserError as error:

@@ -3,14 +3,14 @@
     python -m benchmarks.losses.vs_torch [--train.dtype fp32 | --optim.master none] [--key value ...]
 
 By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin text; any key of a configuration may
-follow.  PyTorch is torch_train.py under bf16 autocast.  For runs in fp32 and for stochastic rounding (master none) it
-computes in fp32: autocast rounds weights to bf16, and they would not change before half an ulp of updates adds up.
-The exit code is 1 if a bound is exceeded at any step.  In fp32 losses may differ by 1e-4, relatively; in bf16 losses
-may differ by 0.02 and gradient norms by 2%.
+follow.  torch_train.py trains with PyTorch under bf16 autocast.  If train.dtype is fp32 or optim.master is none,
+PyTorch computes in fp32, because autocast rounds weights to bf16 and so hides updates below half an ulp.  The exit code
+is 1 if a step exceeds a bound.  In fp32, losses may differ by a relative 1e-4.  In bf16, losses may differ by 0.02 and
+gradient norms by 2%.
 
-The learning rate rises to 2e-5, so the loss falls smoothly and a difference is an error.  At larger rates runs that
-differ in the last bit drift apart, as two runs of PyTorch do (docs/engineering/numerics.md).  There compare the mean of
-the last 20 losses, for example after
+The learning rate rises to 2e-5 only: the loss then falls smoothly, and a difference shows an error.  At larger rates
+even two runs of PyTorch drift apart if one bit differs (docs/engineering/numerics.md).  For such rates, compare the
+mean of the last 20 losses, for example after
 
     --train.steps 500 --train.batch_size 4 --train.total_batch_tokens 4096 --optim.lr 3e-4 --optim.warmup 100
 """
@@ -34,7 +34,7 @@ KEYS = {
     "checkpoint.every": "0", "checkpoint.major": "0",
 }  # fmt: skip
 BOUNDS = {True: dict(relative=1e-4), False: dict(absolute=0.02, norm=0.02)}  # in fp32, in bf16
-LAST = 20  # steps, in the mean at the end
+LAST = 20  # steps that the printed mean covers
 
 
 def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:
@@ -48,7 +48,7 @@ def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:
 
 
 def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
-    """Return the largest differences over all steps: of losses, relative and absolute, and of norms, relative."""
+    """Return three largest differences over all steps: relative and absolute of losses, relative of norms."""
     both = list(zip(ours, theirs, strict=True))
     return dict(
         relative=max(abs(a["loss"] / b["loss"] - 1) for a, b in both),

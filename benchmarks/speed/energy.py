@@ -22,7 +22,7 @@ def mean_watts(samples: Sequence[Sample]) -> float | None:
 class Power:
     """Measures the mean power of this GPU, `watts`, in a `with` block.  The end of the block waits for the GPU.
 
-    `watts` is None without the package pynvml (nvidia-ml-py), on a GPU without a counter, and in less than 0.3 s.
+    `watts` is None without the package nvidia-ml-py, on a GPU without a counter, and for a block of less than 0.3 s.
     """
 
     watts: float | None = None

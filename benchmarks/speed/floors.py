@@ -1,4 +1,4 @@
-"""Measures floors on this GPU: the bandwidth of a copy, cuBLAS in bf16 and fp8, cuDNN's attention."""
+"""Measures on this GPU what sets floors: the bandwidth of a copy, products of cuBLAS, attention of cuDNN."""
 
 import functools
 import statistics
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # the libraries that set floors; torch for AMD has its own flash attention in place of cuDNN
 PRODUCTS_BY, ATTENTION_BY = ("hipBLAS", "flash") if torch.version.hip else ("cuBLAS", "cuDNN")
 ATTENTION = SDPBackend.FLASH_ATTENTION if torch.version.hip else SDPBackend.CUDNN_ATTENTION
-AHEAD = 1_000_000  # cycles, 0.5 ms: the host needs up to 0.2 ms to launch a backward pass of attention
+AHEAD = 1_000_000  # cycles that the GPU waits, 0.5 ms: the host needs up to 0.2 ms for a launch
 
 
 def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -21,9 +21,9 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
-    """Return the median time of calls that last `milliseconds` in all, after as many calls to warm up.
+    """Return the median time of a call over `milliseconds` of calls, after a warm-up of the same length.
 
-    No pause comes between calls: after a pause the clock is higher than the power limit allows in a step.
+    Calls follow each other without a pause: after a pause the clock would be higher than it is in a step.
     """
 
     def timed(calls: int) -> list[float]:
@@ -44,7 +44,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-# Each floor is measured once, on random numbers: zeros take less power and so less time.
+# Each floor is measured once, on random numbers: zeros would take less power, and so less time.
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
 def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
     """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K].
 
-    `fast` sums in the tensor cores' own precision and gives bf16.  Else sums and result are fp32, as for dW.
+    If `fast`, tensor cores sum in their own precision and the result is bf16.  Else sums and result are fp32: dW.
     """
     a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
     scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32

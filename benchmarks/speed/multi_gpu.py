@@ -1,17 +1,17 @@
-"""Measures the cost of communication: GPUs train independently and together, in turn.
+"""Measures the cost of communication: GPUs train independently and jointly, by turns.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
     [--precision fp8] [--optimizer muon] [--json FILE]
 
-GPUs of one machine differ by some percent, and at the power limit their clocks vary.  A synchronous step takes as long
-as the slowest GPU at that time, whatever is exchanged.  So three kinds of steps are timed:
+The GPUs of a machine differ in speed by some percent, and at the power limit their clocks vary.  A joint step waits for
+the slowest GPU, even if nothing is exchanged.  So three kinds of steps are timed:
 
 alone      independent runs on all GPUs at the same time
-in step    the same, but each step waits until all GPUs have ended the last one: what waiting alone costs
-together   one model on all of them
+in step    the same, but a step begins when all GPUs have ended the previous step: the cost of waiting alone
+together   one model on all GPUs
 
-Power, and with it speed, depends on the numbers that are multiplied and on the temperature.  So each stretch of steps
-begins with the same weights, the kinds alternate in both orders, and the first round does not count.
+A round times a stretch of steps of each kind.  Power, and so speed, depends on temperature and on the numbers that are
+multiplied.  So stretches begin with the same weights, every second round reverses the kinds, and round 0 is dropped.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.gpt2 import GPT2
 
-SETTLE = 12  # first steps of a stretch, not timed: ranks synchronise, graphs are captured, clocks fall
+SETTLE = 12  # steps of a stretch that are not timed: ranks synchronise, graphs are captured, clocks fall
 
 
 class Pair:
@@ -75,7 +75,7 @@ def shared(config: Config, ranks: int, zero: int) -> Config:
 
 
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
-    """Return one line per rank with median milliseconds, then tokens/s per GPU relative to the other kinds."""
+    """Return one line per rank with median milliseconds, then tokens/s of joint steps relative to other kinds."""
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
     lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
     lines += [f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)]

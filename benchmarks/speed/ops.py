@@ -1,13 +1,13 @@
 """Times each operation of a training step and compares it with its floor: `python -m benchmarks ops`.
 
-Each launch is timed between events in the replayed CUDA graph, so caches and clock are as in a step.  At full load the
-power limit keeps the clock some 10% below a first burst.  Launches with equal shapes are grouped.
+Each launch is timed between events in the replayed CUDA graph, so caches and clock are as in a step.  (The power limit
+lowers the clock of a busy GPU by about 10%.)  Launches with equal shapes are grouped.
 
-A floor is the longer of two times, both measured on this GPU in this run.  One is the library's for the same shape and
-layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for attention.  The other is the time to copy
-as many bytes.  Operations without a product have the second alone.  Bytes are inputs read once and outputs written
-once, without recomputation, partial sums and transpositions in fp8.  A kernel that beats the library has a floor above
-100% of its time.  Joules are of a whole step, by the GPU's own counter.
+A floor is the longer of two times, which this run measures on this GPU.  The library's time is for the same shape and
+layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for attention.  The copy's time is for the same
+bytes: each input read once, each output written once, without recomputation, partial sums and transpositions in fp8.
+Operations without a product have the copy's time alone.  If a kernel beats the library, its floor/ms is above 100%.
+The GPU's energy counter gives the joules of a whole step.
 """
 
 import collections
@@ -33,11 +33,11 @@ from gpt2_triton.model.gpt2 import GPT2
 
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
-# outputs that are read as well
+# outputs that the launch also reads
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropout": ("x",)}
-ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # read as well if `acc` is true
+ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # outputs that the launch also reads if `acc` is true
 WARMUP = 10  # steps that are not counted: the clock settles within a second
-GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # these read and write only the tokens' rows of wte
+GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # operations that touch only the tokens' rows of wte
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
@@ -50,7 +50,7 @@ PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
     "classifier_fwd": (lambda a: (a["lnf"].shape[0], *a["wte"].shape), "forward"),
     "classifier_dx": (lambda a: (*a["dln"].shape, a["p"].shape[1]), "dx"),
 }
-# these read the value of an fp8 operand, not its fp8 form
+# these read the bf16 tensor of an operand (`value`), not its fp8 form (`rows`)
 READ_IN_FULL = {"attention_bwd", "classifier_loss", "classifier_dx", "embedding_fwd", "embedding_bwd"}
 
 
@@ -68,7 +68,7 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
-    """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes; a cast writes no value."""
+    """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes.  A cast only reads `value`."""
     if not output:
         return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
     more = [operand.columns] if operand.transposed else []
@@ -76,7 +76,7 @@ def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Return multiplications plus additions.  Causal attention has 2 products of half the scores, 5 backward."""
+    """Return multiplications plus additions.  Causal attention computes half of 2 products, backward of 5."""
     if name in PRODUCTS:
         return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):
@@ -86,7 +86,7 @@ def flops(name: str, a: Arguments) -> int:
 
 
 def moved_bytes(name: str, a: Arguments) -> int:
-    """Return the bytes of all tensors.  A tensor that is updated in place or added to counts twice."""
+    """Return the bytes that are read and written.  A tensor counts twice if it is updated in place or added to."""
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if a.get("acc") else set()
     updated |= {"dx"} if name == "layernorm_bwd" and a.get("add_dx", True) else set()
@@ -203,7 +203,7 @@ def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     list(run_steps(calibrated(model, packed), packed, range(WARMUP)))
     with Power() as power:
         results = [result.seconds for result in run_steps(model, packed, range(WARMUP, WARMUP + steps))]
-    for number in range(steps):  # an event keeps only its last time, so read before the next step
+    for number in range(steps):  # read the events after each step: a replay overwrites their times
         list(run_steps(model, packed, range(number, number + 1)))
         for op in timed.operations.values():
             op.ms += [before.elapsed_time(after) for before, after in op.spans]

@@ -1,4 +1,4 @@
-"""Times steps of this package for steps.py, launched as the trainer launches them.  Prints one JSON line.
+"""Times steps of this package for steps.py, with the trainer's order of launches.  Prints one JSON line.
 
 python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
 """
@@ -26,7 +26,7 @@ from gpt2_triton.training.lr_schedule import step_inputs
 def run_steps(
     model: GPT2, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
 ) -> Iterator[StepResult]:
-    """Yield the results of steps whose micro-batches are all `packed`; `between` is called after each launch.
+    """Yield the results of steps on the micro-batch `packed`; `between` is called after each launch of a step.
 
     The result of a step is read after the next launch, so the device never waits for the host.
     """
@@ -46,7 +46,7 @@ def run_steps(
 
 
 def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
-    """Give a model in fp8 its first scales."""
+    """Give a model in fp8 its first scales, and return the model."""
     if model.has_fp8:
         calibrate(model, [packed], step_inputs(0, model.config, 1.0 / model.config.total_batch_tokens))
     return model

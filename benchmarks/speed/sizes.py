@@ -12,7 +12,7 @@ T, VOCAB = 1024, ModelConfig().vocab_size
 
 class Size(NamedTuple):
     batch: int  # sequences per step
-    recompute: str  # memory.recompute in bf16, the recipe's
+    recompute: str  # memory.recompute in bf16, as in the recipe
 
 
 MODELS = {  # by model.size
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     optim: str = "adamw"
 
     def config(self, n_layer: int | None = None) -> Config:
-        """Return the configuration of a run in bf16 with stochastic rounding.  n_layer replaces the size's number."""
+        """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's n_layer."""
         config = Config.model_validate(
             dict(
                 model=dict(size=self.size),

@@ -1,10 +1,10 @@
 """Times training steps of GPT-2's four sizes, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
 
-Each run is a process of its own, as a user's run is.  A step is forward, backward, clip and AdamW on the same random
-tokens.  A time runs from the end of one step to the end of the next, without a synchronisation in between.  Figures are
-medians of the steps after the fifth.  Joules come from the GPU's own counter.
-Our memory is the decrease of free device memory, with kernels and graphs.  PyTorch's memory is the peak of its tensors,
-without what its allocator reserves beyond them.  Neither includes the CUDA context.
+Each run is a process of its own, as a user's run is.  A step is forward, backward, clipping and the update; all steps
+take the same random tokens.  A step's time runs from the end of the previous step to its own end, and the host does not
+wait in between.  Figures are medians of the steps after the fifth.  Joules come from the GPU's energy counter.
+Our memory is the decrease of free device memory, so it includes kernels and graphs.  PyTorch's memory is the peak of
+its tensors, without the allocator's reserve.  Neither includes the CUDA context.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def ours(work: Work) -> Program:
 
 
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
-    """Run, print the table, and write the figures as JSON.  A run that fails has empty cells; then return 1."""
+    """Run, print the table, and write the figures as JSON.  Return 1 if a run fails; its cells stay empty."""
     rows: list[dict[str, Any]] = []
     for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
         for program in (*map(ours, group), *BASELINES[baseline]):
@@ -82,7 +82,7 @@ HEAD = ["size", "B", "program", "recompute", "ms", "tok/s", "MFU", "J", "GiB", "
 
 
 def table(rows: list[dict[str, Any]], peak: float | None) -> str:
-    """Return one line per run: J of a step, MFU of bf16's peak, speed and memory relative to PyTorch in bf16."""
+    """Return one line per run: J per step, MFU at bf16's peak, speed and memory relative to PyTorch in bf16."""
     lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:

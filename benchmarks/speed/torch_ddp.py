@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.torch_ddp SIZE [--steps 30] [--rounds 2] [--json FILE]
 
-The model is torch_gpt2.py's.  Its gradients are bf16: DDP sends half as many bytes as we do.
+The model is torch_gpt2.GPT2.  Its gradients are bf16, so DDP sends half as many bytes as gpt2_triton.
 """
 
 import argparse

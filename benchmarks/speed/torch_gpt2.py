@@ -1,12 +1,12 @@
-"""GPT-2 in PyTorch, as fast as PyTorch is on one GPU: the baseline of `python -m benchmarks steps`.
+"""GPT-2 in PyTorch, written to be fast on one GPU: the baseline of `python -m benchmarks steps`.
 
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
 no host synchronisation between steps.  Prints one JSON line.
 
     python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [VARIANT]
 
-VARIANT tensorwise or rowwise: torchao computes the products of the layers in fp8 by this recipe.  The torchao must be
-built for the installed torch.  VARIANT muon: torch.optim.Muon updates the matrices of the layers, AdamW the rest.
+VARIANT tensorwise or rowwise is a recipe of torchao, which computes the layers' products in fp8.  torchao must be built
+for the installed torch.  With VARIANT muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def run_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer | MuonAndAdamW, batch: tuple[Tensor, Tensor], steps: int,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], Tensor]:  # fmt: skip
-    """Run steps; return the milliseconds of each and the last loss.  `between` counts with the step that follows it."""
+    """Run steps; return the milliseconds of each and the last loss.  The next step's time includes `between`."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     with sdpa_kernel(ATTENTION):
         marks[0].record()
@@ -107,7 +107,7 @@ def run_steps(
 
 
 def in_float8(model: nn.Module, recipe: str) -> nn.Module:
-    """Replace the layers' linears, but not the head, by torchao's of this recipe; return the model."""
+    """Replace the layers' linears, but not the head, by torchao's linears of a recipe; return the model."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(

@@ -1,6 +1,6 @@
-"""Intercepts the launches of a real training step, to repeat, compare and time each with other launch parameters.
+"""Stops a training step before each launch, to repeat the launch with other launch parameters, compare and time it.
 
-What a call writes is saved and restored, so that the step continues with unchanged data.
+The tensors that a call writes are saved and restored, so the step continues with unchanged data.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from gpt2_triton.model.gpt2 import GPT2
 
 REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)  # by the compiler, the driver or the launcher
 DIFFERS = "its numbers differ from the current row's"
-SAMPLE_MS = 1.0  # duration of the launches in a graph: events resolve about a microsecond
-BLOCK, CHUNK = 256, 1 << 24  # numbers with one error, and numbers compared at a time
+SAMPLE_MS = 1.0  # time that a graph's launches take together: events resolve about a microsecond
+BLOCK, CHUNK = 256, 1 << 24  # numbers in a block, which has one error; numbers compared at a time
 
 
 class Rows(dict[Key, Row]):
-    """A table's rows, which record the keys that are looked up."""
+    """The rows of a table, as a dictionary that records in `used` which keys are looked up."""
 
     used: set[Key]
 
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Launcher, shapes and flags, without numbers: equal for calls that take the same time."""
+        """Launcher, shapes and flags, without other arguments: equal for calls that take the same time."""
         parts = [
             "x".join(map(str, v.shape)) if isinstance(v, Tensor) else str(v) if v is None or type(v) is bool else "."
             for v in (*self.args, *self.keywords.values())
@@ -92,9 +92,9 @@ class Call:
 
 
 class Interceptor:
-    """The kernel package, which records the rows that each call uses.
+    """Stands in for the kernel package, and records the rows that each call uses.
 
-    If `on_call` is set, it is called before the first launch with each key.
+    If `on_call` is set, calls on_call(call) before the first call with each `Call.key`.
     """
 
     def __init__(self, rows: Rows):
@@ -122,7 +122,7 @@ class Interceptor:
 
 
 def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call], None]) -> None:
-    """Run a step of one layer that records calls and their rows, and a step with on_call(call) before each launch."""
+    """Run two steps of one layer: the first records each call's rows, the second calls on_call before each call."""
     K = Interceptor(rows)
     model, packed = model_of(work_of(size, batch, None).config(n_layer=1), K)
     K.used = {}
@@ -149,8 +149,8 @@ def model_of(config: Any, K: Any) -> tuple[GPT2, Tensor]:
 def worst(got: Tensor, want: Tensor) -> float:
     """Return the largest ||got - want|| / ||want|| over blocks of BLOCK consecutive numbers.
 
-    ||want|| of a block counts at least as much as the root mean square over blocks.  NaN in both, which means that
-    neither wrote the number, is equal; NaN in one is an infinite error.
+    A block's ||want|| is replaced by the root mean square over blocks if that is larger.  NaN in both means that no
+    kernel wrote the number, and is no error; NaN in one is an infinite error.
     """
     wrong, size = [], []
     for a, b in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK)):
@@ -167,7 +167,7 @@ def worst(got: Tensor, want: Tensor) -> float:
 
 
 class Trial:
-    """A call with its outputs from before the launch, and its results with the current row."""
+    """A call, the contents of its outputs before the launch, and its results with the current row."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -179,7 +179,7 @@ class Trial:
         self.launches = self._launches()
 
     def _results(self) -> list[Tensor]:
-        """Return the outputs to compare.  Scratch is none of them: its partial sums depend on block sizes."""
+        """Return the outputs to compare: all but scratch, where partial sums depend on block sizes."""
         return [t for t in self.outs if _name(self.call, t) != "scratch"]
 
     def _again(self) -> None:
@@ -210,7 +210,7 @@ class Trial:
         return None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
 
     def graph(self) -> tuple[Any, int]:
-        """Return a graph of as many launches as take SAMPLE_MS, and their number."""
+        """Return a graph that repeats the launch for about SAMPLE_MS, and the number of launches in it."""
 
         def launches() -> None:
             for _ in range(self.launches):
@@ -249,7 +249,7 @@ def interleaved(graphs: dict[int, tuple[Any, int]], rounds: int) -> dict[int, fl
     for number in range(rounds + 1):
         at = number * len(order) // (rounds + 1)
         marks = {}
-        torch.cuda._sleep(AHEAD)  # the host queues the launches meanwhile, so that no gaps are measured
+        torch.cuda._sleep(AHEAD)  # the GPU waits until the host has queued the launches, so no gaps are measured
         for i in order[at:] + order[:at]:
             before, after = marks[i] = events()
             before.record()

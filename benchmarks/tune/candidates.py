@@ -1,7 +1,7 @@
 """The rows that `tune` tries: the values of each operation's parameters, and which combinations are valid.
 
-Parameters that are the same for every GPU (FIXED) keep their values.  So do rows of heads wider than 64 and of fp32: no
-step of the four sizes uses them.
+The parameters in FIXED are the same for every GPU and keep their values.  Rows for heads wider than 64 and for fp32 are
+not tried, because no step of the four sizes uses them.
 """
 
 import itertools
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from gpt2_triton.kernels.table_file import Row
 
-# These size a scratch buffer or split a sum, and are the same in every GPU's table.  Only dW's tile may be narrower
-# than Hopper's, and then needs less.
+# These parameters size a scratch buffer or split a sum, and are the same in every GPU's table.  There is one exception:
+# the tile of matmul_dw may be narrower than Hopper's tile, and then needs less scratch.
 FIXED: dict[str, tuple[str, ...]] = {
     "matmul": ("BLOCK_M",),
     "matmul_dw": ("BLOCK_M", "BLOCK_K", "WAVE"),
@@ -24,7 +24,7 @@ FIXED: dict[str, tuple[str, ...]] = {
 }
 
 _TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
-_BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 is no cap
+_BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 sets no limit
 _ROWS = dict(BLOCK_R=(2, 4, 8, 16), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4, 8))
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -48,7 +48,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _tile_fits(row: Row, shared: int) -> bool:
-    """Return whether a thread has 16 to 128 accumulators, of 255 registers, and all stages fit into shared memory."""
+    """Return whether a thread has 16 to 128 accumulators in its 255 registers, and shared memory holds all stages."""
     accumulators = row["BLOCK_M"] * row["BLOCK_N"] // (32 * row["num_warps"])
     operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * row["num_stages"]
     return 16 <= accumulators <= 128 and operands <= shared
@@ -76,7 +76,7 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
     "embedding_bwd_segments": _few_a_thread("BLOCK_E", "BLOCK_C"),
     "embedding_bwd_split": _few_a_thread("BLOCK_E", "BLOCK_C"),
     "embedding_bwd_wpe": _few_a_thread("BLOCK"),
-    "attention_fwd": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],  # a block of keys tiles one of queries
+    "attention_fwd": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],  # a block of queries is whole blocks of keys
     "adamw": _few_a_thread("BLOCK"),
 }
 

@@ -1,12 +1,12 @@
 """Searches launch parameters for this GPU: `python -m benchmarks tune`.
 
-A step of each size runs with one layer, and each launch is intercepted with the arguments of training.  There the
-candidates for each row that the launch uses are compiled on all cores, and their outputs are compared with the current
-row's.  Then all are timed in turn as CUDA graphs, in rounds with a rotating order: the clock of a loaded GPU drifts by
-5 to 8%, and a gain of 2% counts.
+A row of the table holds the launch parameters of one operation.  The search runs a step of each size with one layer,
+and stops before each launch.  Candidates for the rows of this launch are compiled on all cores, and their outputs are
+compared with the current row's outputs.  Then all are timed as CUDA graphs, in rounds with a rotating order, because
+the clock of a loaded GPU drifts by 5 to 8%.
 
-All candidates are screened first.  The best few are then timed longer against the current row, because the best of
-forty measurements is partly luck.  A row is replaced if the launchers that use it gain 2%.
+All candidates are timed briefly first.  Since the best of forty short timings is partly luck, the best few are then
+timed longer, beside the current row.  A candidate replaces the row if all launches that use the row gain 2% together.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from gpt2_triton.kernels import table_file, tuning
 from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, plan_memory
 
-GAIN = 1.02  # the least gain that replaces a row: twice the variation of medians of FINAL rounds
+GAIN = 1.02  # the least gain that replaces a row: twice the variation of a median over FINAL rounds
 SCREEN, FINAL = 5, 25  # rounds
-FINALISTS = 3  # in addition to the current row
-# largest ||difference|| / ||current|| of 256 numbers: one unit in the last place of bf16 in each is at most 2^-7, a
-# missing tile or key at least 0.1
+FINALISTS = 3  # candidates that are timed longer, beside the current row
+# bound of ||difference|| / ||current|| over 256 numbers: an error of one bf16 unit in each number gives at most 2^-7,
+# a missing tile or key at least 0.1
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
-LEAST_BATCH = 4  # sequences: a size that trains with fewer is not tuned for, unless it is named
-# on Hopper, kernels/hopper runs these with its own constants, for every size that is tuned
+LEAST_BATCH = 4  # sequences: a size that fits with fewer sequences is tuned only if --sizes names it
+# on Hopper, kernels/hopper runs these operations with constants, at every size that is tuned
 HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
 
-Times = dict[str, list[float | None]]  # by size, per candidate: ms of all launches that use the row
+Times = dict[str, list[float | None]]  # size: for each candidate, total ms of the launches that use the row
 
 
 def select(only: str | None) -> list[str]:
-    """Return the operations to tune on this GPU: all, or those whose name or family is in `only`."""
+    """Return the operations to tune on this GPU: all, or those that `only` names by name or first word."""
     ops = [op for op in SPACE if not (tuning.is_hopper() and op in HOPPER_OPS)]
     if only is None:
         return ops
@@ -61,7 +61,7 @@ def select(only: str | None) -> list[str]:
 
 
 def gain(times: Times, i: int) -> float:
-    """Return old over new time, the geometric mean over sizes; 0 if the candidate failed or loses 2% at any size."""
+    """Return old time / new time, as a geometric mean over sizes; 0 if the candidate failed or loses 2% at any size."""
     ratios = []
     for column in times.values():
         old, new = column[0], column[i]
@@ -72,7 +72,7 @@ def gain(times: Times, i: int) -> float:
 
 
 def finalists(rows: list[Row], times: Times) -> list[Row]:
-    """Return the current row and the FINALISTS best of those that gain anything."""
+    """Return the current row and at most FINALISTS candidates, the best that gain anything."""
     gains = {i: gain(times, i) for i in range(1, len(rows))}
     best = sorted((i for i in gains if gains[i] > 1.0), key=lambda i: -gains[i])
     return [rows[0], *(rows[i] for i in best[:FINALISTS])]
@@ -85,7 +85,7 @@ def winner(rows: list[Row], times: Times) -> int:
 
 
 def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[str, int]:
-    """Return the batch of each size to tune: `batch`, else the largest that fits `budget` bytes, up to the benchmarks'.
+    """Return the batch of each size to tune: `batch`, else the largest up to MODELS' batch that fits `budget` bytes.
 
     Without `sizes`, take each size that fits with LEAST_BATCH sequences, or d12 if none fits.
     """
@@ -103,7 +103,7 @@ def _fitting_batch(size: str, B: int, budget: int) -> int:
 
 
 class Search:
-    """One pass over the sizes: times of all candidates of each row, at each call of a step that uses the row."""
+    """One pass over the sizes.  It times all candidates for a row at each call that uses the row."""
 
     def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int):
         self.rows, self.tries, self.rounds = rows, tries, rounds
@@ -132,7 +132,7 @@ class Search:
         return self
 
     def _measure(self, size: str, op: str, call: Call) -> None:
-        """Compile, compare and time the candidates of `op` at this call, and add them to the times of the row."""
+        """Compile, compare and time the candidates of `op` at this call, and add the times to `self.times`."""
         key, choices = (op, DTYPE), {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped}
         with kernels.compiling(ignore_errors=True):
             for row in choices.values():
@@ -155,7 +155,7 @@ class Search:
 
 
 def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path | None) -> int:
-    """Search, print old and new milliseconds of each row, and write the table if a row gains or the GPU has none."""
+    """Search, print each row's old and new milliseconds, and write the table if a row gains or the GPU has no table."""
     ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
     properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
     shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
@@ -184,14 +184,14 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     if changes or not table.names(gpu):
         write_atomic(target, tables.text(tables.updated(table, gpu, changes)).encode())
         print(f"wrote {target}: {len(changes)} rows changed, in {time.monotonic() - began:.0f} s")
-        print(f"any install takes it: {table_file.VARIABLE}={target.absolute()}")
+        print(f"to use it in any installation, set {table_file.VARIABLE}={target.absolute()}")
     else:
         print(f"no row gains {GAIN - 1:.0%}: nothing is written")
     return 0
 
 
 def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
-    """Return one line per row: milliseconds of its launches over all sizes, old and with the best other row; gain."""
+    """Return one line per row: old ms over all sizes, ms of the best candidate, gain, changed parameters."""
     lines = [["row", "old ms", "new ms", "gain", ""]]
     for op, rows in tries.items():
         best = max(range(1, len(rows)), key=lambda i: gain(times[op], i), default=0)
@@ -210,7 +210,7 @@ def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
 
 
 def faults(*searches: Search) -> list[str]:
-    """Return a line with the number of candidates that did not compile or fit, and a line for each wrong one."""
+    """Return a line that counts candidates which do not compile or fit, and a line per wrong candidate."""
     reasons = [(op, i, search.tries[op][i], r) for search in searches for (op, i), r in search.dropped.items()]
     wrong = [f"WRONG: {op} {row}: {r}" for op, _, row, r in reasons if r.startswith(calls.DIFFERS)]
     unfit = len(reasons) - len(wrong)

@@ -11,14 +11,14 @@ from gpt2_triton.version import installed
 
 
 def file_of(table: Table, name: str, device: str) -> Path:
-    """Return this GPU's file in tables/; its name is a new one if the table in use is another GPU's."""
+    """Return this GPU's file in tables/, a new file if the table in use belongs to another GPU."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     slug = "-".join(word for word in words if word not in ("nvidia", "geforce"))
     return Path(str(TABLES)) / f"{name if table.names(device) else slug}.json"
 
 
 def updated(table: Table, device: str, changes: dict[Key, Row]) -> Table:
-    """Return the table with changed rows as a table of this GPU."""
+    """Return this GPU's table: a copy of `table` with the changed rows."""
     own = table.names(device)
     return table._replace(
         gpu=table.gpu if own else device,
