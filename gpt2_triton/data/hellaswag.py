@@ -69,10 +69,8 @@ def load_questions(
 
 @contextmanager
 def _reading(path: Path, todo: str) -> Iterator[None]:
-    """Raise DataError if `path` is not a regular file, or if the block raises OSError."""
+    """Raise DataError if the block raises OSError."""
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
-            raise DataError(f"{path}: not a regular file; {todo}")
         yield
     except OSError as error:
         raise DataError(f"{path}: cannot read or write: {error.strerror}; {todo}") from None
