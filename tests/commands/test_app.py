@@ -15,10 +15,8 @@ from gpt2_triton.commands import REMOVED, app, plan
 from gpt2_triton.commands import run as run_command
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
-from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import options
 from gpt2_triton.training import trainer
 
 ROOT = Path(__file__).parents[2]
@@ -270,15 +268,6 @@ def test_print_config_prints_a_complete_config(here, capsys):
     assert Config.load("printed.yaml") == Config.load("x.yaml", {"optim.lr": "5e-4"})
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["x.yaml", "-h"]])
-@pytest.mark.parametrize("words", [[], ["train"]], ids=["train.py", "gpt2-triton train"])
-def test_help_lists_keys_and_flags_with_underscores(capsys, words, argv):
-    assert main(tools_app if words else train_app, words + argv) == 0
-    words = set(re.findall(r"--[\w.\-]+", capsys.readouterr().out))
-    assert {f"--{key}" for key, _ in options()} | {f"--{flag}" for flag in FLAGS} <= words
-    assert not [word for word in words if "-" in word[2:]]
-
-
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_help_lists_each_command_with_its_summary(capsys, argv):
     assert main(tools_app, argv) == 0
@@ -374,7 +363,6 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
             ["sample", "a", "--tokens", "1e3", "--top_p", "0"],
             "--top_p: must be above 0 and at most 1, got 0.0; 1 keeps",
         ),
-        (["sample", "a", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1 keeps every token"),
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
         (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
         (["export", "a"], "--out requires an argument; see --help"),

@@ -10,6 +10,7 @@ from rich.console import Console
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.prepare import app as prepare
+from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train
 from gpt2_triton.config.schema import options
 
@@ -34,9 +35,11 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
 
 
-def test_train_lists_its_own_options_then_every_key_with_its_meaning(monkeypatch, capsys):
-    text = page(train, ["gpt2_124m"], monkeypatch, capsys)
+@pytest.mark.parametrize(("app", "words"), [(train, ["gpt2_124m"]), (tools, ["train"])])
+def test_train_lists_its_own_options_then_every_key_with_its_meaning(app, words, monkeypatch, capsys):
+    text = page(app, words, monkeypatch, capsys)
     assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")
     words = re.sub("[│╰─╯]", " ", text).split()
+    assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [w for w in words if re.match(r"--[\w.]+-", w)]
     for key, field in options():
         assert f"--{key}" in words and field.description.split()[0] in words
