@@ -64,7 +64,7 @@ class ControlGroup:
         return found["value"]
 
     def leave(self) -> None:
-        """Make rank 0, which may hold the store, wait until all other ranks have called this.  All ranks call it last,
+        """Make rank 0, which may hold the store, wait until all other ranks call `leave`.  All ranks call it last,
         before they exit with an error.
         """
         if self.rank > 0:

@@ -153,7 +153,7 @@ class Trainer:
         if impatient := step < self.config.train.steps and self.state.is_out_of_patience(self.config):
             why = f"{patience} validations without a lower loss than in {self.run_dir / 'best'}"
             self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
-        if (stopping or impatient) and step > 0 and not self._read_step():  # a rewind is left to the resumed run
+        if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a due rewind
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
