@@ -12,7 +12,7 @@ HEAD = """# The configuration
 
 Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
 defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume may change `free` keys. It refuses another value of a
-`kept` key, which would make it another run. `python docs/config_table.py` prints this page.
+`kept` key: that would be a new run. `python docs/config_table.py` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 

@@ -25,10 +25,10 @@ class Config(Sections):
     def load(
         cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, gpus: int = 1
     ) -> "Config":
-        """Return the configuration in a recipe, a YAML file or a dictionary of sections, {"train": {"steps": 10}}, with
-        `overrides` on top, {"train.steps": 20}.  ConfigError with a line for each mistake.
+        """Return the configuration from a recipe, a YAML file or a dictionary such as {"train": {"steps": 10}}.
 
-        The step must divide among parallel.gpus GPUs, or among `gpus` where that is null.
+        `overrides`, such as {"train.steps": 20}, replace its values.  The step must divide among parallel.gpus GPUs,
+        or among `gpus` if parallel.gpus is null.  ConfigError has a line for each mistake.
         """
         return load(cls, source, overrides or {}, gpus)
 
@@ -36,8 +36,8 @@ class Config(Sections):
     def head_rows(self) -> int:
         """Rows of logits computed at once.
 
-        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  It lets the tiles of dX fill 132
-        multiprocessors a whole number of times: 2 (n_embd 768), almost 4 (1024) or almost 3 (1280, 1600).
+        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  The tiles of the
+        head's input gradient fill an H100's 132 multiprocessors 2 (n_embd 768), almost 4 (1024) or almost 3 times.
         """
         if self.memory.head_rows:
             return self.memory.head_rows
@@ -55,14 +55,14 @@ class Config(Sections):
 
     @property
     def n_params(self) -> int:
-        """Number of parameters as llm.c counts: with the padded vocabulary and wpe; the head is wte and counts once."""
+        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte and the tied head count once."""
         c, layers = self.model.n_embd, self.model.n_layer
         layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
         return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token of a training step: 6N + 6*L*C*T, as llm.c counts, to be comparable.
+        """Floating-point operations per token of a training step: 6N + 6*L*C*T, as in llm.c.
 
         N is n_params.  The second term is causal attention.  Recomputation in the backward pass is not counted.
         """
@@ -86,7 +86,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":
-        """Check the rules between keys; if the context has a number of GPUs, also the rules about that number."""
+        """Check the rules between keys, and with `gpus` in pydantic's context also the rules about GPUs."""
         problems = list(conflicts(self))
         if info.context:
             problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])

@@ -36,7 +36,7 @@ def load(kind: type[Kind], source: str | Path | Mapping[str, Any], overrides: Ma
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
     for key, value in overrides.items():
         section, dot, name = key.partition(".")
-        if isinstance(value, Mapping):  # it would replace the section
+        if isinstance(value, Mapping):  # a dictionary would replace the section
             raise ConfigError(f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr")
         if not dot:
             tree[key] = value
@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
-    """Return the end of an error about an unknown key: what to write instead.
+    """Return what to write in place of an unknown key, as the end of an error message.
 
     `flags` are further known names; `prefix` stands before each name, such as "--" on the command line.
     """

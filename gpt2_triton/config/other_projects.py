@@ -1,6 +1,6 @@
 """Options of nanoGPT's train.py and llm.c's train_gpt2cu and their names here: the table in docs/guide/interop.md.
 
-A text names a key, an option or a command, then the difference in units or values; "none: ..." says why there is none.
+A text names a key, an option or a command, then other units or values.  "none: ..." tells why no key is needed.
 """
 
 NANOGPT = {
@@ -23,7 +23,7 @@ NANOGPT = {
     "log_interval": "log.every",
     "out_dir": "--run_dir",
     "wandb_log": "log.wandb online",
-    "wandb_run_name": "--run_dir, whose name the run gets",
+    "wandb_run_name": "--run_dir: the run takes the directory's name",
     "device": "none: a run uses the GPU if there is one; CUDA_VISIBLE_DEVICES chooses",
     "backend": "none: GPUs communicate through NCCL",
     "compile": "none: kernels are always compiled",

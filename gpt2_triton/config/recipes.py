@@ -10,7 +10,7 @@ from gpt2_triton.config.values import closest
 from gpt2_triton.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
-OWN = "own"  # of a user's own text: own_text.py picks its sizes
+OWN = "own"  # the recipe for a user's own text: own_text.py picks its sizes
 
 
 def directory() -> Path:
@@ -36,7 +36,7 @@ def find(given: str | Path) -> Path:
         if path.name in known:
             return directory() / f"{path}.yaml"
         if os.path.isfile(path / "config.yaml"):
-            return path  # its reader says how to continue a run
+            return path  # read_yaml says how to continue a run
         raise ConfigError(f"{path}: neither a file nor a recipe{known_recipes(path.name)}")
     if path.stem in known and not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")

@@ -1,6 +1,6 @@
 """Removed keys: each is refused in one line that names its replacement.
 
-A saved configuration has every key of its version.  So a removed key is dropped if its value changed nothing.
+A run saves every key, also keys that it did not use.  So a removed key with its harmless value is dropped silently.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class Removed(NamedTuple):
 
 # A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.
 REMOVED = {
-    "data.align": Removed("none", "it ended 0.07 higher in validation; take it out"),
+    "data.align": Removed("none", "it ended 0.07 higher in validation loss; take it out"),
     "eval.tasks": Removed("", "`eval/lm_eval.sh CHECKPOINT OUT TASKS` scores a checkpoint"),
     "eval.tasks_every": Removed(250, "it went with eval.tasks; take it out"),
     "eval.tasks_data": Removed("", "it went with eval.tasks; take it out"),
@@ -25,7 +25,7 @@ REMOVED = {
 
 
 def without_removed(sections: Mapping[str, Any], any_value: bool = False) -> dict[str, Any]:
-    """Return the sections of a configuration without removed keys of their harmless value, or of any value."""
+    """Return the sections without removed keys that have their harmless value, or with `any_value` all removed keys."""
     kept = dict(sections)
     for dotted, removed in REMOVED.items():
         section, _, key = dotted.partition(".")

@@ -1,8 +1,8 @@
 """Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
 
 Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration or in
-values.py; a rule between keys stands in rules.py.  A resumed run may change `free` keys.  Another value of a `kept`
-key would make it another run.
+values.py; a rule between keys stands in rules.py.  A resumed run may change `free` keys.  It must keep the
+values of `kept` keys: with others it would be a new run.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute, whole_number
 
-VOCAB_MULTIPLE = 128  # padded_vocab: whole tiles for the head's products
+VOCAB_MULTIPLE = 128  # padded_vocab is a multiple of it, so that the head's matmuls have whole tiles
 KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
@@ -45,7 +45,7 @@ def kept(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 class ConfigSection(BaseModel):
-    """Base class of the sections: frozen, no unknown keys or infinities, booleans only where declared, 10B as int."""
+    """Base class of the sections: frozen; refuse unknown keys, infinities and stray booleans; read 10B as an int."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -87,7 +87,7 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """Replace `size` by its keys; of these only block_size may also be given with another value."""
+        """Replace `size` by its four keys.  Only block_size may be given beside it with another value."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
@@ -112,7 +112,7 @@ class DataConfig(ConfigSection):
     tokenizer: Literal["gpt2", "bytes"] = kept("gpt2", "tokenizer of the shards and of samples")
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
-        "fixed", "where training sequences begin: fixed, every seq_len tokens; shifted, elsewhere in each epoch"
+        "fixed", "fixed: training sequences begin every seq_len tokens; shifted: they begin elsewhere in each epoch"
     )
     allow_changed: bool = free(False, "true: resume on other data than the checkpoint's, and record what differs")
     verify: bool = free(False, "true: at the start compare the sha256 of every shard with shards.json next to it")
@@ -128,7 +128,7 @@ class TrainConfig(ConfigSection):
     total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["bf16", "fp8"] = free(
-        "bf16", "operands of the layers' products; fp8 needs dtype bf16 and compute capability >= 8.9, gfx950 or no GPU"
+        "bf16", "operands of the layers' matmuls; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU"
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
     max_minutes: float = free(
@@ -139,11 +139,11 @@ class TrainConfig(ConfigSection):
     patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
     skip_loss_z: float = free(
-        0, "skip an update with a loss this many standard deviations above the mean of 128 steps; 0 never", ge=0, le=11
+        0, "skip a step with a loss this many standard deviations above the mean of the last 128; 0 never", ge=0, le=11
     )
-    skip_norm_z: float = free(0, "the same for the gradient norm", ge=0, le=11)
+    skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
-        0, "after this many skipped steps in a row go back to a checkpoint and leave their data out; 0 never", ge=0
+        0, "after this many skipped steps in a row go back to a checkpoint and leave out the data since; 0 never", ge=0
     )
 
     @property
@@ -176,9 +176,9 @@ class OptimConfig(ConfigSection):
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
     weight_decay: OptionalFloat = free(
-        0.1, "decoupled weight decay of matrices and embeddings; null where tau gives it", ge=0
+        0.1, "decoupled weight decay of matrices and embeddings; null if tau is given", ge=0
     )
-    tau: OptionalFloat = free(None, "weight decay as lr * weight_decay * train.steps, in place of weight_decay", ge=0)
+    tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(
         "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
@@ -201,7 +201,7 @@ class MemoryConfig(ConfigSection):
         "the first 4 layers, gelu in the others; auto takes the first that fits",
     )
     head_rows: OptionalInt = free(
-        None, "rows of logits at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112", ge=1
+        None, "rows of logits computed at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112", ge=1
     )
 
 
@@ -248,7 +248,7 @@ class ParallelConfig(ConfigSection):
         1, "ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2
     )
     timeout: float = free(
-        100, "seconds without progress until a hung run ends; three times as many until the first step has ended", gt=0
+        100, "seconds without progress until a hung run ends; three times as many before the first step ends", gt=0
     )
 
 

@@ -15,7 +15,7 @@ class StepShape:
     """A configuration's step on a number of GPUs."""
 
     gpus: int  # processes, one per GPU
-    micro_batch: int  # sequences of one forward and backward pass: batch_size, or a GPU's part of a step if smaller
+    micro_batch: int  # sequences of one forward and backward pass: batch_size, or all that a GPU has in a step if fewer
     accumulation: int  # micro-steps per step
     zero: int  # the ZeRO stage in use; 0 on one GPU
 
@@ -28,7 +28,7 @@ class StepShape:
         t, gpus = config.train, world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
             raise ConfigError(
-                f"parallel.gpus: {config.parallel.gpus}, but {gpus} started or in --gpus; give as many, or none"
+                f"parallel.gpus: {config.parallel.gpus}, but the launcher or --gpus gives {gpus}; make them equal"
             )
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
@@ -38,13 +38,13 @@ class StepShape:
 
 
 def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) if the sequences do not divide among the GPUs, or a GPU's sequences not into batches."""
+    """Yield (key, problem) if the GPUs do not divide the step, or batch_size does not divide a GPU's sequences."""
     total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        divides = several and total % t.seq_len == 0  # a resumed run may have other GPUs, but the same tokens of a step
+        divides = several and total % t.seq_len == 0  # a resume may change the GPUs, not the tokens of a step
         todo = (
             f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, " if divides else ""
         )

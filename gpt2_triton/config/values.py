@@ -1,13 +1,13 @@
 """Sizes of models, recompute levels, whole numbers, and suggestions for a mistyped name.
 
-A ValueError raised here becomes the message about the key.
+pydantic puts the text of a ValueError raised here into the message about the key.
 """
 
 import difflib
 from collections.abc import Iterable
 from decimal import Decimal
 
-# llm.c's descriptors: layers, channels, heads, longest sequence.  GPT-3's are dense here, as in llm.c.
+# llm.c's names of sizes: layers, channels, heads, longest sequence.  GPT-3's attention is dense, as in llm.c.
 _GPT2 = {
     6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30),
     84: (3456, 36),
@@ -24,7 +24,7 @@ RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each l
 
 
 def check_recompute(value: str) -> str:
-    """Return the value: `auto`, a level, or a level with a number of layers, gelu+ln:4; ValueError for others."""
+    """Return `value` if it is auto, a level, or a level for the first layers, as gelu+ln:4; else raise ValueError."""
     level, colon, layers = value.partition(":")
     some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
@@ -47,7 +47,7 @@ def whole_number(text: str) -> int | None:
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean NAME?" with the known names of the same last part, or of similar spelling, or nothing."""
+    """Return "; did you mean NAME?": names with the same last part, else a name of similar spelling, else ""."""
     known, last = list(known), name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
