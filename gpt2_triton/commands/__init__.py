@@ -1,7 +1,7 @@
 """The commands of `gpt2-triton`, or `python -m gpt2_triton`: a module for each command or family of commands.
 
-A module is imported when its command runs: `select_device` sets environment variables before torch and numpy read
-them, at their import.
+A module is imported when its command runs: torch and numpy read environment variables at their import, and
+`select_device` sets the variables before.
 """
 
 import sys
@@ -26,7 +26,7 @@ for name, path in {
 REMOVED = {  # command: its replacement
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
     "config-table": "docs/guide/config.md has the table",
-    "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness, and hellaswag remains",
+    "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness; hellaswag still exists",
     "prepare climbmix": "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub",
     "verify": "run python -m benchmarks verify in the root of a checkout",
     "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",

@@ -33,13 +33,13 @@ OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 
 
 def make_app(name: str, help: str | None = None) -> App:
-    """Return an app with underscores in its options and no --no-... flags; its help is `help`, or its docstring."""
+    """Return an app with underscores in its options and no --no-... flags; without `help` it shows docstrings."""
     options = Parameter(name_transform=lambda name: name.strip("_"), negative=(), converter=_converted)
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=options)
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Return the value of an option; whole numbers may be 10B or 1e9, and cyclopts would round 1.5."""
+    """Return the value of an option; an int may be 10B or 1e9, but not 1.5, which cyclopts would round."""
     if kind is not int:
         return convert(kind, tokens)
     if (number := whole_number(tokens[0].value)) is None:
@@ -106,9 +106,9 @@ def _exit_if_distributed(code: int) -> int:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message to stderr, with the rank before each line, and return the code.
+    """Print the message to stderr and return the code; with several ranks each line names the rank.
 
-    One rank of each host prints an error of every rank, since hosts may have different files.
+    An error `on_every_rank` is printed by one rank of each host, since hosts may have different files.
     """
     rank = int(os.environ.get("RANK", "0"))
     if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
@@ -126,7 +126,7 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
     for before, word in zip(["the command", *argv], argv):
         is_path = not before.startswith("-") or before in PATHS
         if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
-            raise ConfigError(f"{word or f'after {before}'}: empty, as a variable that is not set; give a path")
+            raise ConfigError(f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path")
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":
@@ -136,15 +136,15 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
 
 
 def select_device(silent: bool = False) -> None:
-    """Without a GPU select Triton's interpreter, and print it unless `silent`; before a kernel is imported."""
-    # read at the import of torch and numpy; a second thread makes the interpreter's small arrays three times slower
+    """Without a GPU select Triton's interpreter, and say so unless `silent`.  Call it before a kernel is imported."""
+    # torch and numpy read it at import; a second thread makes the interpreter's small arrays three times slower
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     from gpt2_triton import device
 
     if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
-    # numpy warns of losses that are not finite; the line of a skipped step says so
+    # numpy warns of losses that are not finite; training reports them itself
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 

@@ -26,7 +26,7 @@ def configs(name: str | None = None, /) -> None:
 
 
 def table() -> str:
-    """Return a line for each recipe: name, parameters, tokens, and the title in its first line."""
+    """Return a line for each recipe: name, parameters, tokens, and the first line of its file up to a colon."""
     loaded = {name: Config.load(name) for name in recipes.names()}
     rows = [f"{'recipe':22}{'parameters':>10}{'tokens':>9}"]
     for name in sorted(loaded, key=lambda name: (name != recipes.OWN, loaded[name].n_params)):

@@ -36,7 +36,7 @@ def require_data(config: Path, data: Sequence[Path] | None) -> None:
     if config.stem == OWN and not data:
         raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
     if config.stem != OWN and data is not None:
-        find(config)  # a name that is no recipe's may be mistyped
+        find(config)  # refuses a mistyped recipe first
         raise ConfigError(f"--data: goes with the recipe own, as `{command} my.txt`; for {config} give --data.train")
 
 
@@ -79,7 +79,7 @@ def settings(
         raise
     shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
     if continued and measured.was_prepared_by_02(Path(continued.data.train).parent):
-        prepare = False  # this version reads the text in another way
+        prepare = False  # keep shards of version 0.2: it read the text differently
     else:
         picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = Config.load(recipe, picked | dict(given), gpus)

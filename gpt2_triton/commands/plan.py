@@ -18,7 +18,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     largest, rows = found.levels[level][1], shape.micro_batch * shape.accumulation
     usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
-    of_step = f"; {usable:,} of those that divide a step" if usable < min(largest, rows) else ""
+    of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
     lines = [
         f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
         f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
@@ -34,7 +34,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
         lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += ["", "buffers: shapes in the letters of gpt2_triton/model/buffers.py, live in the phases of a step"]
+    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/buffers.py; live: phases that use the buffer"]
     return "\n".join([*lines, *_buffers(plan)])
 
 

@@ -28,7 +28,7 @@ PANELS = {
 }
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
 
-# OpenAI's checkpoints: loss on FineWeb's validation shard of llm.c, HellaSwag (acc_norm), from llm.c's vislog
+# OpenAI's checkpoints by llm.c's vislog: loss on llm.c's validation shard of FineWeb, HellaSwag (acc_norm)
 OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
 
 
@@ -95,7 +95,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
 
     by_tokens = all(run.tokens_per_step for run in runs)
     if curves and not by_tokens:
-        raise ConfigError("plot: --beside needs the tokens of every run; leave it out, or the runs without")
+        raise ConfigError("plot: --beside needs runs that record tokens; leave out --beside, or the other runs")
     panels = [key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)]
     figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
     layout: list[Any] = [["loss"] * len(panels), panels]
@@ -130,7 +130,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
 def _draw_loss(axes: Any, run: Curves, scale: float, style: dict[str, Any]) -> float:
     """Draw training loss as a line and validation loss as dots; return the top of the panel that shows both.
 
-    The first twentieth of a long run falls from ln(vocabulary): it lies above the top, or it would flatten the rest.
+    The first twentieth of a long run may lie above the top: the fall from ln(vocabulary) would flatten the rest.
     """
     loss, val = run.points("loss", scale), run.points("val_loss", scale)
     _draw_line(axes, loss, style)
@@ -179,7 +179,7 @@ def compare(run: Curves, curve: dict[str, Any]) -> str:
     """Return a line: the run's last validation loss, and the curve's loss interpolated to as many tokens."""
     val = run.points("val_loss", run.tokens_per_step or 1.0)
     if not len(val):
-        return f"{run.name}: no validation loss to lay beside {curve['name']}"
+        return f"{run.name}: no validation loss to compare with {curve['name']}"
     tokens, loss = val[-1]
     end, last = curve["points"][-1]
     there = f"has {np.interp(tokens, *curve['points'].T):.4f} there"
@@ -204,7 +204,7 @@ def plot(
     out: Path
         Picture to write; its ending, .png, .svg or .pdf, is its format.
     openai: bool
-        Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb in GPT-2's tokens.
+        Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb, comparable for the tokenizer gpt2.
     beside: str
         Published curves of validation loss to draw too, separated by commas: gpt2_124m_llmc, modded_nanogpt_adamw,
         modded_nanogpt_muon.

@@ -34,7 +34,7 @@ def prepare_text(
 ) -> None:
     """Tokenise your own text; the same command resumes a stopped preparation.
 
-    Text is .txt or .md in UTF-8, one document each, or .jsonl, .json or .parquet, one document in each row.
+    Text is in UTF-8. A .txt or .md file is one document; each row of .jsonl, .json or .parquet is one.
     All but .parquet may end in .gz, .zst, .xz or .bz2.
 
     Parameters

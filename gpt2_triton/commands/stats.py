@@ -31,7 +31,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
         record["step"]: record for record in read_metrics(path) if {"activations", "parameters"} <= record.keys()
     }
     if not records:
-        raise ConfigError(f"{path}: holds no statistics yet; the first come with step log.stats_every")
+        raise ConfigError(f"{path}: holds no statistics yet; train to step log.stats_every")
     chosen = max(records) if step is None else step
     if chosen not in records:
         having = f"{len(records)} steps from {min(records)} to {max(records)} have them"

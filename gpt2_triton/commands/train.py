@@ -34,7 +34,7 @@ app.group_parameters = Group("Run", sort_key=1)
 
 @config_app.default
 def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
-    """Let --help list the keys.  cyclopts does not parse them: a value is checked together with the YAML file's."""
+    """Let --help list the keys.  cyclopts does not parse values: pydantic checks them with the YAML file."""
 
 
 @app.default
@@ -109,7 +109,7 @@ command.help_flags = command.version_flags = ()  # --help goes to `app`, which l
 
 @command.default
 def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
-    """Run `app`: a meta app that is itself a sub-command would not list the keys."""
+    """Run `app`.  It is no sub-command itself, because cyclopts would then not list the keys."""
     return call(app, words)
 
 
@@ -153,15 +153,13 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
         if not equals:
             value = next(rest, "--")
             if value.startswith("--"):
-                raise ConfigError(f"--{key}: expected a value after it; one that starts with -- goes as --{key}=VALUE")
+                raise ConfigError(f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE")
         given[key] = value
     return given
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
-    """Return the plan for the named GPU, by default for this machine's.  Without a GPU the plan is for an h200, or for
-    this machine if the keys were `picked` for it.
-    """
+    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are `picked`, else for an h200."""
     from gpt2_triton import device
 
     device.require_triton()

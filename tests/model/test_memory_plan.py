@@ -130,7 +130,7 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
     budget = plan_memory(config, reference, 5, 16, shape=five)[0].total
     report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape)
-    assert "largest train.batch_size that fits 5; 4 of those that divide a step\n" in report
+    assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
