@@ -3,10 +3,10 @@
 A step needs nothing from the host: the sampled token stays on the device as the next step's input.  So the host
 launches step s before it reads the token of step s - 3, and the device never waits.
 
-The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2 tokens run through the
-forward pass at new positions, and T - T // 2 steps from the cache follow.  So every token has at least T // 2 tokens
-before it, and costs one step and 1/T of a forward pass.  nanoGPT moves the window by one token instead, which changes
-every position and costs a forward pass per token.
+The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2 tokens move to its
+beginning and refill the cache by a forward pass; T - T // 2 decode steps follow.  So every token has at least T // 2
+tokens before it, and costs one step and 1/T of a forward pass.  nanoGPT moves the window by one token instead: every
+position changes, and each token costs a forward pass.
 """
 
 from collections import deque

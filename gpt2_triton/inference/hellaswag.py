@@ -134,8 +134,8 @@ def scores(questions: Questions, losses: np.ndarray) -> Scores:
 
 
 LABELS = {
-    "completion": "the text as it is; norm: loss per token (llm.c, build-nanogpt)",
-    "harness": "text cleaned up, with its activity; norm: loss per character (lm-evaluation-harness)",
+    "completion": "the text as it is; acc_norm by loss per token (llm.c, build-nanogpt)",
+    "harness": "text cleaned up, with its activity; acc_norm by loss per character (lm-evaluation-harness)",
 }
 
 

@@ -13,10 +13,10 @@ from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 def load_for_losses(
     config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
 ) -> GPT2:
-    """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens, kernels compiled.
+    """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens; compile its kernels.
 
-    A batch is whole sequences of train.seq_len, and at least block_size tokens; short memory makes it smaller.  The
-    model computes in `dtype`, "bf16" or "fp32", by default in the configuration's.  It can also decode `sequences`
+    A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to block_size tokens.  The
+    model computes in `dtype`, "bf16" or "fp32", by default in train.dtype.  It can also decode `sequences`
     sequences at once.
     """
     if dtype:

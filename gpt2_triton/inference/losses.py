@@ -19,7 +19,7 @@ from gpt2_triton.model.gpt2 import GPT2
 def validation_loss(
     model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
 ) -> float:
-    """Return the mean loss of a run's validation tokens.  `fp8` takes the forward pass of an fp8 step.
+    """Return the mean loss of a run's validation tokens.  With `fp8` the forward pass is in fp8.
 
     Each rank computes a part of the batches, rank r the batches r, r + size, r + 2 * size, ...
     If one rank cannot read its batches, all ranks raise DataError.
@@ -72,7 +72,7 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
 
 
 def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
-    """Return the mean loss of each sequence's tokens but the first; tokens: int32 [sequences, n], n at least 2.
+    """Return one mean loss: over all sequences, without their first tokens; tokens: int32 [sequences, n], n >= 2.
 
     Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts a token from its
     window alone.  The last window may be shorter.

@@ -24,9 +24,9 @@ def stream(
 def draw(
     model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
 ) -> Iterator[Iterator[int]]:
-    """Yield the tokens after `prompt` of `num` texts, for one text while they are decoded.
+    """Yield an iterator of tokens after `prompt` for each of `num` texts; a single text is decoded as it is read.
 
-    Text i has seed + i, whatever the batch.
+    Text i has the seed `seed` + i for any number of texts decoded at once.
     """
     batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
     for first in range(seed, seed + num, batch):
@@ -55,7 +55,7 @@ def sample_in_training(model: GPT2, config: Config) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; the end-of-text token if it is empty, and for each `<|endoftext|>`."""
+    """Return the tokens of a prompt; an empty prompt, and each `<|endoftext|>` in it, is the end-of-text token."""
     return encode_documents(tokenizer, prompt).tolist() or [tokenizer.eot]
 
 
