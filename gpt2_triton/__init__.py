@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of api.py.  The import of a submodule also asks here first, and expects AttributeError."""
+    """Return a name of api.py; AttributeError for other names, as Python expects when it imports a submodule."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from gpt2_triton import api

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command in sys.argv and return its exit code, 130 for an interrupt, also while modules are imported."""
+    """Run the command in sys.argv and return its exit code.  Ctrl-C gives 130, even during the imports."""
     try:
         from gpt2_triton.commands import run
 

@@ -31,13 +31,13 @@ _one_call = threading.RLock()
 
 @contextlib.contextmanager
 def _exclusive(console: bool = False) -> Iterator[None]:
-    """Wait for the call of another thread; inside, print only if `console`."""
+    """Let one thread at a time into the context; print in it only if `console`."""
     with _one_call, silent(not console):
         yield
 
 
 def _free_unused_memory() -> None:
-    """Return the memory of unreferenced models to the driver: it reports the free memory."""
+    """Return the memory of unreferenced models to the driver, so that the driver reports it as free."""
     import torch
 
     gc.collect()
@@ -110,11 +110,11 @@ def train(
     resume: bool | Literal["must"] = False,
     console: bool = False,
 ) -> Run:
-    """Train to the last step, or to train.max_minutes, and return the run.  `config` is a Config or its source.
+    """Train to the last step, or to train.max_minutes, and return the run.  `config` may be what Config.load takes.
 
     resume    continue after run_dir's newest intact checkpoint; if there is none, "must" raises CheckpointError
     console   print what the command prints; the files are the same
-    A signal in the main thread reaches the program's handler after the step is saved, a second signal at once.
+    In the main thread, a signal calls the program's handler after the step is saved; a second signal, at once.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals
@@ -145,7 +145,7 @@ def train(
 def load(
     source: Run | str | Path, *, dtype: Literal["bf16", "fp32"] | None = None, batch_tokens: int = 16384
 ) -> "Model":
-    """Return a model that only runs forward; CheckpointError if nothing verifies, OutOfMemoryError if it does not fit.
+    """Return a model that only runs forward.  CheckpointError if none is intact, OutOfMemoryError if it does not fit.
 
     source         a Run, its directory, one of its steps, RUN/best, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
     dtype          storage of weights and activations; None: as in training, bf16 for other projects' weights
@@ -181,7 +181,7 @@ class Model:
         self._source, self._tensors = source, tensors
         self._model: GPT2 | None = model
         self._text: Generator[str, None, None] | None = None  # the text in the cache
-        self._compiled: set[Sampling] = set()  # what decode steps are compiled for, on a GPU
+        self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU
 
     def __enter__(self) -> "Model":
         return self
@@ -233,7 +233,7 @@ class Model:
 
         prompt        text to continue; the model sees its newest `context` tokens; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token
-        top_k, top_p  draw among the k most likely tokens (0: all), and of these among the likeliest of probability p
+        top_k, top_p  draw among the k most likely tokens (0: all), then among the fewest with probability p together
         """
         with _exclusive():
             return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
@@ -291,7 +291,7 @@ class Model:
     def logits(self, tokens: Any, positions: Literal["last", "all"] = "last") -> np.ndarray:
         """Return the logits after the last token, float32 [vocab_size], or after each, float32 [n, vocab_size].
 
-        tokens   integers [n] or [sequences, n], n from 1 to `context`; the latter gives an axis of sequences
+        tokens   integers [n] or [sequences, n], n from 1 to `context`; [sequences, n] adds a first axis
         The device holds 16 rows of logits at once.  DataError as in `loss`, and for longer sequences.
         """
         if positions not in ("last", "all"):

@@ -34,7 +34,7 @@ def silent(is_silent: bool = True) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr exist and take any text; call it first."""
+    """Open missing streams on /dev/null, and let both escape what they cannot encode; call it first."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -42,7 +42,7 @@ def prepare_streams() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop what stdout and stderr refuse: otherwise Python's flush at its exit fails with code 120."""
+    """Drop text that stdout and stderr refuse; otherwise Python flushes it again at exit, and exits with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -51,7 +51,7 @@ def discard_unwritten() -> None:
 
 
 class LogFile:
-    """A file that lines are appended to, each at once.
+    """A log file; each line is written at once.
 
     Lines that a full disk refuses wait in memory, after one warning; the next write that succeeds writes them first.
     """
@@ -89,7 +89,7 @@ class LogFile:
 
 
 def printable(text: str) -> str:
-    """Return text that cannot command a terminal: control characters but tab and newline as \\x1b, as in Python.
+    """Return text that cannot command a terminal: control characters are escaped, as \\x1b, but tab and newline stay.
 
     File names, messages about them and sampled text may hold such characters.
     """

@@ -34,7 +34,7 @@ GPUS = {
     "b200": Gpu(("B200",), "10.0", 2250.0, 178.3),
     "4090": Gpu(("RTX 4090",), "8.9", 165.2, 23.5),
     "l40s": Gpu(("L40S",), "8.9", 362.0, 44.4),
-    # not checked: peaks against data sheets, memory on the GPUs
+    # below, peaks were not checked in data sheets, and memory was not read on the GPUs
     "3090": Gpu(("RTX 3090",), "8.6", 71.0, 23.5),
     "5080": Gpu(("RTX 5080",), "12.0", 112.6, 15.4),
     "5090": Gpu(("RTX 5090",), "12.0", 209.5, 31.3),
@@ -56,7 +56,7 @@ def count() -> int:
 def select_interpreter() -> bool:
     """Select Triton's interpreter if there is no GPU, before a kernel is imported; return True if it is selected.
 
-    ConfigError if triton.language was imported to compile, if numpy is too new, or if there is no Triton.
+    ConfigError if triton.language was imported without the interpreter, if numpy is too new, or if there is no Triton.
     """
     triton, numpy = require_triton(), installed("numpy") or ""
     if present():
@@ -65,7 +65,7 @@ def select_interpreter() -> bool:
         needs = 'the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
         raise ConfigError(f"no GPU, and triton {triton} with numpy {numpy}: {needs}")
     language = sys.modules.get("triton.language")
-    if language and type(language.sum).__name__ == "JITFunction":  # its functions were decorated when it was imported
+    if language and type(language.sum).__name__ == "JITFunction":  # decorated at import, for compilation
         raise ConfigError(
             "TRITON_INTERPRET: no GPU, and triton was imported without it; restart Python, and import triton after the "
             "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
@@ -78,8 +78,8 @@ def select_interpreter() -> bool:
 def patch_language_once() -> None:
     """Make Triton's interpreter patch triton.language once per process.
 
-    The interpreter patches about 200 functions for each launch and device function, and restores them after it.  This
-    is half of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the originals.
+    The interpreter patches about 200 functions for each launch and device function, and restores them.  Both
+    take half of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the original functions.
     """
     from triton.runtime import interpreter
 
@@ -101,7 +101,7 @@ def patch_language_once() -> None:
 
 
 def require_triton() -> str:
-    """Return the version of Triton; ConfigError if it is not installed.  torch's builds for CPUs bring none."""
+    """Return the version of Triton; ConfigError if it is missing.  torch for CPUs does not install Triton."""
     if (version := installed("triton")) is None:
         raise ConfigError("triton: not installed; pip install triton")
     return version
@@ -157,19 +157,19 @@ def peak_flops() -> float | None:
 
 
 def memory_bytes(name: str | None) -> int:
-    """Return the memory in bytes of a GPU in the table; without a name, of this rank's GPU, else of an h200."""
+    """Return bytes of memory: of the GPU `name` in the table, else of this rank's GPU, else of an h200."""
     if name is None and present():
         return torch.cuda.mem_get_info(local_gpu())[1]
     return int(GPUS[name or "h200"].memory * 2**30)
 
 
 def free_and_total_bytes(device: str) -> tuple[int, int]:
-    """Return (free, total) bytes of the memory of tensors: of this machine's GPU, or for "cpu" of the machine."""
+    """Return (free, total) bytes of memory for tensors: the GPU's, or the machine's for "cpu"."""
     return _host_memory() if device == "cpu" else torch.cuda.mem_get_info()
 
 
 def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (available, total) bytes of this machine, within the limits of control groups; page cache is available."""
+    """Return (available, total) bytes of this machine, within cgroup limits; page cache counts as available."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
     free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
@@ -179,7 +179,7 @@ def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use without page cache) of each control group of version 2 above this process."""
+    """Yield (limit, bytes in use without page cache) of each cgroup (v2) that holds this process."""
     lines = (root / "proc/self/cgroup").read_text().splitlines()
     for inside in [Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::")]:
         for group in (inside, *inside.parents):  # in a container only the mount itself may exist

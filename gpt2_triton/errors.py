@@ -56,7 +56,7 @@ class ReplicaMismatchError(UserError):
 
 
 def require_at_least(prefix: str, **options: tuple[float, float]) -> None:
-    """Raise ConfigError with a line for each option=(value, least) below its least; `prefix` is "--" or ""."""
+    """Raise ConfigError with a line for each option=(value, least) that has value < least; `prefix` is "--" or ""."""
     wrong = [
         f"{prefix}{name}: must be at least {least}, got {value}"
         for name, (value, least) in options.items()

@@ -1,4 +1,4 @@
-"""File writes that a crash cannot leave half done, and what goes with them: fsync, sha256, free space."""
+"""File writes that a crash cannot leave half done; also fsync, sha256, free space, globs and names of text files."""
 
 import errno
 import glob
@@ -25,7 +25,7 @@ def fsync(path: Path) -> None:
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """Return the hex digest of a file's content; `advance` is called with the bytes of each part of it."""
+    """Return the hex digest of a file's content; `advance` gets the number of bytes of each part."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(HASH_BYTES):
@@ -78,7 +78,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")  # of text that can be tokenised; parquet compresses by itself
+TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")  # text to tokenise; a parquet file is compressed inside
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 TEXT_SUFFIXES = (".parquet", *(kind + compression for kind in TEXT_KINDS for compression in ("", *COMPRESSIONS)))
 
@@ -89,7 +89,7 @@ def is_text(path: str | Path) -> bool:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, sorted; in a name that exists, [1] is no pattern."""
+    """Return the paths that match a glob, sorted.  A path that exists is taken literally, even with [ or * in it."""
     if os.path.lexists(pattern):
         return [pattern]
     rest = Path(pattern)

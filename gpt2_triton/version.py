@@ -1,4 +1,4 @@
-"""The version of the package, the commit of its code, and the packages below it: for --version and run.json.
+"""Versions of this package and its dependencies, and the commit of its code, for --version and run.json.
 
 It imports no package: --version must be fast, and hatch_build.py calls `git_state` where nothing is installed.
 """
