@@ -116,7 +116,7 @@ class RunState:
             rewind = ", with no checkpoint to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
-                f"{rewind} (samples up to {self.sample:,}); of the last step, {find_losses()}; "
+                f"{rewind} (samples up to {self.sample:,}); in the last step, {find_losses()}; "
                 f"the last update was step {self.step - self.without_update}: {ADVICE}"
             )
 

@@ -85,6 +85,6 @@ def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
     config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
     with pytest.raises(
         NonFiniteError,
-        match="step 3: .* in a row, with no checkpoint .*; of the last step, those there; the last update was step 1",
+        match="step 3: .* in a row, with no checkpoint .*; in the last step, those there; the last update was step 1",
     ):
         RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, 0, lambda: "those there")
