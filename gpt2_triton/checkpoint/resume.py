@@ -54,8 +54,8 @@ def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[
     notes = [f"resuming after step {saved['step']} from {found}"]
     if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
         notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
-    notes += [f"changed: {key} {then} -> {now}" for key, (then, now) in as_text(changed).items()]
-    notes += [f"changed: {name} {then} -> {now}" for name, (then, now) in as_text(files, none="absent").items()]
+    for changes, none in ((changed, "null"), (files, "absent")):
+        notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
     return Resume(saved, tensors, notes, files)
 
 
@@ -66,7 +66,7 @@ def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str
         return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
 
     if wrong := _changes(forms(tensors), forms(expected)):
-        raise CheckpointError(_table(f"{step_dir} does not fit this model", as_text(wrong, none="absent")))
+        raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong, "absent"))
 
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
@@ -89,7 +89,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
         if not any(map(decides_weights, fatal)):
             wrong += ", there with --init_from checkpoint:RUN to begin with this run's weights"
-        raise CheckpointError(_table(wrong, as_text(fatal)))
+        raise CheckpointError(_table(wrong, fatal))
     return free
 
 
@@ -107,17 +107,13 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
         shown = dict(list(changed.items())[:SHOWN])
         more = f"\nand {len(changed) - SHOWN:,} more files" if len(changed) > SHOWN else ""
         title = f"{step_dir}: {where} is other data than before; {todo}"
-        raise CheckpointError(_table(title, as_text(shown, none="absent")) + more)
+        raise CheckpointError(_table(title, shown, "absent") + more)
     return changed
 
 
-def as_text(changes: dict[str, Change], none: str = "null") -> dict[str, tuple[str, str]]:
-    """Return changes as printed: values as in YAML, `none` for None."""
-
-    def text(value: Any) -> str:
-        return none if value is None else json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
-
-    return {key: (text(then), text(now)) for key, (then, now) in changes.items()}
+def as_text(value: Any, none: str = "null") -> str:
+    """Return a value as in YAML, `none` for None."""
+    return none if value is None else json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
@@ -146,8 +142,8 @@ def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
     return {k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)}
 
 
-def _table(title: str, changes: dict[str, tuple[str, str]]) -> str:
-    rows = [("", "checkpoint", "now"), *((key, then, now) for key, (then, now) in changes.items())]
+def _table(title: str, changes: dict[str, Change], none: str = "null") -> str:
+    rows = [("", "checkpoint", "now"), *((k, as_text(v, none), as_text(now, none)) for k, (v, now) in changes.items())]
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
     return "\n".join([title, *lines])
