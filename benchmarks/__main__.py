@@ -145,8 +145,8 @@ def tune(
     only: str
         Comma-separated operations, such as layernorm_fwd, or first words of operations, such as attention.
     out: Path
-        The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  Set the variable
-        GPT2_TRITON_TABLE to the file to use it in another installation of this version.
+        The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  To use the file in
+        another installation of this version, set the variable GPT2_TRITON_TABLE to its path.
     """
     names = _sizes(sizes) if sizes else None
     if out and out.suffix != ".json":

@@ -130,7 +130,7 @@ def caption(meta: dict[str, Any]) -> str:
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return a kind's figures: steps.d12.fp8.ms at (d12, fp8) "ms", and first_step.d12.cold_s at (d12, "") "cold_s"."""
+    """Return the figures KIND.SIZE.ARM.NAME of a kind by (size, arm) and name; KIND.SIZE.NAME has the arm ""."""
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):

@@ -1,4 +1,4 @@
-"""Compares the fp8 launchers with float64 of the dequantised operands, for `python -m benchmarks verify`.
+"""Compares the fp8 launchers with float64 results from the dequantised operands: `python -m benchmarks verify`.
 
 PyTorch has no such operations, so each output has a limit, derived from its rounding and from the tensor cores' sums.
 Some operands are also stored transposed; both copies must be equal bit by bit.
@@ -30,7 +30,7 @@ AMAX = 1e-2  # GELU's kernels on Hopper hold tiles in fp16
 
 
 def operand(R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None) -> fp8.Fp8:
-    """Return an operand full of NaN that records its amax."""
+    """Return an operand full of NaN, with cells in which a kernel records its amax."""
     nan = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=DEVICE)
     cells = torch.zeros(K.AMAX_CELLS, dtype=torch.int32, device=DEVICE)
     rows, columns = nan((R, C)).view(E4M3), nan((C, R)).view(E4M3)

@@ -76,7 +76,7 @@ def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Return multiplications plus additions.  Causal attention computes half of 2 products, backward of 5."""
+    """Return multiplications plus additions.  Causal attention takes 2 half products, its backward pass 5."""
     if name in PRODUCTS:
         return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):

@@ -51,7 +51,7 @@ def work_of(
     size: str, batch: int | None = None, recompute: str | None = None, precision: str = "bf16",
     keep_bf16: str | None = None, optim: str = "adamw",
 ) -> Work:  # fmt: skip
-    """Return the work of a size, with its own batch and level unless they are given."""
+    """Return the work of a size, with the batch and recompute level of MODELS unless others are given."""
     default = MODELS[size]
     return Work(size, batch or default.batch, recompute or default.recompute, precision, keep_bf16, optim)
 
