@@ -62,7 +62,7 @@ def prepare_dataset(
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens)
-    recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
+    recipe |= dict(source=dataset._asdict()) | (dict(endoftext=endoftext) if endoftext or dataset.is_folder else {})
     source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
     if dataset.is_folder:
         recipe["folder"] = _digest(source.files)
@@ -114,6 +114,8 @@ class _Documents:
 
     def batches(self, state: Any) -> Iterator[Batch]:
         """Yield batches of documents with BATCH_CHARS characters or more."""
+        if state and "notes" not in state:  # begun by version 0.2
+            state = {"place": [state, 0], "notes": {}}
         self.notes = copy.deepcopy(state["notes"]) if state else self.notes
         pieces: list[Piece] = []
         size = 0

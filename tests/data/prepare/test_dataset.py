@@ -432,6 +432,21 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
+def test_dataset_of_the_hub_that_version_02_began_is_resumed(hub, folder, tmp_path, monkeypatch):
+    """A state was a place then, without notes."""
+    import datasets
+
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, **options: load(str(folder.path), **options))
+    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2"))
+    _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
+    progress = json.loads((tmp_path / "out" / PROGRESS).read_text())
+    for place in progress["places"][1:]:
+        place["state"] = place["state"] and place["state"]["place"][0]
+    (tmp_path / "out" / PROGRESS).write_text(json.dumps(progress))
+    np.testing.assert_array_equal(tokens_of(prepare(on_hub, tmp_path / "out")), llmc_tokens(filter(None, folder.texts)))
+
+
 def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch):
     """A nested field; the counts survive stops, and a row with a separator is never cut by one."""
     import datasets
