@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from gpt2_triton.data.prepare.build import PROGRESS
-from gpt2_triton.data.shards import RECORD
+from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import END_OF_TEXT
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
@@ -28,7 +28,7 @@ from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sh
 READ_BYTES = 1 << 20
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
-OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # in a directory of shards, or of a run
+OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _has_shards_or_run
 SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
 ENDS = f"{END_OF_TEXT} taken as end of text"
 
@@ -129,12 +129,19 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     seen = set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if (real := os.path.realpath(root)) in seen or (root != str(folder) and OURS & {*names}):
+        ours = _has_shards_or_run(root, names)
+        if (real := os.path.realpath(root)) in seen or (ours and root != str(folder)):
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root, name) for name in names if not name.startswith(".") and name not in OURS)
+        yield from (Path(root, name) for name in names if not name.startswith(".") and not (ours and name in OURS))
+
+
+def _has_shards_or_run(folder: str, names: list[str]) -> bool:
+    """Return whether this package wrote the folder: a user's folder may have files of the same names."""
+    records = (read_record(Path(folder, name)) for name in (RECORD, PROGRESS) if name in names)
+    return {"metrics.jsonl", "config.yaml"} <= {*names} or any("shards" in record for record in records)
 
 
 # ---- what is in them ----

@@ -67,6 +67,7 @@ def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
     """Through links to files and folders, a loop, names of splits; without hidden files and this package's output."""
     inside, outside = tmp_path / "in", tmp_path / "out"
     names = ["A.TXT", "README.md", "test.txt", "train.txt", "sub/v.JSONL.GZ", "x.parquet"]
+    names += ["user/metrics.jsonl", "user/progress.json", "progress.json"]
     others = [
         "a.pdf",
         "sub/b.c",
@@ -75,11 +76,14 @@ def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
         ".hidden.txt",
         "run/metrics.jsonl",
         "run/a.json",
-        "shards.json",
+        "data/shards.json",
+        "data/a.json",
     ]
     for name in names + others:
         (inside / name).parent.mkdir(parents=True, exist_ok=True)
         (inside / name).touch()
+    (inside / "run" / "config.yaml").touch()
+    (inside / "data" / "shards.json").write_text('{"shards": {}}')
     (outside / "deep").mkdir(parents=True)
     (outside / "deep" / "far.txt").touch()
     os.symlink(outside, inside / "link")
