@@ -25,6 +25,7 @@ from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError
 
 MODEL, INDEX, ADAPTER = "model.safetensors", "*.safetensors.index.json", "adapter_config.json"
+ONE_MODEL = f"put one model into a directory, or name its file {MODEL}"
 LOAD_PICKLE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r})"
 LOAD_ADAPTER = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({!r}).merge_and_unload()"
 # our name: the key in config.json
@@ -51,6 +52,8 @@ def read(name: str) -> Weights:
     for path in _weight_files(name, directory):
         try:
             with safe_open(path, framework="pt") as file:
+                if twice := sorted(places.keys() & file.keys()):
+                    raise CheckpointError(f"{path}: has {twice[0]}, as {places[twice[0]].name} has; {ONE_MODEL}")
                 places |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             todo = "download it again (in a clone: git lfs pull)"

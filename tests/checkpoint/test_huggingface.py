@@ -164,6 +164,9 @@ def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
     index.unlink()  # then all files count
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
+    shutil.copy(tmp_path / "weights.safetensors", tmp_path / "z.safetensors")  # another model, for all that is known
+    with pytest.raises(CheckpointError, match="z.safetensors: has .*, as weights.safetensors has; put one model into"):
+        imported(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
