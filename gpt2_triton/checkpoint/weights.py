@@ -184,7 +184,7 @@ def to_fp32(tensor: Tensor) -> np.ndarray:
     """Return the values of a host tensor in fp32, bf16, fp16 or fp64 as fp32."""
     if tensor.dtype == torch.bfloat16:
         return from_bf16(tensor.view(torch.int16).numpy())
-    return tensor.numpy().astype(np.float32, copy=False)
+    return tensor.detach().numpy().astype(np.float32, copy=False)
 
 
 def from_bf16(high: np.ndarray) -> np.ndarray:

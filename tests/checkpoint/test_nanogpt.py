@@ -45,6 +45,13 @@ def test_nanogpt_reader_sets_missing_biases_to_zero(params, tmp_path):
         assert not view.any() if name.endswith(".bias") else torch.equal(view, original[name])
 
 
+def test_nanogpt_reader_takes_parameters(params, tmp_path):
+    """`dict(model.named_parameters())` in place of a state dict."""
+    saved = nanogpt_content(params)
+    saved["model"] = {name: torch.nn.Parameter(t) for name, t in saved["model"].items()}
+    assert torch.equal(imported(tmp_path, saved), params)
+
+
 def test_nanogpt_reader_ignores_causal_masks_and_is_exact_in_bf16(params, tmp_path):
     saved = nanogpt_content(params)
     saved["model"] = {name: t.bfloat16() for name, t in saved["model"].items()}
