@@ -31,7 +31,7 @@ class Text(NamedTuple):
 def require_data(config: Path, data: Sequence[Path] | None) -> None:
     """Refuse the recipe own without text, text in place of a recipe, and text for another recipe."""
     command = f"{command_line(f'train {OWN}')} --data"
-    if is_text(config):
+    if is_text(config) and config.suffix != ".json":  # JSON is YAML
         raise ConfigError(f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it")
     if config.stem == OWN and not data:
         raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
