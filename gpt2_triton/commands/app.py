@@ -34,7 +34,7 @@ OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 
 def make_app(name: str, help: str | None = None) -> App:
     """Return an app with underscores in its options and no --no-... flags; without `help` it shows docstrings."""
-    options = Parameter(name_transform=lambda name: name.strip("_"), negative=(), converter=_converted)
+    options = Parameter(name_transform=lambda n: n.strip("_"), negative=(), converter=_converted, json_list=False)
     return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=options)
 
 

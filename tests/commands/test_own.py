@@ -126,12 +126,12 @@ def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, train
 def test_folders_globs_and_several_files(here, trained):
     (here / "folder").mkdir()
     (here / "folder" / "a.txt").write_text(TEXT)
-    (here / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    assert main(app, ["own", "--data", "folder", "*.jsonl", "my.txt", "--optim.lr", "1e-3"]) == 0
+    (here / "[b].jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    assert main(app, ["own", "--data", "folder", "[b].jsonl", "my.*", "--optim.lr", "1e-3"]) == 0
     [config] = trained
     assert Path(config.data.train).parent.name.startswith("folder_bytes_") and config.optim.lr == 1e-3
     record = json.loads((Path(config.data.train).parent / "shards.json").read_text())
-    assert [row["file"] for row in record["source"]] == ["a.txt", "b.jsonl", "my.txt"]
+    assert [row["file"] for row in record["source"]] == ["a.txt", "[b].jsonl", "my.txt"]
 
 
 def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
