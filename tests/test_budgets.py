@@ -20,7 +20,7 @@ BUDGETS = {
     "gpt2_triton/kernels": 3532,
     "gpt2_triton/kernels/hopper": 2188,
     "gpt2_triton/model": 2770,
-    "gpt2_triton/training": 1636,
+    "gpt2_triton/training": 1639,
     "benchmarks": 856,
     "benchmarks/accuracy": 728,
     "benchmarks/losses": 922,
@@ -45,7 +45,7 @@ BUDGETS = {
     "tests/kernels": 4225,
     "tests/model": 2305,
     "tests/support": 1695,
-    "tests/training": 2244,
+    "tests/training": 2253,
 }
 
 
