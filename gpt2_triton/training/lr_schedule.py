@@ -39,13 +39,16 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     return low + (optim.lr - low) * (1 - (math.sqrt(q) if optim.schedule == "wsd" else q))
 
 
-def change_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
-    """Return a line if a run continues after `step` steps at another rate than its saved configuration planned."""
-    then, steps = OptimConfig.model_construct(**saved["optim"]), saved["train"]["steps"]
+def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
+    """Return lines if a run continues after `step` steps at another rate, or optim.tau's decay, than it had planned."""
+    then, steps, lines = OptimConfig.model_construct(**saved["optim"]), saved["train"]["steps"], []
     last, rate = (learning_rate(step - 1, then, steps), learning_rate(step, config.optim, config.train.steps))
-    planned = learning_rate(step, then, steps) if step < steps else last
-    line = f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step {step + 1}: its schedule has changed"
-    return [] if math.isclose(rate, planned) else [line]
+    if not math.isclose(rate, learning_rate(step, then, steps) if step < steps else last):
+        lines += [f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step {step + 1}: its schedule has changed"]
+    decay = config.model_copy(update=dict(optim=then)).replace(train=dict(steps=steps)).weight_decay
+    if config.optim.tau is not None and not math.isclose(decay, config.weight_decay):
+        lines += [f"weight decay: {decay:.3g} -> {config.weight_decay:.3g}, by optim.tau, optim.lr and train.steps"]
+    return lines
 
 
 def step_inputs(step: int, config: Config, loss_scale: float) -> np.ndarray:

@@ -30,7 +30,7 @@ from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.training.logger import Logger, NullLogger
-from gpt2_triton.training.lr_schedule import change_on_resume
+from gpt2_triton.training.lr_schedule import changes_on_resume
 from gpt2_triton.training.run_info import describe_start
 from gpt2_triton.training.run_state import RunState
 
@@ -133,7 +133,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
         return Start(RunState(), initial_weights(config), [])
     state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data)["config"], data.shards)
     if 0 < state["step"] < config.train.steps:
-        notes += change_on_resume(state["step"], state["config"], config)
+        notes += changes_on_resume(state["step"], state["config"], config)
     return Start(RunState.from_checkpoint(state), tensors, notes, found, state["config"], changed_data)
 
 

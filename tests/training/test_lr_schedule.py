@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
-from gpt2_triton.training.lr_schedule import change_on_resume, learning_rate, step_inputs
+from gpt2_triton.training.lr_schedule import changes_on_resume, learning_rate, step_inputs
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
 
@@ -45,10 +45,10 @@ def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
 
 
 def resumed(step, then, now, steps=(6, 12)):
-    """Return the line about a run of steps[0] steps that goes on after `step` steps to steps[1]."""
+    """Return the lines about a run of steps[0] steps that goes on after `step` steps to steps[1]."""
     optim = [dict(lr=LR, warmup=1, final_frac=0.0) | keys for keys in (then, now)]
     saved, config = (dict(optim=o, train=dict(steps=n)) for o, n in zip(optim, steps))
-    return change_on_resume(step, saved, Config.model_validate(config))
+    return changes_on_resume(step, saved, Config.model_validate(config))
 
 
 def test_a_resume_tells_how_its_learning_rate_differs_from_the_plan():
@@ -60,6 +60,14 @@ def test_a_resume_tells_how_its_learning_rate_differs_from_the_plan():
     for same in ({}, dict(schedule="constant"), dict(schedule="wsd")):
         assert resumed(2, same, same | dict(eps=1e-6), steps=(6, 12 if same else 6)) == []
     assert resumed(6, *[dict(schedule="constant")] * 2) == []
+
+
+def test_a_resume_tells_the_decay_that_tau_now_gives():
+    """Twice the steps halve it."""
+    tau = dict(schedule="constant", weight_decay=None, tau=6 * LR)
+    line = "weight decay: {} -> {}, by optim.tau, optim.lr and train.steps"
+    assert resumed(2, tau, tau) == [line.format(1, 0.5)] and resumed(2, tau, tau, steps=(6, 6)) == []
+    assert resumed(2, dict(schedule="constant"), tau) == [line.format(0.1, 0.5)]
 
 
 def nanogpt_rate(it, warmup, end, low):
