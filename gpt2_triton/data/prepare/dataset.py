@@ -164,8 +164,10 @@ class _Documents:
                 n += 1
                 yield f"{self.name}, row {n:,}", row
 
+        as_is = not self._how.endoftext and self._recipe["tokenizer"] != "bytes"  # as llm.c tokenises FineWeb
         for where, _, text in documents.texts_of_rows(rows(), self._how.field, self.notes):
-            yield [(True, part) for part in documents.clean(where, text, self._how, self.notes) if part]
+            parts = [text] if as_is else documents.clean(where, text, self._how, self.notes)
+            yield [(True, part) for part in parts if part]
 
     def _open(self, place: Any) -> Any:
         """Return a dataset of the Hub as an iterable of rows, from `place` on."""

@@ -23,6 +23,7 @@ from gpt2_triton.data.prepare import build, dataset
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.prepare.dataset import Dataset, prepare_dataset
 from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
+from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
@@ -464,6 +465,18 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
     )
     what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
     assert lines[1:3] == ["<|endoftext|> taken as end of text: 200", what + '{"doc": {"text": null}}']
+
+
+def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch):
+    import datasets
+
+    texts = [f"row {i}\r\n<|endoftext|>\0more" for i in range(50)]
+    stream = datasets.Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT"))
+    out = prepare_dataset(on_hub.source, tmp_path / "out", "gpt2", endoftext=False, log=lambda line: None)
+    gpt2 = get_tokenizer("gpt2")
+    np.testing.assert_array_equal(tokens_of(out), [t for text in texts for t in (gpt2.eot, *gpt2.encode(text))])
 
 
 def test_dataset_of_the_hub_in_zst_names_the_package_that_reads_it(hub, tmp_path, monkeypatch):
