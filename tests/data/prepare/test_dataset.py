@@ -474,7 +474,7 @@ def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch
     stream = datasets.Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT"))
-    out = prepare_dataset(on_hub.source, tmp_path / "out", "gpt2", endoftext=False, log=lambda line: None)
+    out = prepare_dataset(on_hub.source, tmp_path / "out", "gpt2", shard_tokens=200, endoftext=False)
     gpt2 = get_tokenizer("gpt2")
     np.testing.assert_array_equal(tokens_of(out), [t for text in texts for t in (gpt2.eot, *gpt2.encode(text))])
 
