@@ -88,7 +88,7 @@ def _wrong_call(error: CycloptsError) -> str:
     """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
-        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; options are --name value"
+        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"

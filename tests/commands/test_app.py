@@ -367,7 +367,7 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
         (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
         (["export", "a"], "--out requires an argument; see --help"),
-        (["sample", "a", "Once upon"], "Once upon: unexpected; options are --name value; see --help"),
+        (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name; see --help"),
         (["sample", "a", "--num_samples", "2"], "Unknown option: --num_samples; see --help"),
         (["smaple", "a"], 'Unknown command "smaple"'),
         (["plot"], "plot: expected one or more run directories"),
