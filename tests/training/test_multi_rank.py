@@ -270,7 +270,7 @@ def test_number_of_ranks_must_divide_the_step():
     todo = "start a number of GPUs that divides 12 sequences, or, in a new run, set it to 160 or 240"
     with pytest.raises(ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}"):
         StepShape.of(config_of(train=dict(batch_size=2)), 5)
-    with pytest.raises(ConfigError, match="parallel.gpus: 2, but 3 started"):
+    with pytest.raises(ConfigError, match="parallel.gpus: 2, but the launcher or --gpus gives 3"):
         StepShape.of(config_of(parallel=dict(gpus=2)), 3)
 
 
