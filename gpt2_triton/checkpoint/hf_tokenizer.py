@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.data.tokenizer import Tokenizer, byte_spelling
+from gpt2_triton.data.tokenizer import END_OF_TEXT, Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
 
 GPT2_THE = ("Ġthe", 262)  # a token of GPT-2's, by which its tokenizer is known
-END = "<|endoftext|>"  # for bytes too: the spelling of byte 0, Ā, is a letter of texts
 KEPT = ("pad_token", "chat_template")  # of tokenizer_config.json
 
 
@@ -67,14 +66,15 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, bes
 
     ordinary = [token for i, token in enumerate(tokens) if i != tokenizer.eot]
     pairs = [f"{spell(left)} {spell(right)}" for left, right in merges(ordinary)]
-    vocabulary = {END if i == tokenizer.eot else spell(token): i for i, token in enumerate(tokens)}
+    # for bytes too, since the spelling of byte 0 is Ā, a letter that texts may have
+    vocabulary = {END_OF_TEXT if i == tokenizer.eot else spell(token): i for i, token in enumerate(tokens)}
     added = [] if beside is None else [t for t in _added_tokens(beside) if len(tokens) <= t["id"] < rows]
     theirs = {} if beside is None else _read_if_there(beside / "tokenizer_config.json")
     write_json(directory / "vocab.json", vocabulary)
     (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
-    write_json(directory / "tokenizer.json", _whole(vocabulary, pairs, [_special(tokenizer.eot, END), *added]))
+    write_json(directory / "tokenizer.json", _whole(vocabulary, pairs, [_special(tokenizer.eot, END_OF_TEXT), *added]))
     ours = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": block_size}
-    ours |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
+    ours |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     write_json(directory / "tokenizer_config.json", ours | {key: theirs[key] for key in KEPT if key in theirs})
     return len(tokens) + len(added)
 
