@@ -1,4 +1,4 @@
-"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for model/schedule.py.
+"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for model/gpt2/schedule.py.
 
 The functions take any dtype.  As in the project, a mean loss is the sum over tokens with a target, divided by the
 number of all tokens, B*T.  Gradients of micro-batches can therefore be added, even where targets are ignored.
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_triton.model.buffers import Params, param_entries, param_views
+from gpt2_triton.model.gpt2.buffers import Params, param_entries, param_views
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpt2_triton.data.tokenizer import Tokenizer
-    from gpt2_triton.model.gpt2 import GPT2
+    from gpt2_triton.model.model import Model as ArenaModel
 
 _one_call = threading.RLock()
 
@@ -175,11 +175,11 @@ class Model:
     `close`, the end of a `with` block and garbage collection free its memory on the device.
     """
 
-    def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "GPT2"):
+    def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "ArenaModel"):
         """`tensors` are the stored weights, on the host: `export` writes them."""
         self.config, self.context = config, config.train.seq_len
         self._source, self._tensors = source, tensors
-        self._model: GPT2 | None = model
+        self._model: ArenaModel | None = model
         self._text: Generator[str, None, None] | None = None  # the text in the cache
         self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU
 
@@ -197,7 +197,7 @@ class Model:
             self._model, self._text, self._tensors = None, None, {}
             _free_unused_memory()
 
-    def _open(self) -> "GPT2":
+    def _open(self) -> "ArenaModel":
         if self._model is None:
             raise ConfigError(f"{self._source}: this model was closed; load it again")
         return self._model

@@ -29,7 +29,7 @@ ROOMS = {
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console config data.packing distributed model",
-    "checkpoint": "errors console files config data.tokenizer distributed.control model.buffers model.memory_plan "
+    "checkpoint": "errors console files config data.tokenizer distributed.control model.gpt2.buffers model.memory_plan "
     "checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"{GROUND} kernels config data distributed model checkpoint inference training",
@@ -52,14 +52,14 @@ WITHIN = {
     "data.packing": "",
     "data.tokenizer": "errors files",
     "data.prepare": "errors console files data",
-    "model.schedule": "",
+    "model.gpt2.schedule": "",
     "model.arena": "errors",
-    "model.buffers": "model.arena config.values",
-    "model.sharding": "model.buffers",
+    "model.gpt2.buffers": "model.arena config.values",
+    "model.sharding": "model.gpt2.buffers",
     "model.cuda": "",
-    "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule",
+    "model.communicator": "distributed model.muon model.sharding model.side_stream model.gpt2.schedule",
     "model.peer_copies": "distributed model.communicator model.muon",
-    "model.muon": "model.buffers model.sharding",
+    "model.muon": "model.gpt2.buffers model.sharding",
 }
 
 
@@ -154,8 +154,8 @@ def test_circles_are_found():
             "def f():\n    from gpt2_triton.training.trainer import Trainer",
             "2: model.arena may import",
         ),
-        ("model/gpt2.py", "import gpt2_triton.kernels", "may import"),
-        ("model/gpt2.py", "from gpt2_triton import kernels", "may import"),
+        ("model/model.py", "import gpt2_triton.kernels", "may import"),
+        ("model/model.py", "from gpt2_triton import kernels", "may import"),
         ("config/rules.py", "from gpt2_triton import __version__", "not the package"),
         ("commands/app.py", "def f():\n    from benchmarks import step_time", "not part of the package"),
         ("training/trainer.py", "import tests.support.tiny", "not part of the package"),

@@ -34,7 +34,7 @@ from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.model.fp8 import calibrate
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 
 Count = Annotated[int, commands.AT_LEAST_1]
@@ -73,7 +73,7 @@ def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.n
 
 def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple[float, Gradients, dict[str, int]]:
     """Return the loss, the gradients on the host and the model's dimensions."""
-    model = GPT2(config, K, device.device_name())
+    model = Model(config, K, device.device_name())
     model.eager = True
     model.initialise(config.train.seed)
     model.state.params.copy_(params)

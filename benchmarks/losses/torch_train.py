@@ -37,7 +37,7 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
 from gpt2_triton.errors import ConfigError, UserError
-from gpt2_triton.model.buffers import param_views
+from gpt2_triton.model.gpt2.buffers import param_views
 from gpt2_triton.training.metrics import METRICS
 
 SYNC = 20  # steps that may be launched before the host waits for their losses
@@ -49,11 +49,11 @@ Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the
 def model_like_ours(config: Config) -> GPT2:
     """Return PyTorch's model on this device, with the initial weights of `gpt2-triton train`."""
     import gpt2_triton.kernels as K  # after select_device
-    from gpt2_triton.model.gpt2 import GPT2 as OurGPT2
+    from gpt2_triton.model.model import Model
 
     if config.optim.master == "fp32":  # in fp32 the same weights are one tensor, not bf16 and master bits
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
-    ours = OurGPT2(config, K, device_name())
+    ours = Model(config, K, device_name())
     ours.initialise(config.train.seed)
     p = param_views(ours.state.params.to("cpu", copy=True), ours.dims)
     del ours

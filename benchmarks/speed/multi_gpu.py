@@ -30,7 +30,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 SETTLE = 12  # steps of a stretch that are not timed: ranks synchronise, graphs are captured, clocks fall
 
@@ -40,19 +40,19 @@ class Pair:
 
     def __init__(self, group: ProcessGroup, config: Config, zero: int):
         one = torch.zeros(1, device="cuda")
-        self.alone = GPT2(config, K, "cuda")
-        self.together = GPT2(shared(config, group.size, zero), K, "cuda", group=group)
+        self.alone = Model(config, K, "cuda")
+        self.together = Model(shared(config, group.size, zero), K, "cuda", group=group)
         self.packed = packed_batch(config)
         for model in (self.alone, self.together):
             model.compile()
 
-        self.kinds: list[tuple[str, GPT2, Callable[[], None]]] = [
+        self.kinds: list[tuple[str, Model, Callable[[], None]]] = [
             ("alone", self.alone, lambda: None),
             ("in step", self.alone, lambda: group.all_reduce(one)),
             ("together", self.together, lambda: None),
         ]
 
-    def begin(self, model: GPT2) -> None:
+    def begin(self, model: Model) -> None:
         """Give a model its initial weights, and in fp8 its first scales."""
         model.initialise(model.config.train.seed)
         calibrated(model, self.packed)

@@ -29,7 +29,7 @@ from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
 from benchmarks.speed.sizes import T, Work
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
@@ -196,7 +196,7 @@ class Step(NamedTuple):
 def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     """Return the operations of a step with their times, and the step's time and energy."""
     config, timed = work.config(), Timed()
-    model = GPT2(config, timed, "cuda")
+    model = Model(config, timed, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     packed = packed_batch(config)

@@ -18,13 +18,13 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.fp8 import calibrate
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import step_inputs
 
 
 def run_steps(
-    model: GPT2, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
+    model: Model, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
 ) -> Iterator[StepResult]:
     """Yield the results of steps on the micro-batch `packed`; `between` is called after each launch of a step.
 
@@ -45,7 +45,7 @@ def run_steps(
         yield in_flight.result()
 
 
-def calibrated(model: GPT2, packed: torch.Tensor) -> GPT2:
+def calibrated(model: Model, packed: torch.Tensor) -> Model:
     """Give a model in fp8 its first scales, and return the model."""
     if model.has_fp8:
         calibrate(model, [packed], step_inputs(0, model.config, 1.0 / model.config.total_batch_tokens))
@@ -60,7 +60,7 @@ def packed_batch(config: Config) -> torch.Tensor:
 def main(work: Work, steps: int, start: float) -> None:
     config = work.config()
     free, _ = torch.cuda.mem_get_info()
-    model = GPT2(config, K, "cuda")
+    model = Model(config, K, "cuda")
     compiled = model.compile()
     model.initialise(config.train.seed)
     packed = packed_batch(config)

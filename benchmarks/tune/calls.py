@@ -26,7 +26,7 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.cuda import capture
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)  # by the compiler, the driver or the launcher
 DIFFERS = "its numbers differ from the current row's"
@@ -135,9 +135,9 @@ def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call]
     torch.cuda.empty_cache()
 
 
-def model_of(config: Any, K: Any) -> tuple[GPT2, Tensor]:
+def model_of(config: Any, K: Any) -> tuple[Model, Tensor]:
     """Return an initialised model that launches eagerly, and a batch whose tokens have the frequencies of words."""
-    model = GPT2(config, K, "cuda")
+    model = Model(config, K, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     model.eager = True

@@ -20,7 +20,7 @@ from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.console import Progress
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.buffers import param_entries, param_views
+from gpt2_triton.model.gpt2.buffers import param_entries, param_views
 from gpt2_triton.model.memory_plan import model_dimensions
 
 

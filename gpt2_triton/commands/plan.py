@@ -34,7 +34,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
         lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/buffers.py; live: phases that use the buffer"]
+    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/gpt2/buffers.py; live: phases that use it"]
     return "\n".join([*lines, *_buffers(plan)])
 
 

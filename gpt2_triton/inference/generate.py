@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gpt2_triton.model.cuda import DeviceEvent
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 STEPS_IN_FLIGHT = 4
 
@@ -24,7 +24,7 @@ STEPS_IN_FLIGHT = 4
 class _TokenCopy:
     """Copies the tokens of one step to the host, into pinned memory."""
 
-    def __init__(self, model: GPT2):
+    def __init__(self, model: Model):
         device, seq = model.arena.device.type, model.decoding.seq
         self._seq = torch.empty(seq.shape, dtype=torch.int32, pin_memory=device != "cpu")
         self._done = DeviceEvent(device)
@@ -40,7 +40,7 @@ class _TokenCopy:
 
 
 def generate(
-    model: GPT2, prompt: Sequence[int], count: int, seeds: Sequence[int], temperature: float, top_k: int, top_p: float
+    model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
     """Yield the next token of every sequence, `count` times.
 
@@ -61,7 +61,7 @@ def generate(
             yield tokens
 
 
-def fill_cache(model: GPT2, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
+def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
     """Run all but the last token of each window into the cache, and set the last as the next step's input.
 
     The windows have equal lengths.  `sampled`, the number of tokens sampled so far, keys the next random number.  If it
@@ -80,7 +80,7 @@ def fill_cache(model: GPT2, windows: list[list[int]], sampled: int, seeds: Seque
 
 
 def _steps(
-    model: GPT2, count: int, copies: list[_TokenCopy], temperature: float, top_k: int, top_p: float
+    model: Model, count: int, copies: list[_TokenCopy], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
     """Launch `count` decode steps; yield a step's tokens after STEPS_IN_FLIGHT - 1 more launches."""
     in_flight: deque[_TokenCopy] = deque()

@@ -19,7 +19,7 @@ from gpt2_triton.data.hellaswag import ENDINGS, IN_TRAINING, Questions, load_que
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 MULTIPLE = 32
 
@@ -36,7 +36,7 @@ def questions_of_run(config: Config) -> Questions | None:
     return load_questions(path, tokenizer, e.hellaswag_limit, (style,), IN_TRAINING)[style]
 
 
-def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
+def evaluate(model: Model, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
     """Return the scores of `model` on `questions`, divided among the ranks of `control`."""
     part = ending_losses(model, questions, control.rank, control.size)
     answered = np.flatnonzero(part)  # other ranks' endings are 0
@@ -46,7 +46,7 @@ def evaluate(model: GPT2, questions: Questions, control: ControlGroup = SINGLE_P
     return scores(questions, losses)
 
 
-def ending_losses(model: GPT2, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
+def ending_losses(model: Model, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
     A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes the
@@ -76,12 +76,12 @@ def _batch(questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
     return ids, targets
 
 
-def shapes(model: GPT2, questions: Questions) -> set[tuple[int, int]]:
-    """Return (sequences, T) of the batches that `evaluate` makes of these questions, for GPT2.compile."""
+def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
+    """Return (sequences, T) of the batches that `evaluate` makes of these questions, for Model.compile."""
     return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
 
 
-def require_fitting(model: GPT2, questions: Questions) -> None:
+def require_fitting(model: Model, questions: Questions) -> None:
     """Raise DataError if an ending is longer than the model's longest input."""
     lengths, longest = [len(ending) for ending in questions.endings], _longest(model)
     if (length := max(lengths)) > longest:
@@ -90,17 +90,17 @@ def require_fitting(model: GPT2, questions: Questions) -> None:
         raise DataError(f"HellaSwag: {what}; ask fewer questions, or leave HellaSwag out")
 
 
-def _longest(model: GPT2) -> int:
+def _longest(model: Model) -> int:
     return min(model.config.model.block_size, model.B * model.T)
 
 
-def _lengths(model: GPT2, questions: Questions) -> np.ndarray:
+def _lengths(model: Model, questions: Questions) -> np.ndarray:
     """Return the number of inputs of each ending with its context; the last token is only a target."""
     pairs = zip(questions.contexts, questions.endings, strict=True)
     return np.minimum(np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model))
 
 
-def _batches(model: GPT2, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+def _batches(model: Model, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     return batches(lengths, model.B * model.T, _longest(model))
 
 

@@ -6,13 +6,13 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from gpt2_triton.config.config import Config
 from gpt2_triton.device import device_name
-from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
+from gpt2_triton.model.model import Model
 
 
 def load_for_losses(
     config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
-) -> GPT2:
+) -> Model:
     """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens; compile its kernels.
 
     A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to block_size tokens.  The
@@ -34,13 +34,13 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
     return plan_memory(config, K, batch, config.train.seq_len, training=False, sequences=sequences)[0].total
 
 
-def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> GPT2:
+def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
     """Return a model with the weights tensors["params"] that decodes `sequences` sequences at once."""
     batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
     return _load(config, tensors, batch, sequences)
 
 
-def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> GPT2:
-    model = GPT2(config, K, device_name(), batch=batch, training=False, sequences=sequences)
+def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> Model:
+    model = Model(config, K, device_name(), batch=batch, training=False, sequences=sequences)
     model.state.params.copy_(tensors["params"])
     return model

@@ -13,11 +13,11 @@ from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 
 def validation_loss(
-    model: GPT2, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
+    model: Model, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
 ) -> float:
     """Return the mean loss of a run's validation tokens.  With `fp8` the forward pass is in fp8.
 
@@ -46,7 +46,7 @@ class Perplexity(NamedTuple):
     bits_per_byte: float | None
 
 
-def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
+def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity:
     """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
 
     Bits per byte leave out the end-of-text token, which has no bytes.
@@ -71,7 +71,7 @@ def perplexity(model: GPT2, shards: Sequence[Shard], tokens: int) -> Perplexity:
     return Perplexity(loader.tokens, loss, math.exp(loss), bits_per_byte)
 
 
-def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
+def mean_loss(model: Model, tokens: np.ndarray) -> float:
     """Return one mean loss: over all sequences, without their first tokens; tokens: int32 [sequences, n], n >= 2.
 
     Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts a token from its
@@ -83,7 +83,7 @@ def mean_loss(model: GPT2, tokens: np.ndarray) -> float:
     return (total + _summed_loss(model, ids[:, whole:], targets[:, whole:])) / ids.size
 
 
-def _summed_loss(model: GPT2, ids: np.ndarray, targets: np.ndarray) -> float:
+def _summed_loss(model: Model, ids: np.ndarray, targets: np.ndarray) -> float:
     """Return the sum of the losses of sequences [rows, n], n at most model.T."""
     n, total = ids.shape[1], 0.0
     for rows, padded in padded_batches(model, ids):
@@ -93,7 +93,7 @@ def _summed_loss(model: GPT2, ids: np.ndarray, targets: np.ndarray) -> float:
     return total
 
 
-def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
+def logits(model: Model, tokens: np.ndarray, start: int) -> np.ndarray:
     """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V]; tokens: int32
     [sequences, n], n at most model.T.
     """
@@ -102,7 +102,7 @@ def logits(model: GPT2, tokens: np.ndarray, start: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def padded_batches(model: GPT2, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch, T]); T is at most model.T."""
     n = ids.shape[1]
     T = min(-(-n // 32) * 32, model.T)  # multiples of 32: few kernels are compiled

@@ -11,18 +11,18 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.tokenizer import Tokenizer, encode_documents, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 
 def stream(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
+    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
 ) -> Generator[str, None, None]:
     """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
     return stream_text(tokenizer, next(draw(model, tokenizer, prompt, tokens, how, seed, num=1)))
 
 
 def draw(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
+    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
 ) -> Iterator[Iterator[int]]:
     """Yield an iterator of tokens after `prompt` for each of `num` texts; a single text is decoded as it is read.
 
@@ -48,7 +48,7 @@ def _columns(steps: Iterable[list[int]], eot: int) -> list[Iterator[int]]:
     return [iter(column) for column in zip(*rows)]
 
 
-def sample_in_training(model: GPT2, config: Config) -> str:
+def sample_in_training(model: Model, config: Config) -> str:
     """Return one text of a model in training, by the configuration's section `sample`."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
     return s.prompt + "".join(stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed))

@@ -1,4 +1,4 @@
-"""Every compute operation of GPT-2 training as a Triton kernel.  model/schedule.py calls this package K."""
+"""Every compute operation of GPT-2 training as a Triton kernel.  model/gpt2/schedule.py calls this package K."""
 
 # ruff: noqa: E402, F401, the imports are the package's attributes
 import os
@@ -49,7 +49,7 @@ from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_st
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
-    """Return the fp32 elements of scratch: the largest need of any launch.  model/buffers.py explains the symbols."""
+    """Return the fp32 elements of scratch: the largest need of any launch.  The plan has the sizes d."""
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
     products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
     return max(

@@ -109,7 +109,7 @@ def resolve_buffers(
 
     Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again, so it shares layer 1's copy:
 
-    >>> from gpt2_triton.model.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
+    >>> from gpt2_triton.model.gpt2.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
     >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, NH=1, L=3, S=7, Vp=8, W=8)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)

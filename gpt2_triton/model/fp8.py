@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.arena import buf
-from gpt2_triton.model.buffers import Acts, Params, State, Tensors
-from gpt2_triton.model.schedule import roll_scales
+from gpt2_triton.model.gpt2.buffers import Acts, Params, State, Tensors
+from gpt2_triton.model.gpt2.schedule import roll_scales
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
@@ -127,7 +127,7 @@ def clear(row: Tensor | None) -> None:
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set a GPT2's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  The
+    """Set a model's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  The
     passes leave only scales behind.  All ranks call it, before the first step of a run without scales.
     """
     s = model.state

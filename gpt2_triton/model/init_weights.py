@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from gpt2_triton.model import sharding, state_io
-from gpt2_triton.model.buffers import State, param_entries
+from gpt2_triton.model.gpt2.buffers import State, param_entries
 
 INIT_STD = 0.02
 

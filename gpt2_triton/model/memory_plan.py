@@ -21,8 +21,16 @@ from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
-from gpt2_triton.model.buffers import WINDOW, Acts, Decoding, State, layer_levels, param_entries, tracked_activations
 from gpt2_triton.model.fp8 import Fp8Buffers, formats, scale_count
+from gpt2_triton.model.gpt2.buffers import (
+    WINDOW,
+    Acts,
+    Decoding,
+    State,
+    layer_levels,
+    param_entries,
+    tracked_activations,
+)
 from gpt2_triton.model.sharding import flat_buffer_sizes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

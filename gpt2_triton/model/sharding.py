@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.model.buffers import State, param_entries
+from gpt2_triton.model.gpt2.buffers import State, param_entries
 
 ALIGNMENT = 64  # divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
 

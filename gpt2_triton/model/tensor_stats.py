@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
-from gpt2_triton.model.buffers import Acts, Params, param_entries, tracked_activations
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
+from gpt2_triton.model.gpt2.buffers import Acts, Params, param_entries, tracked_activations
 
 WEIGHTS = {field.name for field in dataclasses.fields(Params)}
 MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]

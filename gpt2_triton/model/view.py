@@ -9,9 +9,9 @@ from torch import Tensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
-from gpt2_triton.model.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import Fp8Buffers, place_operands
+from gpt2_triton.model.gpt2.buffers import Acts, Params, Recompute, State, param_views
 from gpt2_triton.model.tensor_stats import Observer
 
 

@@ -18,11 +18,11 @@ from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.model import state_io
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 
 
 def restore_model(
-    target: int, run_dir: Path, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup
+    target: int, run_dir: Path, model: Model, checkpointer: AsyncCheckpointer, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
     """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step
     reached, and the (step, loss) of the lowest validation loss so far, or None if its checkpoint was deleted.
@@ -55,7 +55,7 @@ def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
     return best if best and best[0] in dict(list_steps(directory)) else None
 
 
-def _restore_from_host(target: int, model: GPT2, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
+def _restore_from_host(target: int, model: Model, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
     """Restore each rank's shards from its host copy and gather the weights; return False if that is not possible.
 
     False on several ranks at ZeRO-0: a rank needs all moments there, and its host copy has only a shard.
@@ -88,7 +88,7 @@ def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGrou
     return found
 
 
-def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, control: ControlGroup) -> str:
+def first_non_finite(model: Model, batches: Prefetcher, first_sample: int, control: ControlGroup) -> str:
     """Compute again the gradients of the step that begins with this sample.  Return in words the first tensor that is
     not finite.  All ranks call it.
     """
@@ -100,7 +100,7 @@ def first_non_finite(model: GPT2, batches: Prefetcher, first_sample: int, contro
 
 
 def find_non_finite_losses(
-    model: GPT2, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
+    model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
     """Compute again the losses of the step that begins with this sample, with the present weights.  Return in words how
     many sequences are not finite, with rank and SHARD:TOKEN of the first sequence.  All ranks call it between steps.

@@ -27,8 +27,8 @@ from gpt2_triton.errors import UserError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
-from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
+from gpt2_triton.model.model import Model
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import changes_on_resume
 from gpt2_triton.training.run_info import describe_start
@@ -139,7 +139,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 
 def build_model(
     config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
-) -> GPT2:
+) -> Model:
     """Return the model with kernels K and the tensors of `start`; a new run first draws new weights.
 
     On a GPU the kernels are compiled.  Notes go to `start.notes`.  Raise CheckpointError if the disk has no space for
@@ -149,7 +149,7 @@ def build_model(
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
-    model = GPT2(fitting, K, group.device, group=group)
+    model = Model(fitting, K, group.device, group=group)
     if data.hellaswag:
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
@@ -168,7 +168,7 @@ def build_model(
     return model
 
 
-def compile_kernels(model: GPT2, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
+def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
     """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
     validated = data.validation.shapes(model.B) if data.validation else set()
     answered = hellaswag.shapes(model, data.hellaswag) if data.hellaswag else set()
@@ -187,7 +187,7 @@ def open_checkpointer(
 
 
 def open_log(
-    config: Config, run_dir: Path, group: ProcessGroup, data: Data, model: GPT2, start: Start
+    config: Config, run_dir: Path, group: ProcessGroup, data: Data, model: Model, start: Start
 ) -> Logger | NullLogger:
     """Open the log, on rank 0, and write the notes and the sizes of the run to it."""
     if group.rank != 0:

@@ -10,14 +10,14 @@ from torch import Tensor
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.errors import DataError
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.model.step import InFlightStep, StepResult
 
 
 class StepQueue:
     """Launches steps and returns their results in order.  At most two are in flight."""
 
-    def __init__(self, model: GPT2, watchdog: Watchdog):
+    def __init__(self, model: Model, watchdog: Watchdog):
         self._model, self._watchdog = model, watchdog
         self._in_flight: deque[InFlightStep] = deque()
         self._finished = 0  # steps of this queue

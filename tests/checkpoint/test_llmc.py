@@ -12,7 +12,7 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.buffers import param_views
+from gpt2_triton.model.gpt2.buffers import param_views
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 L, C, V, VP, T = 2, 64, 300, 384, 16

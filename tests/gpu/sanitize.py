@@ -20,7 +20,7 @@ import triton
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton.kernels import contract
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from tests.support.launchers import WrappedKernels
 from tests.support.models import calibrate, train_steps
 from tests.support.tiny import tiny_config
@@ -78,7 +78,7 @@ def _copied(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
-def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
+def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
     """Yield an initialised model for each of CASES in `numbers`; odd ones keep fp32 masters."""
     for number in numbers:
         heads, C, B, T, dtype, level, rows = CASES[number]
@@ -102,7 +102,7 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[GPT2]:
             log=dict(stats_every=1),
             sample=dict(every=1),
         )
-        model = GPT2(config, K, "cuda")
+        model = Model(config, K, "cuda")
         model.eager = True
         model.initialise(seed=1)
         if model.has_fp8:

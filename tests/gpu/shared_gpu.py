@@ -28,7 +28,7 @@ import gpt2_triton.kernels as kernels
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import contract
 from gpt2_triton.model import state_io
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support.launchers import WrappedKernels
 from tests.support.models import batches, calibrate
@@ -76,7 +76,7 @@ def sum_of_bytes(t: Tensor) -> Tensor:
     return (words * place).sum() + flat[len(words) * 4 :].sum()
 
 
-def one_pass(model: GPT2, arena: Tensor) -> Sums:
+def one_pass(model: Model, arena: Tensor) -> Sums:
     """Run a step launch by launch from the arena's contents `arena`; return the sums of its launches."""
     model.arena.copy_(arena)
     model.K.sums = model.eager = True
@@ -84,7 +84,7 @@ def one_pass(model: GPT2, arena: Tensor) -> Sums:
     return model.K.take()
 
 
-def one_replay(model: GPT2, arena: Tensor) -> Sums:
+def one_replay(model: Model, arena: Tensor) -> Sums:
     """Run a step as graphs, on a CPU without; return the sums of its gradients and results."""
     model.arena.copy_(arena)
     model.K.sums, model.eager = False, model.arena.device.type == "cpu"
@@ -92,13 +92,13 @@ def one_replay(model: GPT2, arena: Tensor) -> Sums:
     return [("a graph", [int(sum_of_bytes(t)) for t in (model.state.grads, model.state.step_out)])]
 
 
-def run_step(model: GPT2) -> None:
+def run_step(model: Model) -> None:
     """Run a step of one micro-batch on the batch and the inputs that the arena holds."""
     model._run(model._forward_backward, False, False, True)
     model._run(model._update, False)
 
 
-def dirty(model: GPT2, pristine: Tensor) -> Tensor:
+def dirty(model: Model, pristine: Tensor) -> Tensor:
     """Return `pristine` with bytes of 0xFF, which are NaN, in all buffers that do not outlive a step."""
     kept = torch.zeros_like(pristine, dtype=torch.bool)
     state = {**state_io.state_buffers(model.state), **{name: getattr(model.state, name) for name in KEPT}}
@@ -122,12 +122,12 @@ def differing(found: Sums, want: Sums) -> str:
     return f"{name} (launch {wrong[0]}, output {output}; {len(wrong) - 1} later ones differ)"
 
 
-def prepare(precision: str, **sections: Any) -> tuple[GPT2, Tensor]:
+def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
     """Return a model with the sections of a configuration, and the contents of its arena before a step."""
     sections["train"] |= dict(precision=precision)
     config = tiny_config(log=dict(stats_every=0), sample=dict(every=0), **sections)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPT2(config, Checksums(), device)
+    model = Model(config, Checksums(), device)
     model.eager = True
     model.arena.zero_()
     model.initialise(seed=1)
@@ -141,7 +141,7 @@ def prepare(precision: str, **sections: Any) -> tuple[GPT2, Tensor]:
     return model, model.arena.clone()
 
 
-def large(precision: str) -> tuple[GPT2, Tensor]:
+def large(precision: str) -> tuple[Model, Tensor]:
     """Return `prepare` of the model whose kernels take milliseconds."""
     return prepare(
         precision,
@@ -194,7 +194,7 @@ class Control:
         return int(sum_of_bytes(self._a @ self._b))
 
 
-def passes_of(model: GPT2, arena: Tensor, control: Control, passes: int) -> tuple[list[Sums], list[Sums], list[int]]:
+def passes_of(model: Model, arena: Tensor, control: Control, passes: int) -> tuple[list[Sums], list[Sums], list[int]]:
     """Return the sums of so many passes launch by launch and as graphs, and of PyTorch's product."""
     launched = [one_pass(model, arena) for _ in range(passes)]
     replayed = [one_replay(model, arena) for _ in range(passes)]

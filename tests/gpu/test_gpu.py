@@ -21,7 +21,7 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.device import architecture, has_fp8
 from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.gpu import shared_gpu
 from tests.support import reference
@@ -51,9 +51,9 @@ def gpt2_config(
     )
 
 
-def gpt2_model(precision: str = "bf16", **shape) -> GPT2:
+def gpt2_model(precision: str = "bf16", **shape) -> Model:
     """Return an initialised model; precision: one of PRECISIONS, with fp8's scales calibrated."""
-    model = GPT2(in_precision(precision, gpt2_config(**shape)), gpt2_triton.kernels, "cuda")
+    model = Model(in_precision(precision, gpt2_config(**shape)), gpt2_triton.kernels, "cuda")
     model.initialise(seed=1)
     return calibrate(model) if model.has_fp8 else model
 
@@ -71,7 +71,7 @@ def jit_functions() -> list[triton.JITFunction]:
     return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
 
 
-def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
+def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
     """Run train_steps as the trainer does: from pinned batches, reading each step after the next one's launch."""
     config, waiting, history = model.config, [], []
     packed = [
@@ -88,16 +88,16 @@ def late_steps(model: GPT2, n: int) -> list[tuple[float, float, bool]]:
     return [*history, waiting.pop().result()[:3]]
 
 
-def exact_gradients(model: GPT2) -> tuple[float, dict[str, torch.Tensor]]:
+def exact_gradients(model: Model) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients of the first step of the reference launchers in float64, from the model's weights."""
-    exact = GPT2(model.config, reference, "cuda", dtypes=F64)
+    exact = Model(model.config, reference, "cuda", dtypes=F64)
     exact.eager = True
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
     return loss, {name: t.clone() for name, t, _ in torch_reference.tensors(exact.train_view.g, exact.dims)}
 
 
-def torch_gradients(model: GPT2) -> dict[str, torch.Tensor]:
+def torch_gradients(model: Model) -> dict[str, torch.Tensor]:
     """Return PyTorch's gradients of the first step with everything in bf16."""
     d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
     [(ids, targets)] = batches(model.config, 1)
@@ -252,7 +252,7 @@ def test_a_run_compiles_nothing_after_compile(precision):
     for function in jit_functions():
         function.device_caches.clear()  # what other tests have compiled
     config, late = in_precision(precision, gpt2_config(accumulation=2, every=1)), []
-    model = GPT2(config, gpt2_triton.kernels, "cuda")
+    model = Model(config, gpt2_triton.kernels, "cuda")
     made = model.compile([(model.B, model.T)])
     assert made.kernels > 20  # about 45 kernels were counted
     with triton.knobs.compilation.scope():
@@ -270,7 +270,7 @@ def test_a_run_compiles_nothing_after_compile(precision):
 
 def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
     """Three sequences of 40 tokens, the last of them in a new window."""
-    model = GPT2(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
+    model = Model(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
     model.initialise(seed=1)
     texts = []
     for model.eager in (True, False):
@@ -279,7 +279,7 @@ def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
 
 
 def test_more_decoded_tokens_allocate_nothing():
-    model = GPT2(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
+    model = Model(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
     model.initialise(seed=1)
     list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
     before = allocations()

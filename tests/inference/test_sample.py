@@ -18,8 +18,8 @@ from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.inference.sampling import Sampling
-from gpt2_triton.model import schedule
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.gpt2 import schedule
+from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
 from tests.support import checkpoints
@@ -29,7 +29,7 @@ PROMPT = [72, 101, 108, 108, 111]
 GREEDY, PLAIN, CUT = Sampling(0.0), Sampling(), Sampling(0.8, 20, 0.9)
 
 
-def randomised(model: GPT2) -> GPT2:
+def randomised(model: Model) -> Model:
     """Set random weights with which no token is certain and the layers matter more than the last token's embedding."""
     generator = torch.Generator().manual_seed(0)
     model.state.params.copy_(0.2 * torch.randn(model.state.params.shape, generator=generator))
@@ -38,12 +38,12 @@ def randomised(model: GPT2) -> GPT2:
     return model
 
 
-def decoder(texts: int = 1, **sections) -> GPT2:
+def decoder(texts: int = 1, **sections) -> Model:
     batch = -(-texts // 16)
-    return randomised(GPT2(tiny_config(**sections), K, DEVICE, batch=batch, training=False, sequences=texts))
+    return randomised(Model(tiny_config(**sections), K, DEVICE, batch=batch, training=False, sequences=texts))
 
 
-def generated(model: GPT2, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
+def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
     """Return the tokens of each text."""
     return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, *how))]
 
@@ -59,7 +59,7 @@ def window(text: list[int], prompt: int, T: int) -> list[int]:
     return text[begin:]
 
 
-def by_full_forward(model: GPT2, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
+def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
     """Compute each token by the training kernels' forward pass over its window, and sample it in numpy."""
     text, (temperature, top_k, top_p) = list(prompt), how
     v = model.view(1, model.T)
@@ -177,8 +177,8 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     written, launched = [], []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
-    launch = GPT2.decode
-    monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    launch = Model.decode
+    monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
     sample_command.sample(step_dir, prompt=["Hello"], tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
@@ -206,8 +206,8 @@ def test_texts_stop_at_the_end_of_text(num, monkeypatch):
     tokenizer = ByteTokenizer()
     tokenizer.eot = plain[-1][3]
     ends = [text.index(tokenizer.eot) if tokenizer.eot in text else 6 for text in plain]
-    launched, launch = [], GPT2.decode
-    monkeypatch.setattr(GPT2, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    launched, launch = [], Model.decode
+    monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
     texts = [[*text] for text in sample.draw(model, tokenizer, "Hello", 6, PLAIN, 7, num)]
     assert texts == [text[:end] for text, end in zip(plain, ends)] and ends[-1] <= 3
     assert len(launched) <= max(ends) + generate.STEPS_IN_FLIGHT

@@ -3,7 +3,7 @@
     python -m tests.kernels.compile_targets gfx942 sm_100 [--kernels NAME ...]      a few minutes for each target
     python -m tests.kernels.compile_targets                                         all targets: `make compile-all`
 
-A driver that launches nothing stands for the GPU, and GPT2.compile makes the calls of a run.  Left out are the Gluon
+A driver that launches nothing stands for the GPU, and Model.compile makes the calls of a run.  Left out are the Gluon
 kernels of kernels/hopper, which test_hopper.py compiles.
 """
 
@@ -157,7 +157,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     from gpt2_triton.config.config import Config
     from gpt2_triton.kernels import table_file, tuning
     from gpt2_triton.model.compiling import compile_decoding
-    from gpt2_triton.model.gpt2 import GPT2
+    from gpt2_triton.model.model import Model
 
     device = Device(name)
     target = device.target
@@ -176,9 +176,9 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
         names = {self.__name__, f"{self.__name__}:{keywords.get('EPILOGUE')}"}
         return run(self, *args, **keywords) if only is None or names & {*only} else None
 
-    def model(changes: dict[str, dict[str, object]], **options: Any) -> GPT2:
+    def model(changes: dict[str, dict[str, object]], **options: Any) -> Model:
         sections = {key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()}
-        return GPT2(Config.model_validate(sections), K, "cpu", **options)
+        return Model(Config.model_validate(sections), K, "cpu", **options)
 
     def decode(dtype: str, sequences: int) -> None:
         train = {"train": {"dtype": dtype}, "optim": {"master": "none"}}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
-from gpt2_triton.model import arena, buffers
+from gpt2_triton.model import arena
 from gpt2_triton.model.arena import (
     ALIGN,
     PHASES,
@@ -22,7 +22,8 @@ from gpt2_triton.model.arena import (
     place_buffers,
     resolve_buffers,
 )
-from gpt2_triton.model.buffers import Acts, State, layer_levels
+from gpt2_triton.model.gpt2 import buffers
+from gpt2_triton.model.gpt2.buffers import Acts, State, layer_levels
 
 DTYPES = dict(act=torch.bfloat16, f32=torch.float32, v=torch.float32, i32=torch.int32, i16=torch.int16)
 

@@ -8,9 +8,9 @@ import torch
 import gpt2_triton.kernels
 from gpt2_triton.model import communicator, peer_copies, sharding, side_stream
 from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.gpt2.schedule import NOT_A_LAYER
+from gpt2_triton.model.model import Model
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
-from gpt2_triton.model.schedule import NOT_A_LAYER
 from tests.support.tiny import tiny_config
 
 LAYERS = 3
@@ -69,17 +69,17 @@ class Log:
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add_partials"}
 
 
-def model_of_two(shared: bool, zero: int, micro_steps: int) -> GPT2:
+def model_of_two(shared: bool, zero: int, micro_steps: int) -> Model:
     """Return the model of rank 0 of 2, with a Log as K."""
     return model_of(Log(shared), zero, micro_steps)
 
 
-def model_of(log: Log, zero: int, micro_steps: int = 1) -> GPT2:
+def model_of(log: Log, zero: int, micro_steps: int = 1) -> Model:
     tokens = 32 * log.size * micro_steps
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
     )
-    log.model = GPT2(config, log, "cpu", group=log)
+    log.model = Model(config, log, "cpu", group=log)
     return log.model
 
 
@@ -290,7 +290,7 @@ def test_wait_grad_buffer_of_zero_2_waits_for_the_layer_two_above(monkeypatch, s
 
 def test_communicator_of_one_rank_exchanges_nothing():
     log = Log(False)
-    model = GPT2(tiny_config(), log, "cpu")
+    model = Model(tiny_config(), log, "cpu")
     model._forward_backward(False, False, True)
     model._update(False)
     assert not {name for name, _ in log.calls} & EXCHANGES

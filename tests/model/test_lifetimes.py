@@ -7,8 +7,9 @@ from torch import Tensor
 import gpt2_triton.model.memory_plan
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.kernels.contract import LAUNCHERS
-from gpt2_triton.model import arena, schedule
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model import arena
+from gpt2_triton.model.gpt2 import schedule
+from gpt2_triton.model.model import Model
 from tests.model.test_launches import SOME_LAYERS
 from tests.support.launchers import WrappedKernels
 from tests.support.models import exact_model, kernel_model, side_by_side, train_steps
@@ -43,7 +44,7 @@ def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None
         monkeypatch.setattr(schedule, phase, wrapped(phase, getattr(schedule, phase)))
 
 
-def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[GPT2, list]:
+def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[Model, list]:
     """Return a model in whose arena no two buffers share a byte, and the launches of its step."""
     monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", side_by_side)
     model = kernel_model(level, **sections)
@@ -53,7 +54,7 @@ def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[GPT2, list
     return model, model.K.launches
 
 
-def violations(model: GPT2, launches: list) -> list[str]:
+def violations(model: Model, launches: list) -> list[str]:
     """Return the launches that touch a buffer outside its lifetime, or read one that nothing has written since its
     lifetime began.
     """
@@ -96,7 +97,7 @@ def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
         buffer.live = right
 
 
-def poison(model: GPT2, monkeypatch) -> GPT2:
+def poison(model: Model, monkeypatch) -> Model:
     """From now on fill with NaN, after each phase, what no later one may read: a wrong lifetime becomes a NaN loss."""
 
     def poison_dead_buffers(phase: str) -> None:

@@ -12,7 +12,6 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model.arena import GIB
-from gpt2_triton.model.gpt2 import GPT2
 from gpt2_triton.model.memory_plan import (
     CONTEXT_BYTES,
     MODULE_BYTES,
@@ -23,6 +22,7 @@ from gpt2_triton.model.memory_plan import (
     out_of_memory,
     plan_memory,
 )
+from gpt2_triton.model.model import Model
 from tests.support import reference
 from tests.support.tiny import tiny_config
 
@@ -68,7 +68,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_largest_batch_that_would(mo
     for where, owner in (("cuda", "GPU"), ("cpu", "machine")):
         wanted = rf"the {owner} has .* of 2.00 GiB free: set .* train.batch_size to 1 and .* \(now batch 2, gelu\)"
         with pytest.raises(OutOfMemoryError, match=wanted):
-            GPT2(config, reference, where)
+            Model(config, reference, where)
 
 
 def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
@@ -95,7 +95,7 @@ def test_forward_only_model_that_does_not_fit_is_refused(monkeypatch, recompute)
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
     has = "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free some memory, choose"
     with pytest.raises(OutOfMemoryError, match=has):
-        GPT2(config, reference, "cpu", batch=10_000, training=False)
+        Model(config, reference, "cpu", batch=10_000, training=False)
     none = config.replace(memory={"recompute": "none"})
     assert plan_of(config, 2, training=False).total == plan_of(none, 2, training=False).total
 
@@ -104,7 +104,7 @@ def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(
     """A limit of the process (ulimit -v) shows when memory is asked for, 4 PB of it here."""
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 60, 1 << 60))
     with pytest.raises(OutOfMemoryError, match="the model needs .* GiB and .*, the machine has"):
-        GPT2(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33, training=False)
+        Model(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33, training=False)
 
 
 def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():

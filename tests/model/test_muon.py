@@ -13,10 +13,10 @@ from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.gpt2.schedule import NOT_A_LAYER
 from gpt2_triton.model.memory_plan import plan_memory
+from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
-from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import recorded_step, violations
@@ -252,7 +252,7 @@ def after_two_updates(zero, group):
     """Return what this rank saves after two updates of two micro-steps each, as arrays, and its spans."""
     train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
     config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
-    model = GPT2(config, reference, "cpu", dtypes=F64, group=group)
+    model = Model(config, reference, "cpu", dtypes=F64, group=group)
     model.arena.zero_()
     model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1
     for step in range(2):

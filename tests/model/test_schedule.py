@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
-from gpt2_triton.model.buffers import Params
+from gpt2_triton.model.gpt2.buffers import Params
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, batches, exact_model, train_steps
 

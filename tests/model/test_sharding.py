@@ -6,7 +6,7 @@ import gpt2_triton.kernels as kernels
 from gpt2_triton.checkpoint.load import covered_length
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model import sharding
-from gpt2_triton.model.buffers import param_entries
+from gpt2_triton.model.gpt2.buffers import param_entries
 from gpt2_triton.model.memory_plan import forecast, plan_memory
 from tests.support.tiny import tiny_config
 

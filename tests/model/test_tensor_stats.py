@@ -14,8 +14,8 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_parts, tensor_stats
-from gpt2_triton.model.buffers import param_entries
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.gpt2.buffers import param_entries
+from gpt2_triton.model.model import Model
 from gpt2_triton.model.tensor_stats import MATRICES, first_non_finite, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
@@ -116,7 +116,7 @@ def launch(model, step, with_stats, batches=None):
 def model(monkeypatch):
     """A model whose buffers share no byte, so that all activations can be read after the step."""
     monkeypatch.setattr(gpt2_triton.model.memory_plan, "place_buffers", side_by_side)
-    model = GPT2(stats_config(memory=dict(recompute="none")), KeepsGradients(), DEVICE)
+    model = Model(stats_config(memory=dict(recompute="none")), KeepsGradients(), DEVICE)
     model.eager = True
     model.initialise(seed=1)
     return model
@@ -155,7 +155,7 @@ def test_record_of_a_step_equals_numpy_on_its_tensors(model):
 def test_record_combines_micro_steps():
     """Two micro-steps of the same batch have the rms and the largest element of one."""
     config = small_config(log=dict(stats_every=1))
-    model = GPT2(config, K, DEVICE)
+    model = Model(config, K, DEVICE)
     batch, records = packed_batch(config), []
     for batches in ([batch], [batch, batch]):
         model.initialise(seed=1)
@@ -169,7 +169,7 @@ def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
     """Layers that share a buffer have the statistics of a model that keeps every layer's."""
     steps, models, records = [], [], []
     for every, level in ((0, "none"), (1, "none"), (1, "block")):
-        models.append(GPT2(stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
+        models.append(Model(stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
         models[-1].initialise(seed=1)
         step = launch(models[-1], 0, with_stats=every > 0)
         steps.append(step.result()[:3])
@@ -186,7 +186,7 @@ def test_graphs_with_stats_give_records_of_eager_launches_and_bytes_of_plain_ste
     """Every other step of six takes statistics: its graphs are captured at the first and replayed at the others."""
     models, records = [], []
     for every, eager in ((0, False), (1, False), (1, True)):
-        model = GPT2(stats_config(log=dict(stats_every=every)), K, DEVICE)
+        model = Model(stats_config(log=dict(stats_every=every)), K, DEVICE)
         model.eager = eager
         model.initialise(seed=1)
         for number in range(6):
@@ -243,14 +243,14 @@ def test_a_non_finite_step_names_the_first_tensor(tmp_path, capsys, monkeypatch)
 
 def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, capsys, monkeypatch):
     """A gradient that is NaN once, as after a hardware fault."""
-    original = GPT2.end_step
+    original = Model.end_step
 
     def flipped(self):
         if int(self.state.step_key[0]) == 0:
             self.K.fill(self.state.grads[:1], math.nan)
         return original(self)
 
-    monkeypatch.setattr(GPT2, "end_step", flipped)
+    monkeypatch.setattr(Model, "end_step", flipped)
     assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["nothing when computed again"]
 
 

@@ -9,7 +9,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model import fp8
 from gpt2_triton.model.arena import Buffer, MemoryPlan
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import reference
 from tests.support.tiny import merged, tiny_config, tiny_model
@@ -22,10 +22,10 @@ EXACT = dict(
 )
 
 
-def exact_model(level: str = "none", **changes: dict) -> GPT2:
+def exact_model(level: str = "none", **changes: dict) -> Model:
     """Return a model over the reference launchers in float64, with random weights in an arena of NaN."""
     config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
-    model = GPT2(config, reference, "cpu", dtypes=F64)
+    model = Model(config, reference, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
     model.state.m.zero_()
     model.state.v.zero_()
@@ -34,7 +34,7 @@ def exact_model(level: str = "none", **changes: dict) -> GPT2:
     return model
 
 
-def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> GPT2:
+def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> Model:
     """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
     train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
     base = dict(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
@@ -44,7 +44,7 @@ def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> 
     return model
 
 
-def randomise(model: GPT2) -> None:
+def randomise(model: Model) -> None:
     """Set weights with which no term of a gradient is small: norms about 1, everything else 0.2 * N(0, 1), padded rows
     of the vocabulary 0.
     """
@@ -63,7 +63,7 @@ def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
 
 
-def calibrate(model: GPT2) -> GPT2:
+def calibrate(model: Model) -> Model:
     """Give a model its first scales, from the batches of its first step."""
     config = model.config
     packed = [
@@ -74,7 +74,7 @@ def calibrate(model: GPT2) -> GPT2:
     return model
 
 
-def train_steps(model: GPT2, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
+def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []
     for step in range(n):

@@ -6,7 +6,7 @@ import torch
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 
 DEFAULT_NUMBERS = {"dtype": "fp32"}  # of tiny_config; pytest --precision fp8 replaces them
@@ -37,7 +37,7 @@ def tiny_model(K=None, **sections):
     if K is None:
         import gpt2_triton.kernels as K
     config = tiny_config(**sections)
-    model = GPT2(config, K, DEVICE)
+    model = Model(config, K, DEVICE)
     model.initialise(seed=1)
     return model, config
 

@@ -15,7 +15,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training import recovery, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
@@ -58,7 +58,7 @@ def spike():
 @pytest.fixture(scope="module")
 def spiked(spike, tmp_path_factory):
     """(run directory, a list with True for each step that changed the weights)"""
-    run, changed, original = tmp_path_factory.mktemp("whole"), [], GPT2.end_step
+    run, changed, original = tmp_path_factory.mktemp("whole"), [], Model.end_step
 
     def recorded(self):
         before = self.state.params.clone()
@@ -67,7 +67,7 @@ def spiked(spike, tmp_path_factory):
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT2, "end_step", recorded)
+        patch.setattr(Model, "end_step", recorded)
         assert train(outlier_config(), run, resume=False) == 0
     return run, changed
 
@@ -103,7 +103,7 @@ def rewind_config():
 @pytest.fixture(scope="module")
 def bad_data():
     """Samples 4 and 5, of step 3, are replaced by tokens 255, which make the gradient NaN at any step."""
-    batch, micro_step = TrainLoader.batch, GPT2.micro_step
+    batch, micro_step = TrainLoader.batch, Model.micro_step
 
     def marked(self, first, count):
         tokens = batch(self, first, count)
@@ -116,7 +116,7 @@ def bad_data():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainLoader, "batch", marked)
-        patch.setattr(GPT2, "micro_step", poisoned)
+        patch.setattr(Model, "micro_step", poisoned)
         yield
 
 

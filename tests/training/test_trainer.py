@@ -17,7 +17,7 @@ from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -303,7 +303,7 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
         monkeypatch.setattr(owner, method, recorded)
 
     for owner, method in (
-        (GPT2, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "save"),
+        (Model, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "save"),
     ):  # fmt: skip
         record(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)

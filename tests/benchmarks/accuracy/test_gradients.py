@@ -11,7 +11,7 @@ import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import gradients
 from gpt2_triton import device
-from gpt2_triton.model.gpt2 import GPT2
+from gpt2_triton.model.model import Model
 from tests.support.tiny import tiny_config
 
 
@@ -79,7 +79,7 @@ def test_fp8_costs_what_rounding_in_pytorch_costs():
     saved = tiny_config(model=model, train=dict(seq_len=32), memory=dict(recompute="gelu+ln"))
     tokens = np.random.default_rng(0).integers(0, 300, (2, 2, 33), dtype=np.int32)
     config = gradients.configs_of(saved, 2, 2)["fp8"]
-    initial = GPT2(config, K, device.device_name())
+    initial = Model(config, K, device.device_name())
     initial.initialise(seed=1)
     params = 4 * initial.state.params
     _, ours, dims = gradients.ours(config, params, tokens)

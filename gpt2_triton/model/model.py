@@ -17,12 +17,13 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
-from gpt2_triton.model import fp8, schedule, state_io
+from gpt2_triton.model import fp8, state_io
 from gpt2_triton.model.arena import carve
-from gpt2_triton.model.buffers import Decoding, Recompute, State
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
+from gpt2_triton.model.gpt2 import schedule
+from gpt2_triton.model.gpt2.buffers import Decoding, Recompute, State
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
@@ -31,7 +32,7 @@ from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
 
-class GPT2:
+class Model:
     """A model in its arena.  After the constructor nothing is allocated on the device."""
 
     def __init__(
