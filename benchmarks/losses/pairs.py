@@ -9,6 +9,7 @@ and `baseline` (the arm to compare with; by default the first).  An arm may also
     seeds      another number of runs
     program    a module in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
     against    the arm to compare with, in place of the baseline
+    end.from   a number of steps, after which options such as end.optim.lr replace those without `end.`
 
 Runs with equal seeds have the same initial weights and the same data in the same order.  A finished run is a line of
 RESULTS.jsonl.  The command makes only runs without a line, so it continues a series.  To use several GPUs, start it
@@ -23,17 +24,20 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError, DataError, UserError
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -137,21 +141,37 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
 
 
 def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Result | None:
-    """Make a run in a process of its own.  If it fails, print the end of its output and return None."""
+    """Make a run in processes of its own.  If one fails, print the end of its output and return None."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(dir=shared) as run_dir:
-        options, program = series.options(arm, seed), series.arms[arm].program
-        words = [sys.executable, "-m", *program.split(), str(ROOT / series.config), "--run_dir", run_dir]
-        keys = {"data.train": f"{data}/train_*.bin", "data.val": f"{data}/val_*.bin"} | options
-        words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        begin = time.monotonic()
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            last = "\n".join(done.stdout.splitlines()[-8:])
-            print(f"{arm} seed {seed}: exit code {done.returncode}\n{last}", file=sys.stderr, flush=True)
-            return None
-        found = {"arm": arm, "seed": seed, "config": series.config, "program": program, "options": options}
-        return found | {"data": digest, "seconds": round(time.monotonic() - begin, 1)} | figures(Path(run_dir))
+        begin, program = time.monotonic(), series.arms[arm].program
+        for words in commands(series, arm, seed, Path(run_dir), data):
+            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                last = "\n".join(done.stdout.splitlines()[-8:])
+                print(f"{arm} seed {seed}: exit code {done.returncode}\n{last}", file=sys.stderr, flush=True)
+                return None
+        found = {"arm": arm, "seed": seed, "config": series.config, "program": program}
+        found |= {"options": series.options(arm, seed), "data": digest}
+        return found | {"seconds": round(time.monotonic() - begin, 1)} | figures(Path(run_dir))
+
+
+def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> Iterator[list[str]]:
+    """Yield the command of a run; if the arm has `end.from`, then the command that makes the last steps again."""
+    whole, end = parts(series.options(arm, seed))
+    save = {"checkpoint.every": end.pop("from")} if end else {}
+    words = [sys.executable, "-m", *series.arms[arm].program.split(), str(ROOT / series.config)]
+    words += ["--run_dir", str(run_dir), "--data.train", f"{data}/train_*.bin", "--data.val", f"{data}/val_*.bin"]
+    yield [*words, *(word for key, value in (whole | save).items() for word in (f"--{key}", value))]
+    if end:
+        shutil.rmtree(step_path(run_dir / "checkpoints", int(whole["train.steps"])))
+        yield [*words, "--resume", *(word for key, value in (whole | end).items() for word in (f"--{key}", value))]
+
+
+def parts(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the options of all steps, and those of the last steps without `end.`."""
+    end = {key.removeprefix("end."): str(value) for key, value in options.items() if key.startswith("end.")}
+    return {key: str(value) for key, value in options.items() if not key.startswith("end.")}, end
 
 
 def figures(run_dir: Path) -> Result:
@@ -238,7 +258,8 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     every = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
     runs = [run for run in every if run not in done]
     for name in {name for name, _ in runs}:
-        Config.load(ROOT / series.config, {key: str(value) for key, value in series.arms[name].options.items()})
+        whole, end = parts(series.arms[name].options)
+        Config.load(ROOT / series.config, {key: value for key, value in (whole | end).items() if key != "from"})
     for number, (name, seed) in enumerate(runs, start=1):
         if row := train(series, name, seed, a.data, digest):
             with open(a.out, "a") as file:

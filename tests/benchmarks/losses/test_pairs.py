@@ -23,7 +23,9 @@ arms:
   one: {}
   other rate: {optim.lr: 2e-3, seeds: 1}
   PyTorch: {program: benchmarks.losses.torch_train, against: other rate, seeds: 1}
+  other end: {end.from: 3, end.optim.lr: 2e-3, seeds: 1}
 """
+ARMS = ("one", "other rate", "PyTorch", "other end")
 
 
 def row(arm, seed, loss, val=None, **more):
@@ -46,19 +48,22 @@ def words(tmp_path):
 def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
     assert pairs.main(words) == 0
     _, *rows = pairs.read_results(tmp_path / "r.jsonl")
-    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [("one", 0, 5), ("other rate", 0, 5), ("PyTorch", 0, 5)]
+    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [(name, 0, 5) for name in ARMS]
     assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
     assert rows[0]["curve"][0] == rows[1]["curve"][0]  # the same weights and data
     assert abs(rows[2]["curve"][0] - rows[0]["curve"][0]) < 0.02
+    one, other_end = rows[0]["curve"], rows[3]["curve"]
+    assert other_end[:4] == one[:4] and other_end[4] != one[4]  # step 4's update has the other rate
     assert {r["data"] for r in rows} == {pairs.data_digest(tmp_path)}
     assert "against other rate |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("old, new, more, message", [
     ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
+    ("end.optim.lr", "end.optim.lrr", (), "unknown key"),
     ("options: {", "options: {log.every: 2, ", ("--seeds", "0"), "one seed 1: the result has log.every None, now 2"),
     ("seeds: 2", "seed: 2", (), "not a series (KeyError('seeds'))"),
-    ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch"),
+    ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch, other end"),
     ("", "", ("--data", "docs"), "--data docs: expected a directory of train_*.bin and val_*.bin"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_any_run(words, tmp_path, monkeypatch, capsys, old, new, more, message):
