@@ -80,7 +80,7 @@ def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
     rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
     groups = [
-        dict(params=embeddings, weight_decay=config.weight_decay),
+        dict(params=embeddings, weight_decay=config.embed_decay),
         dict(params=[p for p in rest if p.dim() == 2], weight_decay=config.weight_decay),
         dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
     ]

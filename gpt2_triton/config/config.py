@@ -54,6 +54,11 @@ class Config(Sections):
         return o.weight_decay or 0.0 if o.tau is None else o.tau / (o.lr * self.train.steps)
 
     @property
+    def embed_decay(self) -> float:
+        """Decoupled weight decay of the embeddings."""
+        return self.weight_decay if self.optim.embed_decay is None else self.optim.embed_decay
+
+    @property
     def n_params(self) -> int:
         """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte and the tied head count once."""
         c, layers = self.model.n_embd, self.model.n_layer

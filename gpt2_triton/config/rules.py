@@ -41,6 +41,8 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
             "optim.tau",
             f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other",
         )
+    if o.adamw_lr and o.name == "adamw":
+        yield "optim.adamw_lr", "goes with optim.name muon; set optim.lr, which is AdamW's without Muon"
     if o.master == "fp32" and t.dtype == "fp32":
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if t.precision == "fp8" and t.dtype == "fp32":

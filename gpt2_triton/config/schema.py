@@ -163,6 +163,9 @@ class OptimConfig(ConfigSection):
     )
     lr: float = free(6e-4, "peak learning rate", gt=0)
     embed_lr: float = free(1.0, "factor on the learning rate of the embeddings, wte and wpe", gt=0)
+    adamw_lr: OptionalFloat = free(
+        None, "peak learning rate of what AdamW updates beside Muon, before embed_lr; null is lr", gt=0
+    )
     warmup: int = free(700, "steps of linear warmup", ge=0)
     schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free(
         "cosine", "learning rate after the warmup"
@@ -178,6 +181,7 @@ class OptimConfig(ConfigSection):
     weight_decay: OptionalFloat = free(
         0.1, "decoupled weight decay of matrices and embeddings; null if tau is given", ge=0
     )
+    embed_decay: OptionalFloat = free(None, "weight decay of wte and wpe; null is that of the matrices", ge=0)
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(

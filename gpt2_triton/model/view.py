@@ -117,8 +117,9 @@ def _update_spans(state: State, dims: dict[str, int], rank: int, config: Config)
     for p in sharding.updated_shards(dims, rank):
         if p.second is None:
             continue
-        own, v = slice(p.moment, p.moment + p.length), state.v[p.second : p.second + p.length]
+        own, v, o = slice(p.moment, p.moment + p.length), state.v[p.second : p.second + p.length], config.optim
         low = None if state.master_low is None else state.master_low[own]
         w, g = state.params[p.param : p.param + p.length], sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
-        decay, lr_factor = config.weight_decay if p.decay else 0.0, config.optim.embed_lr if p.bucket == 0 else 1.0
+        decay = config.embed_decay if p.bucket == 0 else config.weight_decay if p.decay else 0.0
+        lr_factor = (o.adamw_lr or o.lr) / o.lr * (o.embed_lr if p.bucket == 0 else 1.0)
         yield UpdateSpan(p.bucket, w, state.m[own], v, low, g, p.first, decay, lr_factor)

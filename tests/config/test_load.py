@@ -37,6 +37,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
     ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1:4: not valid YAML: could not determine a constructor"),
     ("optim: {weight_decay: 0.1}", {"optim.tau": "4"}, "--optim.tau: 4.0 beside optim.weight_decay 0.1; give one"),
+    ("", {"optim.adamw_lr": "1e-3"}, "--optim.adamw_lr: goes with optim.name muon; set optim.lr"),
     ("", {"optim.weight_decay": "null"}, "optim.tau: None beside optim.weight_decay None; give one"),
     ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
     ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),

@@ -95,15 +95,16 @@ def test_two_updates_equal_those_of_pytorch():
     """Autograd, clipping, torch's AdamW for embedding, norms and biases; q, k, v are orthogonalised apart, and momentum
     moves once in a step of two micro-steps.
     """
-    model = exact_model(optim=MUON | dict(tau=0.03))
+    model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
     assert model.shape.accumulation == 2
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 2)
     listed = list(torch_reference.tensors(params, d))
     inner = [w for name, w, decay in listed if decay and "[" in name]
     other = [w for name, w, decay in listed if not decay]
-    groups = [dict(params=[params.wte, params.wpe], lr=2 * o.lr, weight_decay=model.config.weight_decay)]
-    adamw = torch.optim.AdamW([*groups, dict(params=other, weight_decay=0)], lr=o.lr, betas=(0.9, 0.95), eps=o.eps)
+    groups = [dict(params=[params.wte, params.wpe], lr=2 * o.adamw_lr, weight_decay=0.5)]
+    groups += [dict(params=other, lr=o.adamw_lr, weight_decay=0)]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=o.eps)
     momenta = [torch.zeros_like(w) for w in inner]
     for step in range(2):
         two = batches(model.config, 2, seed=step)
