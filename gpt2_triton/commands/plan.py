@@ -6,11 +6,15 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes
 from gpt2_triton.model.arena import MemoryPlan
+from gpt2_triton.model.fp8 import choose_precision
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
 
 
-def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU") -> str:
+def plan_report(
+    config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU", architecture: str | None = None
+) -> str:
     """Return the text: whether the run fits the GPU, the memory of each recompute level and ZeRO stage, the buffers."""
+    config, notes = choose_precision(config, architecture)
     found = forecast(config, K, gpu_bytes, shape)
     plan, level = found.plan, found.config.memory.recompute
     fits = "fits" if plan.total <= found.budget else "does not fit"
@@ -25,6 +29,7 @@ def plan_report(config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: s
         f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
         f"largest train.batch_size that fits {largest:,}{of_step}",
         f"parameters {config.n_params:,}",
+        *notes,
         "",
         f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}",
     ]

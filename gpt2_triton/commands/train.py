@@ -171,6 +171,9 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton.commands.plan import plan_report
 
     if picked and not gpu and not device.present():
-        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
+        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine", None)
     here = "this GPU" if device.present() else "the GPU h200 (--gpu names another)"
-    return plan_report(config, kernels, device.memory_bytes(gpu), shape, f"the GPU {gpu}" if gpu else here)
+    own = device.present() and not gpu
+    architecture = device.architecture() if own else device.GPUS[gpu or "h200"].architecture
+    where = f"the GPU {gpu}" if gpu else here
+    return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)

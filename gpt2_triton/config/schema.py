@@ -127,8 +127,10 @@ class TrainConfig(ConfigSection):
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
     total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
-    precision: Literal["bf16", "fp8"] = free(
-        "bf16", "operands of the layers' matmuls; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU"
+    precision: Literal["auto", "bf16", "fp8"] = free(
+        "bf16",
+        "operands of the layers' matmuls; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU; "
+        "auto is fp8 on 9.0, else bf16",
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
     max_minutes: float = free(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.arena import buf
 from gpt2_triton.model.gpt2.buffers import Acts, Params, State, Tensors
@@ -57,6 +58,20 @@ class Fp8Buffers:
     fcprojw8:   Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
     fcprojw8t:  Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
 # fmt: on
+
+
+def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
+    """Return the configuration with bf16 or fp8 in place of train.precision `auto` on a GPU of this architecture, or
+    on a CPU if it is None, and a line that gives the reason.
+    """
+    if config.train.precision != "auto":
+        return config, []
+    precision, why = "bf16", f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}"
+    if config.train.dtype == "fp32" or config.train.seq_len % 16:
+        why = "fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len"
+    elif architecture == "9.0":
+        precision, why = "fp8", "faster on compute capability 9.0"
+    return config.replace(train={"precision": precision}), [f"train.precision auto: {precision} ({why})"]
 
 
 def scale_count(n_layer: int, precision: str, keep_bf16: str) -> int:

@@ -1,6 +1,7 @@
 """The parts of a run, made in this order: data, state with the tensors to start from, model, log."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpt2_triton import device
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.save import Retention, require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
@@ -77,6 +80,19 @@ def _read_by_all() -> Iterator[None]:
     except UserError as error:
         error.on_every_rank = True
         raise
+
+
+@_read_by_all()
+def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
+    """Return the configuration with bf16 or fp8 in place of train.precision `auto`, and notes for the console.  A run
+    that continues from the checkpoint `found` keeps what it has.
+    """
+    if config.train.precision != "auto" or found is None:
+        return fp8.choose_precision(config, device.architecture() if device.present() else None)
+    saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]["train"].get("precision", "bf16")
+    if saved == "fp8":
+        device.require_own_fp8()
+    return config.replace(train={"precision": saved}), [f"train.precision auto: {saved} (of the run so far)"]
 
 
 def open_data(config: Config, control: ControlGroup) -> Data:

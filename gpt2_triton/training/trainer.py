@@ -26,7 +26,7 @@ from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
-from gpt2_triton.training import recovery
+from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, how_to_continue, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
@@ -80,8 +80,10 @@ class Trainer:
         self.control = self.group.control("loop")
         self.bytes_before = used_bytes(self.group.device)  # in use on this GPU before the model is built
         with self.watchdog.phase("loading"):
+            config, notes = setup.choose_precision(config, found)
             self.data = open_data(config, self.control)
             start = restore(found, config, self.data)
+            start.notes.extend(notes)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
         self.checkpointer = open_checkpointer(self.config, run_dir, self.group, self._saved() if found else None)

@@ -305,6 +305,14 @@ def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
     assert main(train_app, [*words, "4090"]) == 0
 
 
+def test_plan_says_what_the_precision_auto_is(here, capsys):
+    words = ["x.yaml", "--plan", "--train.precision", "auto", "--train.dtype", "bf16"]
+    for gpu, chosen in ((["--gpu", "h100"], "fp8"), ([], "fp8"), (["--gpu", "4090"], "bf16")):
+        assert main(train_app, [*words, *gpu]) == 0
+        assert f"\ntrain.precision auto: {chosen} (" in (text := capsys.readouterr().out)
+        assert ("amax" in text) == (chosen == "fp8")
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Make this machine one with or without a GPU, and with these versions."""

@@ -195,7 +195,7 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
         return tmp_path / name
 
     train(config(), tmp_path / "unbroken", False)
-    again = resumed("resumed", config())
+    again = resumed("resumed", config("auto"))  # auto keeps what the run has
     assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and records(again) == records(tmp_path / "unbroken")
     validations = [r for r in records(again) if "val_loss" in r]
     assert len(validations) == 3 and all(0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations)
