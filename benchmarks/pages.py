@@ -56,7 +56,7 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.total_batch_tokens
-        arm = {"bf16": "bf16", "fp8": "fp8_head"}[config.train.precision]
+        arm = "bf16" if config.train.precision == "bf16" else "fp8_head"  # which auto is on this machine
         rate = found.get(f"{MACHINE}.steps.d{config.model.n_layer}.{arm}.tok_s")
         if rate and config.train.seq_len == T and config.model.vocab_size > 50_000:
             found[f"recipe.{name}.hours"] = tokens / rate / 3600

@@ -12,7 +12,7 @@ T, VOCAB = 1024, ModelConfig().vocab_size
 
 class Size(NamedTuple):
     batch: int  # sequences per step
-    recompute: str  # memory.recompute in bf16, as in the recipe
+    recompute: str  # memory.recompute in bf16
 
 
 MODELS = {  # by model.size
