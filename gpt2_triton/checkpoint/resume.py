@@ -17,9 +17,8 @@ Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
 # fatal keys that older versions did not save, with the value that their runs had
-LATER_KEYS = {
-    "data.align": "none", "data.windows": "fixed", "model.dropout": 0.0, "optim.name": "adamw", "optim.v": "fp32",
-}  # fmt: skip
+LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "model.dropout": 0.0, "optim.name": "adamw"}
+LATER_KEYS |= {"optim.m": "fp32", "optim.v": "fp32"}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 

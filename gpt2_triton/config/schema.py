@@ -189,6 +189,9 @@ class OptimConfig(ConfigSection):
     master: Literal["none", "fp32"] = kept(
         "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
     )
+    m: Literal["fp32", "bf16"] = kept(
+        "fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as with optim.v"
+    )
     v: Literal["fp32", "bf16"] = kept(
         "fp32", "storage of AdamW's second moment; bf16 is rounded stochastically, and saves 2 bytes per parameter"
     )

@@ -5,8 +5,8 @@
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
 The kernel reads lr, the bias corrections, the clip factor, the step and the seed from device memory (step_io.py).  So
-one captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w and v; v
-may be in bf16.
+one captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w, m and
+v; m and v may be in bf16.
 """
 
 import triton
@@ -17,13 +17,13 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
-from gpt2_triton.kernels.weights import load_weights, random_words, round_stochastically, store_weights
+from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, lr_factor,
-    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, STOCHASTIC_V: tl.constexpr, BLOCK: tl.constexpr,
+    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -33,12 +33,12 @@ def _adamw_kernel(
     lr = tl.load(step_in_ptr + LR) * lr_factor
     w = load_weights(w_ptr, low_ptr, i, mask)
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
-    m = tl.load(m_ptr + i, mask=mask, other=0.0)
+    m = tl.load(m_ptr + i, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
     m, v = adamw_moments(m, v, g, alpha1, alpha2)
-    tl.store(m_ptr + i, m, mask=mask)
-    words = random_words(step_key_ptr, first + at, STOCHASTIC or STOCHASTIC_V, BLOCK)
-    tl.store(v_ptr + i, round_stochastically(v, words >> 16) if STOCHASTIC_V else v, mask=mask)
+    words = random_words(step_key_ptr, first + at, RANDOM, BLOCK)
+    store_moment(m, m_ptr, i, mask, words)
+    store_moment(v, v_ptr, i, mask, words)
     m_correction = tl.load(step_in_ptr + M_CORRECTION)
     v_correction = tl.load(step_in_ptr + V_CORRECTION)
     w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
@@ -55,8 +55,8 @@ def adamw(
     """
     n = w.numel()
     dtype = dtype_name(w)
-    row = tuned("adamw", dtype, BLOCK=n)
+    row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
         w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
-        STOCHASTIC=dtype == "bf16" and low is None, STOCHASTIC_V=dtype_name(v) == "bf16", **row,
+        STOCHASTIC=stochastic, RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
     )  # fmt: skip

@@ -28,35 +28,44 @@ from gpt2_triton.kernels.device_math import decayed_update, dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
 from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
-from gpt2_triton.kernels.weights import load_weights, random_words, store_weights
+from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
 NORM_FACTOR = tl.constexpr(1.02)  # above 1, since rounding a matrix to bf16 may raise its singular values
 SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays zeros
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _momentum_kernel(
-    x_ptr, m_ptr, g_ptr, step_out_ptr, n, x_stride, m_stride, g_stride, alpha, BLOCK: tl.constexpr
+    x_ptr, m_ptr, g_ptr, step_out_ptr, step_key_ptr, n, x_stride, m_stride, g_stride, first, distance, alpha,
+    RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
     layer = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    i = at + tl.arange(0, BLOCK)
     mask = i < n
     g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
-    m = tl.load(m_ptr + layer * m_stride + i, mask=mask, other=0.0)
+    m = tl.load(m_ptr + layer * m_stride + i, mask=mask, other=0.0).to(tl.float32)
     m += alpha * (g - m)
-    tl.store(m_ptr + layer * m_stride + i, m, mask=mask)
+    words = random_words(step_key_ptr, first + layer * distance + at, RANDOM, BLOCK)
+    store_moment(m, m_ptr + layer * m_stride, i, mask, words)
     tl.store(x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[4]")
-def muon_momentum(x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, momentum: float) -> None:
-    """Update m, and write the matrices x that are to be orthogonalised; neither if step_out[APPLY] is 0."""
+@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[4] step_key[4]")
+def muon_momentum(
+    x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, step_key: Tensor, first: int, distance: int, momentum: float
+) -> None:
+    """Update m, and write the matrices x that are to be orthogonalised; neither if step_out[APPLY] is 0.
+
+    `first` and `distance` place m[0, 0] and m[l, 0] in the flat order, as in muon_update.
+    """
     (L, n), row = x.shape, _elements(x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
-        x, m, g, step_out, n, x.stride(0), m.stride(0), g.stride(0), 1.0 - momentum, **row
-    )
+        x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance, 1.0 - momentum,
+        RANDOM=dtype_name(m) == "bf16", **row,
+    )  # fmt: skip
 
 
 def _elements(x: Tensor) -> dict[str, int]:

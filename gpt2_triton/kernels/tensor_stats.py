@@ -76,7 +76,7 @@ def _parameter_stats_kernel(
             x = tl.load(x_ptr + i, mask=i < written, other=0.0).to(tl.float32)
             update = decayed_update(w, scale * x, lr, decay)
         else:
-            m = tl.load(m_ptr + i, mask=mask, other=0.0)
+            m = tl.load(m_ptr + i, mask=mask, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
             g *= factor
             m, v = adamw_moments(m, v, g, alpha1, alpha2)

@@ -23,7 +23,7 @@ class BufferSpec:
     """One row of a table of buffers; dimensions are still symbols."""
 
     declared: str  # "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage: str  # "act" (the run's dtype), "v" (optim.v), "f32", "i32", "i16", "e4m3", "u8"
+    storage: str  # "act" (the run's dtype), "m" (optim.m), "v", "f32", "i32", "i16", "e4m3", "u8"
     live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     kind: str
     drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it

@@ -90,7 +90,8 @@ def plan_memory(
     """
     dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
-    dtypes["v"] = dtypes["f32"] if config.optim.v == "fp32" else DTYPES[config.optim.v]
+    for name in ("m", "v"):
+        dtypes[name] = DTYPES["bf16"] if getattr(config.optim, name) == "bf16" else dtypes["f32"]
     levels = recompute_levels(config, training)
     buffers = [
         b

@@ -29,7 +29,8 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 
 FATAL = """model.n_layer model.n_head model.n_embd model.vocab_size model.block_size model.dropout data.tokenizer
-    data.seed data.windows train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master optim.v
+    data.seed data.windows train.seq_len train.total_batch_tokens train.dtype train.seed optim.name optim.master optim.m
+    optim.v
 """.split()
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 
@@ -65,7 +66,7 @@ CHANGES = {  # a value of each kept key that config_of does not have
     "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32, dropout=0.1),
     "data": dict(tokenizer="gpt2", seed=1, windows="shifted"),
     "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
-    "optim": dict(name="muon", master="fp32", v="bf16"),
+    "optim": dict(name="muon", master="fp32", m="bf16", v="bf16"),
 }
 
 

@@ -54,7 +54,7 @@ BF16: dict[str, dict[str, object]] = dict(
 )
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
-    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", v="bf16")),
+    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16")),
     "bf16, dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln")),
     "bf16, muon": dict(optim=dict(name="muon")),
     "bf16, wide heads": dict(model=dict(n_head=6)),
@@ -65,7 +65,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
     "fp8": dict(train=dict(precision="fp8")),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
-    "fp8, head": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="")),
+    "fp8, head": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16=""), optim=dict(name="muon", m="bf16")),
 }
 OTHER_RUNS = ("decoding", "several GPUs")
 

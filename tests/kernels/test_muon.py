@@ -54,6 +54,9 @@ def key(seed=5, step=3):
     return torch.tensor([step, seed, 0, 0], dtype=torch.int32, device=DEVICE)
 
 
+FLAT = key(), 64, 4096  # of m[0, 0], and from it to m[1, 0]
+
+
 def exact(launcher, out, *args):
     """Return what the reference of a launcher writes, in float64."""
     want = torch.zeros(out.shape, dtype=torch.float64, device=DEVICE)
@@ -153,9 +156,19 @@ def test_momentum_equals_its_reference_over_three_steps(rng, dtype):
     exact_m, exact_x = m.double(), x.double()
     for factor in (1.0, 0.5, 1.0):
         g, (out, _) = rng(3, 1400)[:, 300:1000], step_row(factor=factor)
-        muon_momentum(x, m, g, out, 0.95)
-        reference.muon_momentum(exact_x, exact_m, g.double(), out.double(), 0.95)
+        muon_momentum(x, m, g, out, *FLAT, 0.95)
+        reference.muon_momentum(exact_x, exact_m, g.double(), out.double(), *FLAT, 0.95)
     assert error(m, exact_m) < TOLERANCE[F32] and error(x, exact_x) < TOLERANCE[dtype]
+
+
+def test_momentum_in_bf16_is_rounded_as_adamw_rounds(rng):
+    m, x, g = every_other(2, 700, dtype=BF16), poisoned(2, 700), rng(2, 700)
+    exact_m, exact_x = m.copy_(rng(2, 700)).float(), poisoned(2, 700)
+    for array, momentum in ((x, m), (exact_x, exact_m)):
+        muon_momentum(array, momentum, g, step_row()[0], *FLAT, 0.95)
+    assert torch.equal(x, exact_x)
+    for l, first in enumerate((64, 64 + 4096)):
+        assert torch.equal(m[l].view(torch.int16), rounded(exact_m[l], 5, first, 3, shift=16))
 
 
 def updated(w, x, storage, first=64, distance=4096, applied=1.0):
@@ -196,7 +209,7 @@ def test_update_of_two_ranges_equals_one_range(rng, cut):
 def test_skipped_step_changes_no_byte(rng):
     m, x = rng(2, 100), rng(2, 100)
     before = m.clone(), x.clone()
-    muon_momentum(x, m, poisoned(2, 100), step_row(applied=0.0)[0], 0.95)
+    muon_momentum(x, m, poisoned(2, 100), step_row(applied=0.0)[0], *FLAT, 0.95)
     assert torch.equal(m, before[0]) and torch.equal(x, before[1])
     w, low = updated(rng(2, 100, dtype=BF16), poisoned(2, 100), "master", applied=0.0)
     assert torch.isfinite(w).all() and not low.any()

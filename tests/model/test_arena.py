@@ -25,7 +25,7 @@ from gpt2_triton.model.arena import (
 from gpt2_triton.model.gpt2 import buffers
 from gpt2_triton.model.gpt2.buffers import Acts, State, layer_levels
 
-DTYPES = dict(act=torch.bfloat16, f32=torch.float32, v=torch.float32, i32=torch.int32, i16=torch.int16)
+DTYPES = dict(act=torch.bfloat16, i32=torch.int32, i16=torch.int16) | dict.fromkeys(("f32", "m", "v"), torch.float32)
 
 one_phase = st.sampled_from(PHASES)
 spans = st.tuples(one_phase, one_phase).map(lambda ends: "..".join(sorted(ends, key=PHASES.index)))

@@ -156,8 +156,9 @@ def test_recompute_auto_fits_where_a_deeper_level_takes_more():
     assert total_at(config, choose_recompute(config, reference, budget).memory.recompute) <= budget
 
 
-def test_second_moments_in_bf16_take_half_the_bytes():
-    plans = [plan_of(tiny_config(optim=dict(v=v))) for v in ("fp32", "bf16")]
-    fp32, bf16 = (plan.buffers["v"] for plan in plans)
+@pytest.mark.parametrize("moment", ["m", "v"])
+def test_moments_in_bf16_take_half_the_bytes(moment):
+    plans = [plan_of(tiny_config(optim={moment: storage})) for storage in ("fp32", "bf16")]
+    fp32, bf16 = (plan.buffers[moment] for plan in plans)
     assert fp32.dtype == torch.float32 and bf16.dtype == torch.bfloat16 and fp32.shape == bf16.shape
     assert plans[0].total - plans[1].total == pytest.approx(fp32.nbytes / 2, abs=1024)  # buffers begin at 256 bytes

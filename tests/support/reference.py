@@ -304,7 +304,7 @@ def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor,
 # ---- Muon ----
 
 
-def muon_momentum(x, m, g, step_out, momentum):
+def muon_momentum(x, m, g, step_out, step_key, first, distance, momentum):
     if step_out[io.APPLY] != 0:
         grad = g * step_out[io.CLIP_FACTOR]
         m.copy_(momentum * m + (1 - momentum) * grad)

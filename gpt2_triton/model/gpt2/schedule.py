@@ -227,7 +227,7 @@ def update_matrices(K: Any, m: Any) -> None:
     s, a, stats = m.s, m.a, m.s.step_out[:4]
     for c in m.matrices:
         if c.x.numel():
-            K.muon_momentum(c.x, c.m, c.g, stats, c.momentum)
+            K.muon_momentum(c.x, c.m, c.g, stats, s.step_key, c.first, c.distance, c.momentum)
     m.comm.collect_matrices(m.matrices)
     for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
