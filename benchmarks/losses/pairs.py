@@ -70,6 +70,11 @@ class Series(NamedTuple):
     def options(self, arm: str, seed: int) -> dict[str, Any]:
         return self.arms[arm].options | {"train.seed": 42 + seed, "data.seed": 42 + seed}
 
+    def check(self, arm: str) -> None:
+        """Raise ConfigError for a key that is unknown, or a value that is not valid."""
+        whole, end = parts(self.arms[arm].options)
+        Config.load(ROOT / self.config, {key: value for key, value in (whole | end).items() if key != "from"})
+
     def against(self, arm: str) -> str:
         """Return the arm to compare `arm` with; the baseline if the series no longer has `arm`."""
         return self.arms[arm].against if arm in self.arms else self.baseline
@@ -258,8 +263,7 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     every = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
     runs = [run for run in every if run not in done]
     for name in {name for name, _ in runs}:
-        whole, end = parts(series.arms[name].options)
-        Config.load(ROOT / series.config, {key: value for key, value in (whole | end).items() if key != "from"})
+        series.check(name)
     for number, (name, seed) in enumerate(runs, start=1):
         if row := train(series, name, seed, a.data, digest):
             with open(a.out, "a") as file:

@@ -93,9 +93,11 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)
-def test_the_committed_results_are_those_of_their_series(file, capsys):
+def test_each_series_has_valid_keys_and_its_own_results(file, capsys):
     series, rows = pairs.read_series(file), pairs.read_results(file.with_suffix(".jsonl"))
     pairs.require_same(series, [r | {"data": ""} for r in rows], "")
+    for arm in series.arms:
+        series.check(arm)
     assert pairs.main([str(file), "--out", str(file.with_suffix(".jsonl")), "--report"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len({r["arm"] for r in rows})
 
