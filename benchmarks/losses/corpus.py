@@ -1,36 +1,54 @@
-"""Makes a corpus without a network: the text files of the packages on this machine, as shards of tokens.
+"""Makes a corpus as shards of tokens: the code of this machine, or English prose.
 
     python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
+    python -m benchmarks.losses.corpus OUT --prose [BOOKS] [--parts PARTS]
+    python -m benchmarks.losses.corpus OUT --join PARTS
 
-The files are Python sources, headers and documentation of site-packages, the standard library, CUDA and /usr/share/doc.
-Files with the same first 2,000 characters count once.  A package is in one split only, training or validation.  A
-machine with PyTorch and CUDA has more than 400 MB.  The corpus is code: use it to compare ways of training, but do not
-compare its losses with losses on prose.  For small models choose bytes: the head for GPT-2's vocabulary would be slow.
+Code needs no network: Python sources, headers and documentation of site-packages, the standard library, CUDA and
+/usr/share/doc.  A machine with PyTorch and CUDA has more than 400 MB.  Prose comes from packages and books; prose.py
+names each source and its licence, and OUT/sources.tsv what was fetched.  Compare ways of training on either, but no
+loss on code with a loss on prose.  Texts with the same first 2,000 characters count once.  A package, or all books of
+an author, are in one split only, training or validation.  For small models choose bytes: the head for GPT-2's
+vocabulary would be slow.
+
+To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB of prose, and --join
+makes the shards from the parts and compares their hashes.
 """
 
 import argparse
+import functools
 import hashlib
 import json
+import lzma
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.losses import prose
+from gpt2_triton.console import Progress
+from gpt2_triton.data.prepare.build import SHARD_TOKENS
 from gpt2_triton.data.prepare.text import prepare_text
-from gpt2_triton.errors import DataError
+from gpt2_triton.data.prepare.workers import paired_map
+from gpt2_triton.data.shards import RECORD, read_record
+from gpt2_triton.errors import DataError, UserError
+from gpt2_triton.files import write_atomic
 
 SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt")
-SHORTEST, LONGEST = 500, 2_000_000  # characters of a file
+SHORTEST, LONGEST = 500, 2_000_000  # characters of a text, and of a file of code
 COMPARED = 2000  # first characters, by which duplicates are found
 VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # shares of all characters: validation, and its largest package
+PART_TOKENS = 25_000_000  # of a shard of prose: a byte a token when compressed
+SOURCES = "sources.tsv"
 
 
 class Document(NamedTuple):
-    package: str  # the first folder of the path below the root
+    package: str  # of code, the first folder of the path below the root
     text: str
 
 
@@ -44,21 +62,28 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
 
 
-def documents(folders: Iterable[Path], most: float) -> list[Document]:
-    """Return distinct texts below the folders, `most` characters in all, in the order of their names' hashes."""
+def code(folders: Iterable[Path]) -> Iterator[Document]:
+    """Yield the texts below the folders, in the order of their names' hashes."""
     paths = {path: root for root in folders for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
-    found, seen, characters = [], set(), 0
     for path in sorted(paths, key=lambda path: _digest(f"{path.parent.name}/{path.name}")):
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError):
             continue
-        start = _digest(text[:COMPARED])
-        if not SHORTEST <= len(text) <= LONGEST or start in seen:
+        if len(text) <= LONGEST:
+            yield Document(path.relative_to(paths[path]).parts[0], text)
+
+
+def distinct(documents: Iterable[Document], most: float = float("inf")) -> list[Document]:
+    """Return the distinct documents of SHORTEST characters or more, `most` characters in all."""
+    found, seen, characters = [], set(), 0
+    for document in documents:
+        start = _digest(document.text[:COMPARED])
+        if len(document.text) < SHORTEST or start in seen:
             continue
         seen.add(start)
-        found.append(Document(path.relative_to(paths[path]).parts[0], text))
-        characters += len(text)
+        found.append(document)
+        characters += len(document.text)
         if characters > most:
             break
     return found
@@ -77,37 +102,102 @@ def validation_packages(found: Iterable[Document]) -> set[str]:
     return chosen
 
 
-def build(out: Path, folders: list[Path], most: float, tokenizer: str) -> set[str]:
-    """Write the shards of the texts below the folders into `out`; return the packages of the validation shards.
-
-    DataError if the folders have too little text for both splits.
-    """
-    found = documents(folders, most)
+def build(out: Path, found: list[Document], tokenizer: str, shard_tokens: int) -> None:
+    """Write the shards of the documents into `out`; DataError if they are too few for both splits."""
     chosen = validation_packages(found)
     splits = {"train": [d.text for d in found if d.package not in chosen],
               "val": [d.text for d in found if d.package in chosen]}  # fmt: skip
     train, val = (sum(map(len, texts)) for texts in splits.values())
     if not (train and val):
-        raise DataError(f"{out}: {train + val:,} characters below {folders} are too few for train and val")
+        raise DataError(f"{out}: {train + val:,} characters are too few for train and val; give more text")
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         files = [Path(folder, f"{split}.jsonl") for split in splits]
         for file, texts in zip(files, splits.values(), strict=True):
             with open(file, "w") as opened:
                 opened.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-        prepare_text(files, out, tokenizer, val / (train + val), os.cpu_count() or 1)
-    print(f"{len(found):,} files, {train / 1e6:.1f} MB to train on, {val / 1e6:.1f} MB to validate")
-    return chosen
+        prepare_text(files, out, tokenizer, val / (train + val), os.cpu_count() or 1, shard_tokens)
+    print(f"{len(found):,} texts, {train / 1e6:.1f} MB to train on, {val / 1e6:.1f} MB to validate")
+    print(f"packages of the validation shards: {', '.join(sorted(chosen))}")
 
 
-def main() -> int:
+def build_prose(out: Path, books: str, tokenizer: str) -> None:
+    """Fetch the sources of prose and write their shards, unless they are there."""
+    if (out / SOURCES).exists():
+        return print(f"{out} is prepared already")
+    work = out.with_name(f"{out.name}.sources")
+    texts, table = prose.collect(work, books)
+    documents = sorted((Document(*row) for row in texts), key=lambda document: _digest(document.text))
+    build(out, distinct(documents), tokenizer, PART_TOKENS)
+    write_atomic(out / SOURCES, table.encode())
+    shutil.rmtree(work)
+
+
+def _compress(out: Path, parts: Path, name: str) -> None:
+    if not (part := parts / f"{name}.xz").exists():
+        write_atomic(part, lzma.compress((out / name).read_bytes()))
+
+
+def _copy_records(source: Path, target: Path) -> None:
+    for name in {RECORD, SOURCES} & {path.name for path in source.iterdir()}:
+        shutil.copy(source / name, target / name)
+
+
+def write_parts(out: Path, parts: Path) -> None:
+    """Compress the shards of a corpus, each into a file of its own, and copy its record; finished parts stay."""
+    parts.mkdir(parents=True, exist_ok=True)
+    shards = read_record(out / RECORD)["shards"]
+    with paired_map(os.cpu_count() or 1) as run, Progress("compressing", len(shards), "parts") as progress:
+        for _ in run(functools.partial(_compress, out, parts), shards):
+            progress.advance(1)
+    _copy_records(out, parts)
+    print(f"{parts}: {len(shards)} parts; copy all files, then --join")
+
+
+def join(parts: Path, out: Path) -> None:
+    """Write the shards of parts into `out`; DataError if a part is missing or damaged."""
+    shards = read_record(parts / RECORD).get("shards")
+    if not shards:
+        raise DataError(f"{parts / RECORD}: missing or damaged; copy it again, with the parts that it names")
+    out.mkdir(parents=True, exist_ok=True)
+    with Progress("joining", len(shards), "parts") as progress:
+        for name, row in shards.items():
+            try:
+                data = lzma.decompress((parts / f"{name}.xz").read_bytes())
+            except (OSError, lzma.LZMAError) as error:
+                raise DataError(f"{parts / name}.xz: {error}; copy this part again") from None
+            if (found := hashlib.sha256(data).hexdigest()) != row["sha256"]:
+                raise DataError(f"{parts / name}.xz: sha256 {found}, not {row['sha256']}; copy this part again")
+            write_atomic(out / name, data)
+            progress.advance(1)
+    _copy_records(parts, out)
+    print(f"{out}: {len(shards)} shards, sha256 equal")
+
+
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory of the shards, train_*.bin and val_*.bin")
-    parser.add_argument("--mb", type=float, default=400, help="millions of characters at most")
+    parser.add_argument("--mb", type=float, default=400, help="millions of characters of code at most")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards")
-    a = parser.parse_args()
+    what = parser.add_mutually_exclusive_group()
+    help = "prose; BOOKS is a repository for `git clone`, or a folder with its files"
+    what.add_argument("--prose", metavar="BOOKS", nargs="?", const=prose.BOOKS, help=help)
+    what.add_argument("--join", metavar="PARTS", type=Path, help="make the shards from the parts in this folder")
+    parser.add_argument("--parts", type=Path, help="folder for compressed shards")
+    a = parser.parse_args(words)
     out = a.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    print(f"packages of the validation shards: {', '.join(sorted(build(out, roots(), a.mb * 1e6, a.tokenizer)))}")
+    try:
+        if a.join:
+            join(a.join, out)
+        elif a.prose:
+            build_prose(out, a.prose, a.tokenizer)
+        else:
+            build(out, distinct(code(roots()), a.mb * 1e6), a.tokenizer, SHARD_TOKENS)
+        if a.parts:
+            write_parts(out, a.parts)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 
