@@ -1,9 +1,10 @@
-"""Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile, fused AdamW.
+"""Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile.
 
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
 
-Initial weights, batches and learning rates are the same as in `gpt2-triton train` with these options on one GPU.  The
-model is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's padding.  With --fp32, or with
+Initial weights, batches and learning rates are the same as in `gpt2-triton train` with these options on one GPU.
+AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices, and q, k and v apart.  The model
+is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's padding.  With --fp32, or with
 train.dtype fp32, it computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
 DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
@@ -36,7 +37,7 @@ from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
-from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.errors import UserError
 from gpt2_triton.model.gpt2.buffers import param_views
 from gpt2_triton.training.metrics import METRICS
 
@@ -75,16 +76,38 @@ def model_like_ours(config: Config) -> GPT2:
     return model.to(device_name())
 
 
-def optimizer_of(model: GPT2, config: Config) -> torch.optim.AdamW:
-    """Return AdamW.  Matrices and embeddings decay.  Embeddings are the first group, which optim.embed_lr scales."""
+def thirds_of(weight: nn.Parameter) -> list[nn.Parameter]:
+    """Return a view each of q's, k's and v's weights, with gradients: Muon is better on three matrices than on one."""
+    thirds = [nn.Parameter(third) for third in weight.detach().chunk(3)]
+
+    def share_gradient(weight: Tensor) -> None:
+        assert weight.grad is not None
+        for third, grad in zip(thirds, weight.grad.chunk(3), strict=True):
+            third.grad = grad
+
+    weight.register_post_accumulate_grad_hook(share_gradient)
+    return thirds
+
+
+def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
+    """Return AdamW, and Muon if the configuration has it; a group's `factor` scales the learning rate."""
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
-    rest = [p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))]
+    rest = {name: p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))}
+    beside = (o.adamw_lr or o.lr) / o.lr
     groups = [
-        dict(params=embeddings, weight_decay=config.embed_decay),
-        dict(params=[p for p in rest if p.dim() == 2], weight_decay=config.weight_decay),
-        dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
+        dict(params=embeddings, weight_decay=config.embed_decay, factor=o.embed_lr * beside),
+        dict(params=[p for p in rest.values() if p.dim() < 2], weight_decay=0.0, factor=beside),
     ]
-    return torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=device_name() == "cuda")
+    matrices = {name: p for name, p in rest.items() if p.dim() == 2}
+    optimizers: list[torch.optim.Optimizer] = []
+    if o.name == "muon":
+        split = [thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()]
+        muon = dict(momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(torch.optim.Muon([dict(params=sum(split, []), factor=1.0)], **muon))
+    else:
+        groups.append(dict(params=[*matrices.values()], weight_decay=config.weight_decay, factor=1.0))
+    fused = device_name() == "cuda"
+    return [*optimizers, torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused)]
 
 
 def shards_of(config: Config, split: str) -> list[Shard]:
@@ -115,11 +138,11 @@ def train_steps(
     """Train, and yield every step.  `loss_of` is the model or its compiled form."""
     from gpt2_triton.training.lr_schedule import learning_rate
 
-    o, optimizer = config.optim, optimizer_of(model, config)
+    o, optimizers = config.optim, optimizers_of(model, config)
     for step in range(config.train.steps):
         lr = learning_rate(step, o, config.train.steps)
-        for group, factor in zip(optimizer.param_groups, (o.embed_lr, 1.0, 1.0), strict=True):
-            group["lr"] = factor * lr
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["factor"] * lr
         total = torch.zeros((), device=device_name())
         for batch in itertools.islice(batches, accumulation):
             with autocast(fp32):
@@ -127,8 +150,9 @@ def train_steps(
             loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), o.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
         yield step, total, norm, lr
 
 
@@ -181,8 +205,6 @@ def main(words: list[str] | None = None) -> int:
     a, keys = parser.parse_known_args(words)
     try:
         config = Config.load(a.config, parse_overrides(keys))
-        if config.optim.name != "adamw":
-            raise ConfigError(f"optim.name {config.optim.name}: PyTorch's run takes adamw only")
         select_device()
         train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""benchmarks/losses/torch_train.py: training on a CPU, without a variable of Triton's."""
+"""benchmarks/losses/torch_train.py: training on a CPU, without a variable of Triton's, and the optimizers."""
 
 import os
 import subprocess
@@ -6,10 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from torch.backends import cuda
 
 from benchmarks.losses import torch_train
+from gpt2_triton.config.config import Config
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
@@ -50,3 +52,28 @@ def test_attention_on_a_cpu_is_pytorch_s_default(words, monkeypatch):
     monkeypatch.setattr(torch_train, "model_like_ours", lambda config: torch_train.GPT2(config.model))
     assert torch_train.main(words) == 0
     assert seen and all(seen)
+
+
+def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
+    """A large gradient of q leaves k's and v's updates their size: each has the rms 0.2 at a rate of 1."""
+    keys = {"model.n_embd": 64, "model.n_head": 1, "model.n_layer": 1, "optim.name": "muon", "optim.tau": 0}
+    rates = {"optim.lr": 1.0, "optim.adamw_lr": 0.5, "optim.embed_lr": 4.0, "optim.embed_decay": 0}
+    config = Config.load("configs/quickstart.yaml", {key: str(value) for key, value in (keys | rates).items()})
+    model = torch_train.GPT2(config.model)
+    muon, adamw = torch_train.optimizers_of(model, config)
+    groups = [(group["factor"], group["weight_decay"]) for group in muon.param_groups + adamw.param_groups]
+    assert groups == [(1.0, 0.0), (2.0, 0.0), (0.5, 0.0)]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    weights["layers.0.qkv.weight"][:64] *= 1e3
+    sum((p * weights[name]).sum() for name, p in model.named_parameters()).backward()
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["lr"] = group["factor"]
+        optimizer.step()
+    moved = {name: (p.detach() - before[name]).square() for name, p in model.named_parameters()}
+    layer = {name: moved[f"layers.0.{name}.weight"] for name in ("qkv", "attproj", "fc", "fcproj")}
+    thirds = layer.pop("qkv").chunk(3)
+    assert [x.mean().sqrt().item() for x in (*thirds, *layer.values())] == pytest.approx([0.2] * 6, 0.2)
+    assert moved["wte.weight"].mean().sqrt().item() == pytest.approx(2.0, 1e-3)
+    assert moved["ln_f.bias"].mean().sqrt().item() == pytest.approx(0.5, 1e-3)
