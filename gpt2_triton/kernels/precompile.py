@@ -23,6 +23,8 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
+from gpt2_triton.kernels.triton_cache import MovableCache
+
 _parse, _parsing = JITFunction.parse, threading.Lock()
 
 
@@ -62,17 +64,18 @@ def compiling(
         launched.append(launch(self, *args, grid=grid, warmup=True, **keywords))
 
     with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.cuda.set_device(gpu)) as pool:
-        with knobs.compilation.scope(), AsyncCompileMode(pool, ignore_errors=ignore_errors):
+        with knobs.compilation.scope(), knobs.cache.scope(), AsyncCompileMode(pool, ignore_errors=ignore_errors):
             knobs.compilation.listener = lambda *, cache_hit, **_: cached.append(cache_hit)
+            knobs.cache.manager_class = knobs.cache.manager_class or MovableCache
             JITFunction.run = compile_only
             try:
                 yield out
             finally:
                 JITFunction.run = launch
-        kernels = set()
-        for done, kernel in enumerate(launched, 1):
-            kernels.add(_result(kernel, ignore_errors))
-            report(done, len(launched))
+            kernels = set()
+            for done, kernel in enumerate(launched, 1):
+                kernels.add(_result(kernel, ignore_errors))
+                report(done, len(launched))
         kernels.discard(None)
         ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
         list(pool.map(lambda kernel: _make_launcher(kernel, ignored), kernels))

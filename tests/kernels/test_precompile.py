@@ -7,12 +7,13 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton import JITFunction
 
-from gpt2_triton.kernels import precompile
+from gpt2_triton.kernels import precompile, triton_cache
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -52,6 +53,22 @@ SCRIPT = """
     def wrong_kernel(out_ptr):
         tl.static_assert(False)
 
+    TEN = tl.constexpr(10)
+
+    def caller_and_callee():
+        @triton.jit
+        def callee():
+            return TEN
+
+        @triton.jit
+        def caller(out_ptr):
+            tl.store(out_ptr, callee())
+
+        return caller, callee
+
+    upwards = [kernel.cache_key for kernel in reversed(caller_and_callee())]
+    assert caller_and_callee()[0].cache_key == upwards[1], "the key depends on the kernels hashed before"
+
     x = torch.empty(16)
 
     def launches():
@@ -84,19 +101,39 @@ SCRIPT = """
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu.py does this with the real driver")
 def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
-    """One of three kernels is Gluon's; a second process finds all in Triton's cache.  Each has its own launcher.  A
-    kernel that does not compile raises, immediately or when it is launched.
+    """One of three kernels is Gluon's; a second process finds all in Triton's cache, though its folder was moved.  Each
+    has its own launcher.  A kernel that does not compile raises, immediately or when it is launched.
     """
     script = tmp_path / "script.py"  # Triton reads the source of kernels from a file
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    for from_cache in (0, 3):
+    environment["PYTHONPATH"] = str(ROOT)
+    for cache, from_cache in ((tmp_path / "cache", 0), (tmp_path / "moved", 3)):
+        environment["TRITON_CACHE_DIR"] = str(cache)
         run = subprocess.run(
             [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True
         )
         expected = [f"3 {from_cache} 0", "3 0 4", "passed over 3", "raised", "raised"]
         assert run.stdout.splitlines() == expected, run.stderr[-2000:]
+        if not from_cache:
+            cache.rename(tmp_path / "moved")
+
+
+def test_triton_is_known_by_the_list_of_files_in_its_wheel(monkeypatch):
+    """Files of other packages in the list, and bytecode, which differ between installations, do not count."""
+
+    def key(*lines):
+        monkeypatch.setattr(triton_cache, "distribution", lambda name: SimpleNamespace(read_text=lambda _: text))
+        text = "\n".join(lines)
+        return triton_cache.triton_key.__wrapped__()
+
+    monkeypatch.setattr(triton_cache, "_hash_triton", lambda: "Triton's own")
+    library, ptxas = f"{triton_cache.LIBRARY},sha256=1,400", "triton/backends/nvidia/bin/ptxas,sha256="
+    first = key(library, ptxas + "1,5", "../bin/proton,sha256=1,228")
+    assert len(first) == 64
+    assert key(ptxas + "2,5", library) != first
+    assert key("triton/__pycache__/a.pyc,,", ptxas + "1,5", library) == first
+    assert key("__editable__.triton.pth,sha256=1,80") == "Triton's own"
 
 
 def test_threads_parse_one_after_another(monkeypatch):

@@ -1,0 +1,63 @@
+"""Changes how Triton finds compiled kernels: sooner, launched in any order, and in a cache folder that was moved.
+
+The key of an entry is a hash of the kernel's source and options, and of Triton.  precompile.py imports this module.
+"""
+
+import functools
+import hashlib
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+from triton import JITFunction
+from triton.runtime import cache
+from triton.runtime._async_compile import FutureKernel
+from triton.runtime.cache import FileCacheManager
+from triton.runtime.jit import DependenciesFinder
+
+LIBRARY = "triton/_C/libtriton.so"
+_hash_triton, _update_hash, _compile = cache.triton_key, DependenciesFinder._update_hash, JITFunction._do_compile
+
+
+@functools.cache
+def triton_key() -> str:
+    """Hash the wheel's list of its files and their hashes.  Triton reads all of them, 400 MB, which takes a second."""
+    with suppress(PackageNotFoundError):  # AMD's has another name
+        lines = (distribution("triton").read_text("RECORD") or "").splitlines()
+        files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
+        if any(line.startswith(LIBRARY) for line in files):  # not a development install
+            return hashlib.sha256("\n".join(files).encode()).hexdigest()
+    return _hash_triton()
+
+
+def _hash_callee_first(finder: Any, function: Any) -> None:
+    """Hash a callee before its constants are added to the caller's key.
+
+    Triton 3.6 adds those of callees hashed before: the key then depends on the kernels that were launched earlier.
+    """
+    _ = function.cache_key
+    _update_hash(finder, function)
+
+
+def _compile_once(function: JITFunction, key: str, signature: Any, device: int, *rest: Any, **options: Any) -> Any:
+    """Compile a kernel; its next launch finds it in memory while a thread still compiles it, as in Triton 3.9."""
+    kernel = _compile(function, key, signature, device, *rest, **options)
+    if isinstance(kernel, FutureKernel):
+        function.device_caches[device][0][key] = kernel
+    return kernel
+
+
+class MovableCache(FileCacheManager):
+    """A folder of Triton's cache that may have been copied from another place, where Triton notes absolute paths."""
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Return the paths of a kernel's metadata, which is written last, and of its binary."""
+        if not self.has_file(filename):
+            return None
+        names = [name for name in os.listdir(self.cache_dir) if name.endswith((".cubin", ".hsaco"))]
+        return {name: self._make_path(name) for name in (filename, *names)}
+
+
+cache.triton_key = triton_key
+DependenciesFinder._update_hash, JITFunction._do_compile = _hash_callee_first, _compile_once
