@@ -111,6 +111,19 @@ def render(text: str, record: Record, page: Path) -> str:
 
 # ---- tables ----
 
+# Loss per factor e of tokens, from runs with 80% or 60% of the steps; 0.223 is -ln 0.8, 0.511 is -ln 0.6
+MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
+HALF, HALF_60 = (f"losses.arms.muon_d12.best_muon_half_the_batch{share}.val" for share in ("", "_60"))
+PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
+    "124M, Muon, 131k tokens a step, logits in bf16": ("fp8_131k.fp8", MUON),
+    "124M, Muon, 131k tokens a step": ("fp8_131k.fp8_logits_too", MUON),
+    "the last tenth of its steps in bf16": ("fp8_131k.fp8_logits_too_the_last_tenth_in_bf16", MUON),
+    "only the last tenth in fp8": ("fp8_131k.bf16_only_the_last_tenth_in_fp8", MUON),
+    "124M, Muon, 65k tokens a step, logits in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
+    "124M, Muon, 65k tokens a step": ("fp8_d12.muon_fp8_logits_too", f"({HALF_60} - {HALF}) / 0.511"),
+    "124M, AdamW, 65k tokens a step, logits in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
+    "1558M, AdamW, 16k tokens a step, logits in bf16": ("fp8_d48.fp8_lr_8", ""),
+}
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
     "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
@@ -194,6 +207,20 @@ def memory(_: Record) -> str:
     return markdown(["level", *(f"{NAMES[size]}, B {B}, {precision}" for size, B, precision in arms)], rows)
 
 
+def prices(record: Record) -> str:
+    """Return a row for each pair of PRICES: what fp8 adds to losses, and the share of tokens that makes up for it."""
+    figures, rows = flat(record), []
+    for name, (arm, slope) in PRICES.items():
+        train, val = (
+            {k: figures.get(f"losses.pairs.{arm}.{of}.{k}") for k in ("mean", "half_width")} for of in ("train", "val")
+        )
+        if val["mean"] is not None:
+            cells = [f"{loss['mean']:+.4f} ± {loss['half_width']:.4f}" for loss in (train, val)]
+            share = f"{val['mean'] / value_of(slope, figures):.1%}" if slope else ""
+            rows.append([name, str(figures[f"losses.pairs.{arm}.val.pairs"]), *cells, share])
+    return markdown(["fp8 minus bf16", "pairs", "training loss", "validation loss", "of the tokens"], rows)
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "steps": measured(programs, "steps"),
     "peers": measured(programs, "peer"),
@@ -201,4 +228,5 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "multi": measured(programs, "multi"),
     "ops": measured(operations, "ops"),
     "memory": memory,
+    "prices": prices,
 }

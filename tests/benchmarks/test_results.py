@@ -28,11 +28,14 @@ FIGURES = {
     for name, value in figures.items()
 }
 TWO = dict(batch=64, alone_ms=100.0, in_step_ms=101.0, together_ms=102.0, tok_s=1_284_000.0)
+PAIR = dict(mean=0.01, half_width=0.004, pairs=8)
 RECORD = {
     "h100": {"meta": META} | FIGURES,
     "h100x2": {"meta": META | dict(gpus=2)} | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()},
     "losses": {"meta": {}, "arms.s.muon_fp8.runs": 4, "arms.s.muon_fp8.train": 1.19, "arms.s.muon_fp8.val": 1.4675}
-    | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037},
+    | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
+    | {f"pairs.fp8_d12.fp8.{loss}.{key}": n for loss in ("train", "val") for key, n in PAIR.items()}
+    | {"pairs.fp8_d12.bf16_80.val.mean": 0.223},
 }
 
 
@@ -87,6 +90,9 @@ def test_tables_have_the_figures_of_each_machine():
     assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
     assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 98% |")
+    assert text["prices"].count("\n") == 2 and text["prices"].endswith(
+        " | 8 | +0.0100 ± 0.0040 | +0.0100 ± 0.0040 | 1.0% |"
+    )
     assert text["memory"].count("\n") == 6 and "| `gelu+ln+qkv` | 11.0" in text["memory"]
     for table in text.values():
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
