@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_triton.model.gpt2.buffers import Params, param_entries, param_views
+from gpt2_triton.model.gpt2.buffers import Params
+from gpt2_triton.model.tables import param_entries, param_views
 
 
 def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
@@ -20,13 +21,13 @@ def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None)
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
 
-    views = vars(param_views(flat, dims))
+    views = vars(param_views(Params, flat, dims))
     return Params(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
 
 
 def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, tensor, has weight decay) in the order of the flat buffer; layer tensors are called name[layer]."""
-    for e in param_entries(dims):
+    for e in param_entries(Params, dims):
         value = getattr(params, e.name)
         yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
 

@@ -29,8 +29,8 @@ ROOMS = {
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console config data.packing distributed model",
-    "checkpoint": "errors console files config data.tokenizer distributed.control model.gpt2.buffers model.memory_plan "
-    "checkpoint",
+    "checkpoint": "errors console files config data.tokenizer distributed.control model.architecture "
+    "model.tables model.memory_plan checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"{GROUND} kernels config data distributed model checkpoint inference training",
     "api": f"{GROUND} config data distributed model checkpoint inference training",
@@ -52,14 +52,16 @@ WITHIN = {
     "data.packing": "",
     "data.tokenizer": "errors files",
     "data.prepare": "errors console files data",
-    "model.gpt2.schedule": "",
+    "model.schedule": "",
+    "model.gpt2": "model.arena model.tables model.gpt2",
+    "model.gpt2.schedule": "model.schedule",
     "model.arena": "errors",
-    "model.gpt2.buffers": "model.arena config.values",
-    "model.sharding": "model.gpt2.buffers",
+    "model.tables": "model.arena config.values",
+    "model.sharding": "model.tables",
     "model.cuda": "",
-    "model.communicator": "distributed model.muon model.sharding model.side_stream model.gpt2.schedule",
+    "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule",
     "model.peer_copies": "distributed model.communicator model.muon",
-    "model.muon": "model.gpt2.buffers model.sharding",
+    "model.muon": "model.tables model.sharding",
 }
 
 

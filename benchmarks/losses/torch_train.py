@@ -38,7 +38,8 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
 from gpt2_triton.errors import UserError
-from gpt2_triton.model.gpt2.buffers import param_views
+from gpt2_triton.model.gpt2.buffers import Params
+from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.metrics import METRICS
 
 SYNC = 20  # steps that may be launched before the host waits for their losses
@@ -56,7 +57,7 @@ def model_like_ours(config: Config) -> GPT2:
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = Model(config, K, device_name())
     ours.initialise(config.train.seed)
-    p = param_views(ours.state.params.to("cpu", copy=True), ours.dims)
+    p = param_views(Params, ours.state.params.to("cpu", copy=True), ours.dims)
     del ours
     gc.collect()  # frees its arena
     torch.cuda.empty_cache()

@@ -20,36 +20,19 @@ from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.console import Progress
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.gpt2.buffers import param_entries, param_views
-from gpt2_triton.model.memory_plan import model_dimensions
+from gpt2_triton.model import architecture
+from gpt2_triton.model.tables import param_views
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return views of a flat buffer of parameters by OpenAI's names; wte is without its padding rows."""
-    p, L = param_views(flat, model_dimensions(model)), model.n_layer
-    out = {"wte.weight": p.wte[: model.vocab_size], "wpe.weight": p.wpe}
-    for l in range(L):
-        layer = {
-            "ln_1.weight": p.lnw[2 * l],
-            "ln_1.bias": p.lnb[2 * l],
-            "attn.c_attn.weight": p.qkvw[l],
-            "attn.c_attn.bias": p.qkvb[l],
-            "attn.c_proj.weight": p.attprojw[l],
-            "attn.c_proj.bias": p.attprojb[l],
-            "ln_2.weight": p.lnw[2 * l + 1],
-            "ln_2.bias": p.lnb[2 * l + 1],
-            "mlp.c_fc.weight": p.fcw[l],
-            "mlp.c_fc.bias": p.fcb[l],
-            "mlp.c_proj.weight": p.fcprojw[l],
-            "mlp.c_proj.bias": p.fcprojb[l],
-        }
-        out |= {f"h.{l}.{name}": tensor for name, tensor in layer.items()}
-    return out | {"ln_f.weight": p.lnw[2 * L], "ln_f.bias": p.lnb[2 * L]}
+    """Return views of a flat buffer of parameters by other projects' names; wte is without its padding rows."""
+    A, dims = architecture.of(model), architecture.dimensions(model)
+    return A.by_name(param_views(A.Params, flat, dims), model.vocab_size)
 
 
 def flat_length(model: ModelConfig) -> int:
     """Return the number of elements of a flat buffer of parameters, padding included."""
-    return sum(math.prod(e.shape) for e in param_entries(model_dimensions(model)))
+    return architecture.dimensions(model)["N"]
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -39,7 +39,7 @@ def plan_report(
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
         lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/gpt2/buffers.py; live: phases that use it"]
+    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer"]
     return "\n".join([*lines, *_buffers(plan)])
 
 

@@ -1,6 +1,6 @@
 """Plans every buffer of a run into one allocation.
 
-A buffer is a field of a dataclass (buffers.py) with a symbolic shape, a storage type and phases.  Phases are the parts
+A buffer is a field of a dataclass (tables.py) with a symbolic shape, a storage type and phases.  Phases are the parts
 of a step in which its bytes matter.  `resolve_buffers` fills in the sizes.  `place_buffers` gives offsets: the largest
 buffer comes first, at the first fit.  Two buffers share bytes only if no phase needs both.  `carve` cuts typed views.
 """
@@ -109,8 +109,9 @@ def resolve_buffers(
 
     Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again, so it shares layer 1's copy:
 
-    >>> from gpt2_triton.model.gpt2.buffers import RECOMPUTE_LEVELS, Acts, layer_levels
-    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, NH=1, L=3, S=7, Vp=8, W=8)
+    >>> from gpt2_triton.model.gpt2.buffers import Acts
+    >>> from gpt2_triton.model.tables import RECOMPUTE_LEVELS, layer_levels
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, D=12, F=16, G=16, NH=1, L=3, S=7, Vp=8, W=8)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
     >>> for b in buffers:
@@ -125,9 +126,9 @@ def resolve_buffers(
     att  3 copies, entries use 0 1 2
     fch  3 copies, entries use 0 1 2
     fcg  2 copies, entries use 0 0 1
-    dx   1 copies, entries use 0 0 0 0 0 0 0
     dfch 1 copies, entries use 0 0 0
     dqkv 1 copies, entries use 0 0 0
+    dx   1 copies, entries use 0 0 0 0 0 0 0
     """
     depths = [order.index(level) for level in levels]
     out = []

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2.schedule import NOT_A_LAYER
 from gpt2_triton.model.muon import MatrixClass
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.model.side_stream import SideStream
 
 

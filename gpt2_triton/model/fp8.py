@@ -1,4 +1,4 @@
-"""Operands of matrix products in fp8: their buffers, and their places in the schedule's view.
+"""Operands of matrix products in fp8, and their places in the schedule's view.
 
 With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
 backward.  If fp8.keep_bf16 is none, they also replace the operands of the product that gives the logits.  Everything
@@ -9,7 +9,6 @@ A scale belongs to one tensor of one layer.  State.scale has the SCALES of each 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model.arena import buf
-from gpt2_triton.model.gpt2.buffers import Acts, Params, State, Tensors
-from gpt2_triton.model.gpt2.schedule import roll_scales
+from gpt2_triton.model.schedule import roll_scales
+from gpt2_triton.model.tables import State
 
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
 HEAD_SCALES = ("lnf", "wte")
@@ -28,36 +26,6 @@ WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
 HISTORY = 16  # steps, the columns of State.history
 # name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale datt, fcproj's at scale dfcg
 PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))
-
-
-# fmt: off
-@dataclass
-class Fp8Buffers:
-    """Names that end in t hold columns, the transpose of the rows; slope is gelu', one byte per element."""
-
-    ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
-    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
-    fcg8:       Tensors = buf("L | R 4*C", "e4m3", "block..block_bwd", "activations", drop="none", again="block")
-    fcg8t:      Tensors = buf("L | 4*C R", "e4m3", "block..block_bwd", "activations", drop="block")
-    slope:      Tensors = buf("L | R 4*C", "u8",   "block..block_bwd", "activations", drop="block")
-    dx8:        Tensor  = buf("R C",       "e4m3", "head..block_bwd",  "backward")
-    dfch8:      Tensor  = buf("R 4*C",     "e4m3", "block_bwd",        "backward")
-    dfch8t:     Tensor  = buf("4*C R",     "e4m3", "block_bwd",        "backward")
-    dqkv8:      Tensor  = buf("R 3*C",     "e4m3", "block_bwd",        "backward", within="dfch8")
-    dqkv8t:     Tensor  = buf("3*C R",     "e4m3", "block_bwd",        "backward", within="dfch8t")
-    inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
-    dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
-    lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",        only="logits")
-    wte8:       Tensor  = buf("Vp C",      "e4m3", "embed..block_bwd", "fp8 weights", only="logits")
-    qkvw8:      Tensors = buf("L | 3*C C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    qkvw8t:     Tensors = buf("L | C 3*C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    attprojw8t: Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    fcw8:       Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    fcw8t:      Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    fcprojw8:   Tensors = buf("L | C 4*C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-    fcprojw8t:  Tensors = buf("L | 4*C C", "e4m3", "embed..block_bwd", "fp8 weights", drop="gelu+ln")
-# fmt: on
 
 
 def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
@@ -100,10 +68,8 @@ def formats(dims: Mapping[str, int]) -> set[str]:
     return {"logits"} if dims["A"] > dims["L"] * len(SCALES) else set()
 
 
-def place_operands(
-    K: Any, w: Params, a: Acts, q: Fp8Buffers, s: State, dims: Mapping[str, int], record: bool
-) -> list[list[Any]]:
-    """Put Fp8 operands into w and a; return each layer's fp8 weights, then the head's.
+def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool) -> list[list[Any]]:
+    """Put Fp8 operands, views of q, into w and a; return each layer's fp8 weights, then the head's.
 
     record   whether kernels record the tensors' amax, as in training
     """

@@ -1,23 +1,24 @@
-"""GPT-2's initial weights, drawn with Philox by flat index, so that they do not depend on the number of ranks."""
+"""Initial weights as GPT-2's, drawn with Philox by flat index, so that they do not depend on the number of ranks."""
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from gpt2_triton.model import sharding, state_io
-from gpt2_triton.model.gpt2.buffers import State, param_entries
+from gpt2_triton.model.tables import ParamEntry, State
 
 INIT_STD = 0.02
 
 
-def init_weights(K: Any, s: State, dims: dict[str, int], rank: int, seed: int) -> None:
+def init_weights(K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int) -> None:
     """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.  Everything else is 0:
     biases, the padded rows of wte, and the rest of the state.
     """
     std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
     for flat in state_io.state_buffers(s).values():
         K.fill(flat, 0.0)
-    for p, e in itertools.product(sharding.updated_shards(dims, rank), param_entries(dims)):
+    for p, e in itertools.product(sharding.updated_shards(dims, rank), entries):
         n = (dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
         first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
         if first >= stop:

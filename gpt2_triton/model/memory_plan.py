@@ -5,7 +5,6 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -13,25 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
+from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
-from gpt2_triton.model.fp8 import Fp8Buffers, formats, scale_count
-from gpt2_triton.model.gpt2.buffers import (
-    WINDOW,
-    Acts,
-    Decoding,
-    State,
-    layer_levels,
-    param_entries,
-    tracked_activations,
-)
+from gpt2_triton.model.fp8 import formats, scale_count
 from gpt2_triton.model.sharding import flat_buffer_sizes
+from gpt2_triton.model.tables import WINDOW, Decoding, State, layer_levels, param_entries, tracked_activations
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIXED_DTYPES = dict(
@@ -44,21 +35,14 @@ LOGITS_ROWS = 16  # computed at once for one text; with at most 16 rows, their n
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
-def model_dimensions(m: ModelConfig) -> dict[str, int]:
-    """Return the symbols of buffers.py that the shapes of parameters use, in numbers."""
-    L = m.n_layer
-    return dict(C=m.n_embd, L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size)
-
-
 def dimensions(
     config: Config, K: Any, B: int, T: int, training: bool = True, sequences: int = 0, shape: StepShape | None = None
 ) -> dict[str, int]:
-    """Return every symbol that buffers.py uses, in numbers."""
-    d = dict(B=B, T=T, R=B * T, NH=config.model.n_head) | model_dimensions(config.model)
+    """Return every symbol that tables.py uses, in numbers."""
+    d = dict(B=B, T=T, R=B * T) | architecture.dimensions(config.model)
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
-    d["N"] = sum(math.prod(e.shape) for e in param_entries(d))
     d["Bd"] = sequences or int(training and config.sample.every > 0)
     d["Rp"] = d["Rc"] if training else 0
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
@@ -73,7 +57,8 @@ def dimensions(
     d["Rd"] = d["R"] if training and config.model.dropout and not d["A"] else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
-        d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(list(param_entries(d))), K.stats_parts()
+        entries = list(param_entries(architecture.of(config.model).Params, d))
+        d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(entries), K.stats_parts()
         d["As"] = d["A"]
     d["W"] = K.scratch_elements(d, config.train.dtype)
     return d
@@ -92,24 +77,26 @@ def plan_memory(
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
     for name in ("m", "v"):
         dtypes[name] = DTYPES["bf16"] if getattr(config.optim, name) == "bf16" else dtypes["f32"]
-    levels = recompute_levels(config, training)
+    levels, A = recompute_levels(config, training), architecture.of(config.model)
     buffers = [
         b
-        for table in (State, Acts, *([Fp8Buffers] if dims["A"] else []), Decoding)
+        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] else []), Decoding)
         for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, formats(dims))
     ]
     plan = place_buffers(buffers)
     if dims["A"]:
-        plan.between = _plan_between_steps(plan, dims, dtypes)
+        plan.between = _plan_between_steps(A.Acts, plan, dims, dtypes)
         plan.total = max(plan.total, plan.between.total)
     return plan, dims
 
 
-def _plan_between_steps(plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]) -> MemoryPlan:
+def _plan_between_steps(
+    table: type, plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]
+) -> MemoryPlan:
     """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that are free there."""
     forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
     levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
-    acts = [b for b in resolve_buffers(Acts, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
+    acts = [b for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
     return place_buffers([b for b in acts if b.live], [b for b in plan.buffers.values() if b.name in names])

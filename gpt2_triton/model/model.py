@@ -1,4 +1,4 @@
-"""GPT-2 in one arena: its buffers, its initial weights, and the calls that train, evaluate and decode with it.
+"""A model in one arena: its buffers, its initial weights, and the calls that train, evaluate and decode with it.
 
 `K` is the kernel package.  It is an argument so that tests can pass tests/support/reference.py, the same launchers in
 plain torch.
@@ -17,17 +17,16 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
-from gpt2_triton.model import fp8, state_io
+from gpt2_triton.model import architecture, fp8, schedule, state_io
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
-from gpt2_triton.model.gpt2 import schedule
-from gpt2_triton.model.gpt2.buffers import Decoding, Recompute, State
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
+from gpt2_triton.model.tables import Decoding, Recompute, State, param_entries
 from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
@@ -44,7 +43,7 @@ class Model:
         batch   sequences at once, for a model that only runs forward; None: the micro-batch of StepShape, for training
         group   the ranks that train the model together; None: a single rank, whatever started the process
         """
-        self.config, self.K = config, K
+        self.config, self.K, self.A = config, K, architecture.of(config.model)
         assert training == (batch is None), "the batch of a model that trains follows from its configuration"
         if batch is None:
             self.shape = StepShape.of(config, group.size if group else None)
@@ -78,7 +77,7 @@ class Model:
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = self._make_view(self.B, self.T, self.has_fp8, train=True)
         has_stats = self.state.act_stats is not None
-        self.stats_recorder = StatsRecorder(K, self.train_view, self.dims) if has_stats else None
+        self.stats_recorder = StatsRecorder(K, self.A, self.train_view, self.dims) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
@@ -101,8 +100,8 @@ class Model:
         return make_view(plan, self.arena, dims, *ours, fp8, train)
 
     def initialise(self, seed: int) -> None:
-        """Set GPT-2's initial weights and zero moments."""
-        init_weights(self.K, self.state, self.dims, self.rank, seed)
+        """Set initial weights and zero moments."""
+        init_weights(self.K, self.state, list(param_entries(self.A.Params, self.dims)), self.dims, self.rank, seed)
         self.train_view.comm.gather_params()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
@@ -177,10 +176,10 @@ class Model:
         K, view = self.K, self.train_view
         self._observe(with_stats, acc)
         view.comm.begin_micro_step(not acc, last)
-        schedule.embed(K, view)
-        schedule.block(K, view, acc)
-        schedule.head(K, view, acc)
-        schedule.block_bwd(K, view, acc)
+        self.A.schedule.embed(K, view)
+        self.A.schedule.block(K, view, acc)
+        schedule.head(K, self.A.schedule, view, acc)
+        self.A.schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
 
     def _update(self, with_stats: bool) -> None:
@@ -198,9 +197,9 @@ class Model:
         v = self.view(B, T, fp8)
         v.ids.copy_(torch.from_numpy(ids))
         v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
-        schedule.embed(self.K, v)
-        schedule.block(self.K, v)
-        schedule.head_loss(self.K, v)
+        self.A.schedule.embed(self.K, v)
+        self.A.schedule.block(self.K, v)
+        schedule.head_loss(self.K, self.A.schedule, v)
         return v.a.losses.cpu()
 
     def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -209,9 +208,9 @@ class Model:
         """
         v, (B, T) = self.view(*ids.shape), ids.shape
         v.ids.copy_(torch.from_numpy(ids))
-        schedule.embed(self.K, v)
-        schedule.block(self.K, v)
-        schedule.final_norm(self.K, v)
+        self.A.schedule.embed(self.K, v)
+        self.A.schedule.block(self.K, v)
+        self.A.schedule.final_norm(self.K, v)
         out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)
@@ -226,7 +225,7 @@ class Model:
         ids = np.zeros((1, self.T), np.int32)  # rows after the window: decoding overwrites each before reading it
         ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
-        schedule.prefill(self.K, v, self.decoding, sequences)
+        self.A.schedule.prefill(self.K, v, self.decoding, sequences)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Sample the next token of each sequence into decoding.seq; the next call writes it into the cache."""
@@ -234,7 +233,7 @@ class Model:
 
     def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
         v = self.view(len(self.decoding.seq), 1)
-        schedule.decode(self.K, v, self.decoding, temperature, top_k, top_p)
+        schedule.sample(self.K, self.A.schedule, v, self.decoding, temperature, top_k, top_p)
 
     # ---- kernels and graphs ----
 

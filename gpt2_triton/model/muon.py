@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2.buffers import State
+from gpt2_triton.model.tables import State
 
 # Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar Express (Amsel et al.
 # 2025, https://arxiv.org/abs/2505.16932).  The rows before a row map [LOWEST, 1] into an interval, and on this interval

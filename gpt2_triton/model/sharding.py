@@ -12,14 +12,13 @@ stage   m, v, low     gradients
 2       own shards    embedding, norms and biases, and two layers; the sums of own shards go to `reduced`
 """
 
-import math
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.model.gpt2.buffers import State, param_entries
+from gpt2_triton.model.tables import State
 
 ALIGNMENT = 64  # divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
 
@@ -47,10 +46,9 @@ class Shard(NamedTuple):
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
     """Return the buckets for dims["ranks"] ranks, in the flat order."""
-    lengths, decays, alignment = [0] * (dims["L"] + 2), [False] * (dims["L"] + 2), _alignment(dims)
-    for e in param_entries(dims):
-        lengths[e.bucket] += math.prod(e.shape)
-        decays[e.bucket] = e.decay
+    L, alignment = dims["L"], _alignment(dims)
+    lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
+    decays = [True] * (L + 1) + [False]
     padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
     return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays)]
@@ -71,7 +69,7 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
 
 
 def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
-    """Return the elements of the flat buffers, by buffers.py's symbols.
+    """Return the elements of the flat buffers, by tables.py's symbols.
 
     Nr is 0 below stage 2.  Nx is one shard of the largest bucket from each of the other ranks.
     """

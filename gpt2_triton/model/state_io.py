@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2.buffers import State
+from gpt2_triton.model.tables import State
 
 EQUAL = {"window", "scale", "history"}  # on all ranks
 

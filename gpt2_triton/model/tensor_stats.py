@@ -3,7 +3,7 @@
 The schedule tells m.observe what it has written.  In a step with statistics, m.observe is a StatsRecorder: its kernels
 read each tensor before other kernels overwrite the tensor's bytes.  No byte of the training changes.
 
-x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in buffers.py; in an fp8 run fcg[l], not fch[l]
+x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in tables.py; in an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
 each fp8 tensor                the share of its elements that saturate at 448, and the share that is 0
 each parameter                 its gradient before the update, the weights, and the update before rounding
@@ -23,10 +23,8 @@ from torch import Tensor
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
-from gpt2_triton.model.gpt2.buffers import Acts, Params, param_entries, tracked_activations
+from gpt2_triton.model.tables import param_entries, tracked_activations
 
-WEIGHTS = {field.name for field in dataclasses.fields(Params)}
-MATRICES = [field.name for field in dataclasses.fields(Params) if field.metadata["decay"]]
 ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
@@ -50,9 +48,10 @@ class Observer:
 class StatsRecorder(Observer):
     """Launches the kernels that take statistics, in the micro-steps that `begin` announces."""
 
-    def __init__(self, K: Any, view: Any, dims: dict[str, int]):
-        """view: the ModelView of training."""
+    def __init__(self, K: Any, A: Any, view: Any, dims: dict[str, int]):
+        """A: the Architecture; view: the ModelView of training."""
         self._K, self._view, self._scales = K, view, scales(dims)
+        self._weights = {field.name for field in dataclasses.fields(A.Params)}
         s = view.s
         self.buffers = (s.act_stats, s.par_stats, *([s.fp8_stats] if self._scales else []))
         for buffer in self.buffers:
@@ -61,10 +60,10 @@ class StatsRecorder(Observer):
         places = [place(*scale) for scale in self._scales]
         self._act_slots, self._fp8_slots = ({entry: n for n, entry in enumerate(e)} for e in (self._tracked, places))
         self._fp8_elements = [self._tensor(*entry).rows.numel() for entry in places]
-        shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(Acts)}
+        shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(A.Acts)}
         self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
         self._sharded = dims["zero"] > 0  # each rank updates its shard of the parameters, not all of them
-        self._entries = list(param_entries(dims))
+        self._entries = list(param_entries(A.Params, dims))
         rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
         self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
 
@@ -74,7 +73,7 @@ class StatsRecorder(Observer):
         return self
 
     def _tensor(self, name: str, i: int) -> Any:
-        found = getattr(self._view.w if name in WEIGHTS else self._view.a, name)
+        found = getattr(self._view.w if name in self._weights else self._view.a, name)
         return found[i] if isinstance(found, list) else found
 
     def tensors(self, **entries: int) -> None:
@@ -84,7 +83,7 @@ class StatsRecorder(Observer):
             self._seen.add(entry)
             if entry in self._act_slots:
                 self._K.tensor_stats(self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc)
-            counted = self._acc and entry[0] in WEIGHTS  # cast in each micro-step, counted in the first
+            counted = self._acc and entry[0] in self._weights  # cast in each micro-step, counted in the first
             if entry in self._fp8_slots and not counted:
                 self._K.fp8_stats(self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc)
 
@@ -127,7 +126,7 @@ class StatsRecorder(Observer):
         if len(partials) > 2:
             counts = np.sum([parts[2] for parts in found], axis=0)
             names = [name for name, _ in self._scales]
-            passes = [1 if name in WEIGHTS else micro_steps for name in names]
+            passes = [1 if name in self._weights else micro_steps for name in names]
             shares = counts.T / (np.array(self._fp8_elements) * passes * len(found))
             _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
         return record
@@ -198,7 +197,7 @@ def _in_order(layers: int, hidden: str) -> Iterator[tuple[str, int]]:
 
 
 def activation_name(name: str, i: int) -> str:
-    """Return an activation's place in GPT-2 in words: "x after layer 3's attention"."""
+    """Return an activation's place in the model in words: "x after layer 3's attention"."""
     if name in ("x", "dx"):
         layer = f"layer {(i - 1) // 2}"
         where = "the embedding" if i == 0 else f"{layer}'s attention" if i % 2 else layer
@@ -222,13 +221,14 @@ def format_summary(record: Statistics) -> str:
     Updates are shown for matrices only.  Biases start at 0, so their early ratios are large without meaning.
     """
     acts, params = record["activations"], record["parameters"]
+    matrices = {name: columns for name, columns in params.items() if name != "lnw" and not name.endswith("b")}
     columns = {
         "activation": [
             (v, activation_name(name, i)) for name in acts if name != "dx" for i, v in enumerate(acts[name]["absmax"])
         ],
         "gradient rms": [(v, parameter_name(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
         "update/weight": [
-            (v, parameter_name(n, i, params[n])) for n in MATRICES for i, v in enumerate(params[n]["update_ratio"])
+            (v, parameter_name(n, i, c)) for n, c in matrices.items() for i, v in enumerate(c["update_ratio"])
         ],
     }
     parts = []

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.model import muon, sharding
+from gpt2_triton.model import architecture, muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.communicator import Communicator
-from gpt2_triton.model.fp8 import Fp8Buffers, place_operands
-from gpt2_triton.model.gpt2.buffers import Acts, Params, Recompute, State, param_views
+from gpt2_triton.model.fp8 import place_operands
+from gpt2_triton.model.tables import Recompute, State, param_views
 from gpt2_triton.model.tensor_stats import Observer
 
 
@@ -33,9 +33,9 @@ class UpdateSpan(NamedTuple):
 class ModelView:
     """The schedule's view for B sequences of T tokens."""
 
-    w: Params
-    g: Params | None
-    a: Acts
+    w: Any  # Params of the architecture
+    g: Any
+    a: Any  # its Acts
     s: State
     ids: Tensor
     targets: Tensor
@@ -75,14 +75,15 @@ def make_view(
     """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's.  With `fp8`, operands of
     products are K.Fp8; with `train`, kernels record their maxima, and dropout is on.
     """
+    A = architecture.of(config.model)
     d, optim = dims | dict(Rc=min(dims["Rc"], dims["R"])), config.optim
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
-    g = param_views(state.grads, d, sharding.grad_offsets(d)) if training else None
-    w, a = param_views(state.params, d, starts), carve(Acts, plan.buffers, arena, d)
+    g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
+    w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
     again: list[list[Any]] = [[]] * d["L"]
     if fp8:
-        weights = place_operands(K, w, a, carve(Fp8Buffers, plan.buffers, arena, d), state, d, train)
+        weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
         for l, redo in enumerate(recompute):  # rows that are not kept; at `block`, attention writes att's rows
             again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []

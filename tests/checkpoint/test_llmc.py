@@ -12,7 +12,9 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.gpt2.buffers import param_views
+from gpt2_triton.model import architecture
+from gpt2_triton.model.gpt2.buffers import Params
+from gpt2_triton.model.tables import param_views
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 L, C, V, VP, T = 2, 64, 300, 384, 16
@@ -20,8 +22,7 @@ L, C, V, VP, T = 2, 64, 300, 384, 16
 
 def file_bytes(params: torch.Tensor, config, dtype: torch.dtype, rows: int = VP) -> bytes:
     """A model file written out tensor by tensor, as llm.c's train_gpt2.py does and its C programs read."""
-    dims = dict(C=C, L=L, S=2 * L + 1, V=V, Vp=VP, Tmax=T)
-    p = param_views(params, dims)
+    p = param_views(Params, params, architecture.dimensions(config.model))
     wte = torch.zeros(rows, C)
     wte[:V] = p.wte[:V]
     tensors = [

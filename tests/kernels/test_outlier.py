@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels.outlier import skip_outliers
-from gpt2_triton.model.gpt2.buffers import WINDOW
+from gpt2_triton.model.tables import WINDOW
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import poisoned

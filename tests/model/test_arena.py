@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import itertools
+import sys
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from gpt2_triton.model.arena import (
     place_buffers,
     resolve_buffers,
 )
-from gpt2_triton.model.gpt2 import buffers
-from gpt2_triton.model.gpt2.buffers import Acts, State, layer_levels
+from gpt2_triton.model.gpt2.buffers import Acts
+from gpt2_triton.model.tables import State, layer_levels
 
 DTYPES = dict(act=torch.bfloat16, i32=torch.int32, i16=torch.int16) | dict.fromkeys(("f32", "m", "v"), torch.float32)
 
@@ -43,7 +44,7 @@ tables = st.lists(st.tuples(st.integers(1, 2000), lives, st.integers(1, 4)), min
 )
 
 
-@pytest.mark.parametrize("module", [arena, buffers])
+@pytest.mark.parametrize("module", [arena, sys.modules[State.__module__]])
 def test_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0 and result.attempted > 0
@@ -115,8 +116,8 @@ LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg 
 
 @pytest.mark.parametrize("level", LAYERS)
 def test_lists_share_the_copies_that_their_level_drops(level):
-    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=3, S=7, Vp=128, Rc=16, Rp=16, N=100, Nt=100, Nv=100, Nm=0, Np=64, W=1000)
-    dims |= dict(Nw=129, Rd=0, A=0, Sa=0, Sp=0, As=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0, No=0, Nc=0)
+    dims = dict(B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=3, S=7, Vp=128, Rc=16, Rp=16, N=100, Nt=100, Np=64)
+    dims |= dict(Nv=100, Nm=0, W=1000, Nw=129, Rd=0, A=0, Sa=0, Sp=0, As=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0, No=0, Nc=0)
     levels = layer_levels(level, 3)
     resolved = [b for table in (State, Acts) for b in resolve_buffers(table, dims, DTYPES, levels, RECOMPUTE_LEVELS)]
     plan = place_buffers(resolved)
@@ -129,7 +130,7 @@ def test_lists_share_the_copies_that_their_level_drops(level):
 
 def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
     """In the forward pass they need it before that layer does, in the backward pass after it."""
-    dims = dict(B=2, T=8, R=16, C=32, NH=1, L=4, S=9, Vp=128, Rc=16, Rp=16, Rd=0, W=1000)
+    dims = dict(B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=4, S=9, Vp=128, Rc=16, Rp=16, Rd=0, W=1000)
 
     def resolved(level: str) -> dict[str, Buffer]:
         return {b.name: b for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4), RECOMPUTE_LEVELS)}

@@ -11,10 +11,10 @@ from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import fp8
-from gpt2_triton.model.fp8 import Fp8Buffers
-from gpt2_triton.model.gpt2.buffers import State
+from gpt2_triton.model.gpt2.buffers import Fp8Buffers
 from gpt2_triton.model.memory_plan import dimensions, plan_memory
 from gpt2_triton.model.model import Model
+from gpt2_triton.model.tables import State
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import poison

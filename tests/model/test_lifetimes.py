@@ -1,4 +1,4 @@
-"""The lifetimes in buffers.py: every launch touches live buffers only, and NaN in dead ones changes no bit."""
+"""The lifetimes in the tables: every launch touches live buffers only, and NaN in dead ones changes no bit."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from torch import Tensor
 import gpt2_triton.model.memory_plan
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.kernels.contract import LAUNCHERS
-from gpt2_triton.model import arena
-from gpt2_triton.model.gpt2 import schedule
+from gpt2_triton.model import arena, schedule
+from gpt2_triton.model.gpt2 import schedule as layers
 from gpt2_triton.model.model import Model
 from tests.model.test_launches import SOME_LAYERS
 from tests.support.launchers import WrappedKernels
 from tests.support.models import exact_model, kernel_model, side_by_side, train_steps
 
-STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of schedule.py that a training step calls
+STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of the schedules that a training step calls
 
 
 class NoLaunch(WrappedKernels):
@@ -41,7 +41,8 @@ def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None
         return run
 
     for phase in STEP:
-        monkeypatch.setattr(schedule, phase, wrapped(phase, getattr(schedule, phase)))
+        module = schedule if phase in ("head", "update") else layers
+        monkeypatch.setattr(module, phase, wrapped(phase, getattr(module, phase)))
 
 
 def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[Model, list]:

@@ -13,13 +13,14 @@ from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2.schedule import NOT_A_LAYER
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import recorded_step, violations
+from tests.model.test_sharding import SIZES
 from tests.support import ranks, reference
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, F64, batches, exact_model, train_steps
@@ -203,7 +204,7 @@ def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, re
 @pytest.mark.parametrize("zero", (0, 1, 2))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 7))
 def test_second_moments_are_those_of_embedding_norms_and_biases(ranks, zero):
-    dims = dict(L=3, C=48, Vp=128, Tmax=10, S=7, ranks=ranks, zero=zero if ranks > 1 else 0)
+    dims = SIZES | dict(ranks=ranks, zero=zero if ranks > 1 else 0)
     dims |= sharding.flat_buffer_sizes(dims, True, True, muon=True)
     for rank in range(ranks):
         end = 0

@@ -6,11 +6,10 @@ import gpt2_triton.kernels as kernels
 from gpt2_triton.checkpoint.load import covered_length
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model import sharding
-from gpt2_triton.model.gpt2.buffers import param_entries
 from gpt2_triton.model.memory_plan import forecast, plan_memory
 from tests.support.tiny import tiny_config
 
-SIZES = dict(L=3, C=48, Vp=128, Tmax=10, S=7)  # a bucket of 27,648, one of 6,624, of 1,968: few ranks divide them
+SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them, and the rest of 1,968
 RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 
@@ -19,17 +18,12 @@ def dims_of(ranks, zero):
     return dims | sharding.flat_buffer_sizes(dims, True, True)
 
 
-def total():
-    last = list(param_entries(SIZES))[-1]
-    return last.offset + last.shape[0] * last.shape[1]
-
-
 @pytest.mark.parametrize("zero", (0, 1, 2))
 @pytest.mark.parametrize("ranks", RANKS)
 def test_owned_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
     dims = dims_of(ranks, zero)
     shards = [sharding.owned_shards(dims, rank) for rank in range(ranks)]
-    assert covered_length([[[p.first, p.length] for p in own] for own in shards]) == total()
+    assert covered_length([[[p.first, p.length] for p in own] for own in shards]) == SIZES["N"]
     for p in (p for own in shards for p in own):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
@@ -41,12 +35,12 @@ def test_owned_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
 def test_updated_shards_are_all_parameters_or_the_owned_shards(ranks, zero):
     dims = dims_of(ranks, zero)
     own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)]
-    assert covered_length([[[p.first, p.length] for p in own]]) == total()
+    assert covered_length([[[p.first, p.length] for p in own]]) == SIZES["N"]
 
 
 def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
     dims = dims_of(1, 0)
-    assert dims["Nf"] == dims["Nt"] == dims["Ng"] == total() and dims["Nr"] == dims["Nx"] == 0
+    assert dims["Nf"] == dims["Nt"] == dims["Ng"] == SIZES["N"] and dims["Nr"] == dims["Nx"] == 0
     embed, layers, rest = sharding.updated_shards(dims, 0)
     assert (embed.decay, layers.decay, rest.decay) == (True, True, False)
     assert embed.length == layers.first == layers.param and layers.first + layers.length == rest.first == rest.param

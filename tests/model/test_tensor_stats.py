@@ -14,9 +14,9 @@ from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_parts, tensor_stats
-from gpt2_triton.model.gpt2.buffers import param_entries
 from gpt2_triton.model.model import Model
-from gpt2_triton.model.tensor_stats import MATRICES, first_non_finite, format_summary
+from gpt2_triton.model.tables import param_entries
+from gpt2_triton.model.tensor_stats import first_non_finite, format_summary
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
@@ -136,7 +136,7 @@ def test_record_of_a_step_equals_numpy_on_its_tensors(model):
         np.testing.assert_allclose(got["absmax"], [np.abs(t).max() for t in exact], rtol=DIGITS)
     change, grads = model.state.params.double().cpu() - before, model.state.grads.double().cpu()
     index = {}
-    for e in param_entries(model.dims):
+    for e in param_entries(model.A.Params, model.dims):
         i = index[e.name] = index.get(e.name, -1) + 1
         got = {column: values[i] for column, values in record["parameters"][e.name].items()}
         span = slice(e.offset, e.offset + (model.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:]))
@@ -262,7 +262,9 @@ def example_record():
     acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
     acts["x"]["absmax"][2] = 34.25
     parameter = dict(grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001)
-    parameters = {name: {column: [v] for column, v in parameter.items()} for name in (*MATRICES, "fcb")}
+    parameters = {
+        name: {column: [v] for column, v in parameter.items()} for name in ("wte", "qkvw", "attprojw", "lnw", "fcb")
+    }
     parameters["attprojw"]["grad_rms"] = [None]
     parameters["wte"]["update_ratio"], parameters["fcb"]["update_ratio"] = [0.0031], [0.5]
     return {"activations": acts, "parameters": parameters}

@@ -28,8 +28,8 @@ from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import peer_copies, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
-from gpt2_triton.model.gpt2.schedule import NOT_A_LAYER
 from gpt2_triton.model.memory_plan import plan_memory
+from gpt2_triton.model.schedule import NOT_A_LAYER
 from gpt2_triton.training import recovery
 from tests.support import ranks
 from tests.support.loop import before_steps, losses, records, train

@@ -1,18 +1,8 @@
-"""GPT-2's forward pass, backward pass and update, one launch per line.
-
-K is the kernel package (or tests/support/reference.py, to check the mathematics) and m a ModelView: w parameters, g
-gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.  buffers.py explains the names.
-With train.precision fp8 the launchers get the operands of products as Fp8 (kernels/fp8.py) instead of tensors.
-`acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
-m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
-its gradients are complete.  On one rank it does nothing (communicator.py).
-m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w, and of updates just before
-they are made.  In most steps it does nothing (tensor_stats.py).
-"""
+"""GPT-2's layers, forward and backward, one launch per line.  model/schedule.py explains K, m and acc."""
 
 from typing import Any
 
-NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices: wte and wpe, norms and biases
+from gpt2_triton.model.schedule import NOT_A_LAYER, cast
 
 
 def embed(K: Any, m: Any) -> None:
@@ -47,11 +37,6 @@ def layer(K: Any, m: Any, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def cast(K: Any, operands: list[Any]) -> None:
-    for x8 in operands:
-        K.cast_operand(x8, x8.value)
-
-
 def block(K: Any, m: Any, acc: bool = False) -> None:
     w, a = m.w, m.a
     for l in range(m.L):
@@ -71,26 +56,27 @@ def final_norm(K: Any, m: Any) -> None:
     m.observe.tensors(lnf=m.L)
 
 
-def head(K: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's part of its gradient.
+def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
+    embed(K, m)
+    for l in range(m.L):
+        layer(K, m, l)
+        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
+        add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
-    embedding_bwd adds the targets' rows to g.wte later.  kernels/classifier.py has the formulas.
-    """
-    w, g, a, i = m.w, m.g, m.a, 2 * m.L
-    final_norm(K, m)
-    if not acc:
-        cast(K, m.fp8_weights[m.L])
-    m.observe.tensors(wte=m.L)
-    K.classifier_target(a.zt, a.lnf, w.wte, m.targets)
-    for r in m.head_chunks():
-        n = r.stop - r.start
-        p, lns = a.p[:n], a.lns[:n]
-        K.classifier_fwd(p, a.scratch, a.lnf[r], w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_loss(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
-        K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
-        K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
-    norm_bwd(K, m, i, None, acc, add_dx=False)
-    m.observe.tensors(dx=i)
+
+def decode(K: Any, m: Any, d: Any) -> None:
+    """Take the last token of each sequence of d.seq through the layers, as one row."""
+    w, a = m.w, m.a
+    K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
+    for l in range(m.L):
+        i = 2 * l
+        # the arguments after the bias: norm of the input, residual
+        K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], w.qkvb[l], w.lnw[i], w.lnb[i], None)
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
+        K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
+        K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
+        K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
 
 
 def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
@@ -103,42 +89,8 @@ def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) ->
     )  # fmt: skip
 
 
-def head_loss(K: Any, m: Any) -> None:
-    """losses = cross entropy of each token; nothing is kept for a backward pass."""
-    a = m.a
-    final_norm(K, m)
-    cast(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
-    for r in m.head_chunks():
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
-        K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
-
-
-def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
-    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
-    embed(K, m)
-    for l in range(m.L):
-        layer(K, m, l)
-        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
-
-
-def decode(K: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
-    """Sample the next token of each sequence of d.seq; each sequence's last token goes through the model as one row."""
-    w, a = m.w, m.a
-    K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
-    for l in range(m.L):
-        i = 2 * l
-        # the arguments after the bias: norm of the input, residual
-        K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], w.qkvb[l], w.lnw[i], w.lnb[i], None)
-        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
-        K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
-        K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
-        K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
-    final_norm(K, m)  # separately: each of the head's 3144 programs would have to normalise its input again
-    logits = d.logits[: len(d.seq)]
-    K.decode_matmul(logits, a.lnf, w.wte, None, None, None, None)
-    K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
+def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
+    norm_bwd(K, m, 2 * m.L, None, acc, add_dx=False)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
@@ -188,57 +140,3 @@ def embed_bwd(K: Any, m: Any, acc: bool) -> None:
         K.dropout(a.dx[0], None, m.s.step_key, 0, m.dropout)
     K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
-
-
-def roll_scales(K: Any, m: Any) -> None:
-    # scales of the next step's fp8 tensors from the largest absolute values of the last steps
-    m.comm.all_reduce_max(m.s.amax)
-    K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out[:4])
-
-
-def update(K: Any, m: Any) -> None:
-    """Sum loss and squared gradients over ranks, clip, skip outliers, and update this rank's spans."""
-    s, a = m.s, m.a
-    stats, squares = s.step_out[:4], s.step_out[4:5]
-    K.loss_sum(stats[:1], a.losses, s.step_in)
-    for i, g in enumerate(m.norm_grads):
-        K.sum_squares(squares, a.scratch, g, i > 0)
-    if m.fp8:
-        K.check_amax(squares, s.amax)
-    m.comm.all_reduce_scalars(s.step_out)
-    K.clip_factor(stats, squares, s.step_in)
-    K.skip_outliers(stats, s.window, s.z, s.step_in)
-    if m.fp8:
-        roll_scales(K, m)
-    for p in m.updates:
-        if len(p.w):  # with many ranks the last ranks own no part of a small bucket
-            m.observe.adamw(p)
-            K.adamw(
-                p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
-            )
-        m.comm.gather_after_update(p.bucket)
-    if m.matrices:
-        update_matrices(K, m)
-        m.comm.gather_after_update(m.L)
-
-
-def update_matrices(K: Any, m: Any) -> None:
-    """Update the layers' matrices by Muon: write their momentum to x, nearly orthogonalise x, and update w with x."""
-    s, a, stats = m.s, m.a, m.s.step_out[:4]
-    for c in m.matrices:
-        if c.x.numel():
-            K.muon_momentum(c.x, c.m, c.g, stats, s.step_key, c.first, c.distance, c.momentum)
-    m.comm.collect_matrices(m.matrices)
-    for c in (c for c in m.matrices if len(c.owned)):
-        K.muon_normalise(c.next, a.scratch, c.owned)
-        x, y = c.next, c.owned
-        for p in c.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
-            K.muon_gram(c.gram, x)
-            K.muon_poly(c.poly, c.gram, *p[1:])
-            K.muon_apply(y, x, c.poly, p[0])
-            x, y = y, x
-    m.comm.deliver_matrices(m.matrices)
-    for c in m.matrices:
-        if c.x.numel():  # with many ranks some own no part of a class
-            m.observe.muon(c)
-            K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)
