@@ -53,6 +53,7 @@ def model_like_ours(config: Config) -> GPT2:
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model.model import Model
 
+    config = config.replace(train={"precision": "bf16"}, memory={"recompute": "gelu+ln"})  # auto needs a step
     if config.optim.master == "fp32":  # in fp32 the same weights are one tensor, not bf16 and master bits
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = Model(config, K, device_name())

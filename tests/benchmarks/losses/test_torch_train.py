@@ -16,7 +16,8 @@ from gpt2_triton.data.shards import write_shard
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 --model.n_layer 1
-    --model.n_head 1 --model.n_embd 64 --model.block_size 16 --optim.warmup 2 --eval.tokens 64""".split()
+    --model.n_head 1 --model.n_embd 64 --model.block_size 16
+    --optim.warmup 2 --eval.tokens 64 --memory.recompute auto""".split()
 
 
 @pytest.fixture
