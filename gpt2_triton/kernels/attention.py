@@ -15,9 +15,9 @@ Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and d
 they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the
 second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each output has one writer:
 there are no atomics, and two runs have equal bits.  A program of dk and dv adds up a group's heads in their order.
-With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in blocks of 128, with
-zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/, all without groups: bf16 with
-heads of 64 columns, in whole blocks of 64 tokens.
+With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in blocks of 128,
+padded with zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/, all without groups:
+bf16 with heads of 64 columns, in whole blocks of 64 tokens.
 """
 
 import math
