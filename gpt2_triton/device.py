@@ -23,21 +23,22 @@ class Gpu(NamedTuple):
     architecture: str  # as architecture() returns it
     tflops: float  # dense bf16 with fp32 accumulation, from the vendor's data sheet
     memory: float  # GiB, the total of torch.cuda.mem_get_info
+    multiprocessors: int = 0  # of NVIDIA's GPUs
 
 
 GPUS = {
-    "a100-40": Gpu(("A100-SXM4-40GB", "A100-PCIE-40GB"), "8.0", 312.0, 39.4),
-    "a100-80": Gpu(("A100-SXM4-80GB", "A100 80GB PCIe"), "8.0", 312.0, 79.1),
-    "h100-pcie": Gpu(("H100 PCIe",), "9.0", 756.0, 79.1),
-    "h100": Gpu(("H100 80GB HBM3",), "9.0", 989.4, 79.1),
-    "h200": Gpu(("H200",), "9.0", 989.4, 139.8),
-    "b200": Gpu(("B200",), "10.0", 2250.0, 178.3),
-    "4090": Gpu(("RTX 4090",), "8.9", 165.2, 23.5),
-    "l40s": Gpu(("L40S",), "8.9", 362.0, 44.4),
+    "a100-40": Gpu(("A100-SXM4-40GB", "A100-PCIE-40GB"), "8.0", 312.0, 39.4, 108),
+    "a100-80": Gpu(("A100-SXM4-80GB", "A100 80GB PCIe"), "8.0", 312.0, 79.1, 108),
+    "h100-pcie": Gpu(("H100 PCIe",), "9.0", 756.0, 79.1, 114),
+    "h100": Gpu(("H100 80GB HBM3",), "9.0", 989.4, 79.1, 132),
+    "h200": Gpu(("H200",), "9.0", 989.4, 139.8, 132),
+    "b200": Gpu(("B200",), "10.0", 2250.0, 178.3, 148),
+    "4090": Gpu(("RTX 4090",), "8.9", 165.2, 23.5, 128),
+    "l40s": Gpu(("L40S",), "8.9", 362.0, 44.4, 142),
     # below, peaks were not checked in data sheets, and memory was not read on the GPUs
-    "3090": Gpu(("RTX 3090",), "8.6", 71.0, 23.5),
-    "5080": Gpu(("RTX 5080",), "12.0", 112.6, 15.4),
-    "5090": Gpu(("RTX 5090",), "12.0", 209.5, 31.3),
+    "3090": Gpu(("RTX 3090",), "8.6", 71.0, 23.5, 82),
+    "5080": Gpu(("RTX 5080",), "12.0", 112.6, 15.4, 84),
+    "5090": Gpu(("RTX 5090",), "12.0", 209.5, 31.3, 170),
     "mi300x": Gpu(("MI300X",), "gfx942", 1307.4, 191.9),
     "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),

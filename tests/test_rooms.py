@@ -43,6 +43,7 @@ WITHIN = {
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",
+    "kernels.absent_gpu": "device errors",
     "kernels.tuning": "device kernels.table_file",
     "kernels.table_file": "device errors",
     "kernels.tiles": "",

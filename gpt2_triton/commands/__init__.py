@@ -13,6 +13,7 @@ tools = make_app(command_line(""), "Train GPT-2: prepare data, train, sample, ev
 for name, path in {
     "train": "train:command",
     "configs": "configs:configs",
+    "compile": "compile:compile_kernels",
     "prepare": "prepare:app",
     "sample": "sample:sample",
     "export": "export:export",

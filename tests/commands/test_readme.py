@@ -48,7 +48,7 @@ FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))
 RUN = {  # tools that run to their end on tiny data
     "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "--version",
 }  # fmt: skip
-PARSED = {"stats"}
+PARSED = {"stats", "compile"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
 OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")

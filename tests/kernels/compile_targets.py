@@ -79,36 +79,14 @@ class Needs:
     spilled: int = 0
 
 
-class Device:
-    """A driver of a target that loads and launches nothing; its number keeps its kernels apart from other targets'."""
+def device(name: str) -> Any:
+    """Return a driver of a target; its number keeps its kernels apart from other targets'."""
+    from triton.backends.compiler import GPUTarget
 
-    utils = property(lambda self: self)
+    from gpt2_triton.kernels.absent_gpu import absent_driver
 
-    def __init__(self, name: str):
-        self.target, self.number = TARGETS[name], [*TARGETS].index(name)
-
-    def launcher_cls(self, source, metadata):
-        return lambda *_: None
-
-    def load_binary(self, name, kernel, shared, device):
-        return 1, 1, 32, 0, 1024
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
-
-    def get_current_device(self):
-        return self.number
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_device_properties(self, device):
-        return dict(max_shared_mem=1 << 30)  # Needs.shared is compared with the target's
-
-    def unload_module(self, module):
-        pass
+    target = TARGETS[name]
+    return absent_driver(GPUTarget(target.backend, target.arch, target.warp), [*TARGETS].index(name))
 
 
 class Compiler:
@@ -159,11 +137,10 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     from gpt2_triton.model.compiling import compile_decoding
     from gpt2_triton.model.model import Model
 
-    device = Device(name)
-    target = device.target
-    driver.set_active(device)
+    target, number = TARGETS[name], [*TARGETS].index(name)
+    driver.set_active(device(name))
     torch.cuda.is_available = lambda: False  # also on a machine with a GPU: no Gluon kernels
-    torch.cuda.current_device, torch.cuda.set_device = lambda: device.number, lambda number: None
+    torch.cuda.current_device, torch.cuda.set_device = lambda: number, lambda _: None
     torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
     table_file.table_name = lambda: target.table
     tuning.table.cache_clear()

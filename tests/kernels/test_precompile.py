@@ -29,18 +29,21 @@ SCRIPT = """
 
     from tests.kernels import compile_targets
 
-    class Device(compile_targets.Device):
-        launched = 0
+    launched = 0
 
-        def launcher_cls(self, src, metadata):
-            Device.module = src  # as Triton 3.6's launchers, which are all the module of one name
-            time.sleep(0.01)
-            loaded = Device.module
-            def launch(*_):
-                Device.launched += loaded is src
-            return launch
+    def launcher_cls(src, metadata):
+        global module
+        module = src  # as Triton 3.6's launchers, which are all the module of one name
+        time.sleep(0.01)
+        loaded = module
+        def launch(*_):
+            global launched
+            launched += loaded is src
+        return launch
 
-    driver.set_active(Device("sm_90"))
+    device = compile_targets.device("sm_90")
+    device.launcher_cls, device.get_current_device = launcher_cls, lambda: 0
+    driver.set_active(device)
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
 
     from gpt2_triton.kernels import clip_factor, compiling, fill
@@ -81,11 +84,11 @@ SCRIPT = """
     with compiling(report=lambda *counts: shown.append(counts)) as compiled:
         launches()
     assert shown == [(1, 4), (2, 4), (3, 4), (4, 4)], shown
-    print(compiled.kernels, compiled.from_cache, Device.launched)
+    print(compiled.kernels, compiled.from_cache, launched)
     with compiling() as again:
         launches()
     launches()
-    print(again.kernels, again.from_cache, Device.launched)
+    print(again.kernels, again.from_cache, launched)
     for ignore_errors in (True, False):
         try:
             with compiling(ignore_errors) as some:

@@ -1,0 +1,68 @@
+"""A GPU that is not on this machine, for which Triton compiles in a process that does nothing else."""
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
+
+from gpt2_triton import device
+from gpt2_triton.errors import ConfigError
+
+MODULE = 1, 1, 32, 0, 1024  # as loaded: module, function, registers, spills, most threads
+
+
+def absent_driver(target: GPUTarget, number: int = 0) -> Any:
+    """Return a driver for Triton that loads and launches nothing; `number` keeps kernels of several targets apart."""
+    properties = dict(max_shared_mem=1 << 30)
+    utils = dict(
+        get_device_properties=lambda _: properties, load_binary=lambda *_: MODULE, unload_module=lambda _: None
+    )
+    current = dict(get_current_target=lambda: target, get_current_device=lambda: number, get_current_stream=lambda _: 0)
+    return SimpleNamespace(utils=SimpleNamespace(**utils), launcher_cls=lambda *_: lambda *_: None, **current)
+
+
+class _NotLoaded:
+    """A C module of Triton's, which is built here, and needs the GPU's driver where it is loaded."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _build_launcher(source: Any, metadata: Any) -> Any:
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 has a C module for each signature
+        nvidia.CudaLauncher(source, metadata)
+    return lambda *_: None
+
+
+@contextlib.contextmanager
+def standing_in(gpu: device.Gpu) -> Iterator[None]:
+    """Let torch, Triton and this package find a GPU of NVIDIA's, its memory on the host.  They remain changed."""
+    major, minor = (int(part) for part in gpu.architecture.split("."))
+    memory = int(gpu.memory * 2**30)
+    torch.cuda.is_available, torch.cuda.current_device, torch.cuda.set_device = lambda: True, lambda: 0, lambda _: None
+    torch.cuda.get_device_name = lambda *_: f"NVIDIA {gpu.device_names[0]}"
+    torch.cuda.get_device_capability = lambda *_: (major, minor)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=gpu.multiprocessors)
+    device._host_memory = lambda: (memory, memory)
+    driver.set_active(active := absent_driver(GPUTarget("cuda", 10 * major + minor, 32)))
+    active.launcher_cls = _build_launcher
+    build._load_module_from_path = lambda name, path: _NotLoaded()
+    with tempfile.TemporaryDirectory() as folder:  # with what Triton links its C modules, in place of the driver's
+        words = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+        knobs.nvidia.libcuda_path = folder
+        try:
+            subprocess.run([os.environ.get("CC", "gcc"), *words], check=True)
+            nvidia.CudaUtils()
+        except (OSError, subprocess.CalledProcessError) as error:
+            todo = "Triton needs gcc and Python's headers: apt install gcc python3-dev"
+            raise ConfigError(f"{error}; {todo}") from error
+        yield

@@ -1,0 +1,53 @@
+"""`compile` needs no GPU, nor a GPU's memory; a second process finds the kernels, in a folder that was moved."""
+
+import json
+
+import pytest
+
+from gpt2_triton.commands import compile as command
+from gpt2_triton.errors import ConfigError
+from tests.support.elsewhere import compiled_elsewhere
+
+SOME = """
+import sys
+
+from triton import JITFunction
+
+run = JITFunction.run
+some = ("_fill_kernel", "_clip_factor_kernel")
+JITFunction.run = lambda self, *args, **words: run(self, *args, **words) if self.__name__ in some else None
+from gpt2_triton.commands import run as run_command
+
+sys.exit(run_command())
+"""
+
+
+@pytest.mark.slow
+def test_kernels_of_a_large_run_are_compiled_once(monkeypatch, tmp_path):
+    """A few stand for all.  The run in fp8 computes 1,558 million parameters in 60 GB."""
+    words = "-c", SOME, "compile", "gpt2_1558m", "--train.precision=fp8", "--gpu", "h100"
+    built, moved = tmp_path / "built", tmp_path / "moved"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(built))
+    printed = compiled_elsewhere(*words)
+    targets = [json.loads(file.with_suffix(".json").read_text())["target"] for file in built.rglob("*.cubin")]
+    assert len(targets) > 1 and all(target["arch"] == 90 for target in targets)
+    assert f"{len(targets)} kernels for h100 are in {built}; " in printed
+    built.rename(moved)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
+    assert f"{len(targets)} kernels for h100 are in {moved}, of which {len(targets)} were" in compiled_elsewhere(*words)
+    binaries = {file.name.partition(".")[0] for file in moved.rglob("*.so")}
+    assert "cuda_utils" in binaries
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (dict(gpu="mi300x"), "--gpu: mi300x is none of a100-40, "),
+        (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
+        (dict(gpus=3), "no multiple of"),
+    ],
+)
+def test_a_run_that_could_not_be_started_is_refused(words, why):
+    keys = [f"--train.precision={precision}"] if (precision := words.pop("precision", "")) else []
+    with pytest.raises(ConfigError, match=why):
+        command.compile_kernels("gpt2_124m", *keys, **words)
