@@ -30,11 +30,11 @@ from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
-from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_heads, stored
+from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_columns, store_heads, stored
 from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
-from gpt2_triton.kernels.hopper.attention import Gradient
+from gpt2_triton.kernels.hopper.attention import Forms
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
@@ -101,8 +101,8 @@ def _attention_fwd_kernel(
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc, out_desc, lse_ptr,
-    T, NH, factor, scale,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc,
+    out_desc, out_scale_ptr, lse_ptr, T, NH, factor, scale,
     HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
@@ -113,7 +113,10 @@ def _attention_bwd_dq_kernel(
     i = first + tl.arange(0, BLOCK_M)
     at = bh.to(tl.int64) * T + i
     dout = _load(dout_desc, b, h, first)
-    delta = tl.sum(_load(out_desc, b, h, first).to(tl.float32) * dout.to(tl.float32), 1)
+    out = _load(out_desc, b, h, first).to(tl.float32)
+    if out_columns_desc is not None:
+        store_columns(out_columns_desc, out_scale_ptr, b, h, first, out)
+    delta = tl.sum(out * dout.to(tl.float32), 1)
     tl.store(delta_ptr + at, delta, mask=i < T)
     lse = tl.load(lse_ptr + at, mask=i < T, other=0.0)
     q = _load(q_desc, b, h, first)
@@ -206,10 +209,10 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     )
 
 
-def _gradient(dqkv: Operand) -> Gradient:
-    rows, scale, amax = stored(dqkv)
-    columns = dqkv.columns.view(torch.int16) if isinstance(dqkv, Fp8) and dqkv.transposed else None
-    return Gradient(rows, columns, scale, amax)
+def _in_forms(x: Operand) -> Forms:
+    rows, scale, amax = stored(x)
+    columns = x.columns.view(torch.int16) if isinstance(x, Fp8) and x.transposed else None
+    return Forms(rows, columns, scale, amax)
 
 
 def _sizes(qkv: Tensor, lse: Tensor) -> dict[str, int | float]:
@@ -218,18 +221,20 @@ def _sizes(qkv: Tensor, lse: Tensor) -> dict[str, int | float]:
     return dict(T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, HS=HS)
 
 
-def _launch_dq(dqkv: Operand, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> int:
-    """Write dq, delta and part, the column sums of dq for each block of queries; return part's rows."""
+def _launch_dq(dqkv: Operand, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor) -> int:
+    """Write dq, delta, out's columns, and part, the column sums of dq for each block of queries; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dq", T, HS, dtype):
-        return hopper_dq.attention_bwd_dq(_gradient(dqkv), part, delta, dout, qkv, out, lse)
+        return hopper_dq.attention_bwd_dq(_in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse)
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
-    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, out))
-    kv_desc, columns = _rows(qkv, lse, HS, row["BLOCK_N"]), describe_heads(dqkv, lse.shape, HS, row["BLOCK_M"])
+    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, full(out)))
+    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, columns, *scaling, part, delta, dout_desc, q_desc, kv_desc, out_desc, lse, **_sizes(qkv, lse), **row
-    )
+        dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc, stored(out)[1], lse,
+        **_sizes(qkv, lse), **row,
+    )  # fmt: skip
     return B * blocks
 
 
@@ -237,7 +242,7 @@ def _launch_dkdv(dqkv: Operand, part: Tensor, dout: Tensor, qkv: Tensor, lse: Te
     """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
-        return hopper_dkdv.attention_bwd_dkdv(_gradient(dqkv), part, dout, qkv, lse, delta)
+        return hopper_dkdv.attention_bwd_dkdv(_in_forms(dqkv), part, dout, qkv, lse, delta)
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))
@@ -254,9 +259,12 @@ def attention_bwd(
     dqkv: Operand, dbias: Tensor, delta: Tensor, scratch: Tensor,
     dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace."""
+    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.
+
+    An `out` in fp8 with `transposed` also gets its columns, which the forward pass does not write: dQ reads out anyway.
+    """
     C = out.shape[1]
-    rows = _launch_dq(dqkv, scratch, delta, dout, qkv, full(out), lse)
+    rows = _launch_dq(dqkv, scratch, delta, dout, qkv, out, lse)
     column_sums(dbias[:C], None, None, scratch, rows, acc)
     rows = _launch_dkdv(dqkv, scratch, dout, qkv, lse, delta)
     column_sums(dbias[C:], None, None, scratch, rows, acc)

@@ -39,7 +39,7 @@ class Fp8:
     columns: Tensor  # e4m3 [C, R], or [0, C] if no product reads them
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
-    transposed: bool  # True: the kernel of `rows` also writes `columns`; False: matmul_dw does, to a common buffer
+    transposed: bool  # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
     value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
 
     @property
@@ -78,13 +78,19 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 @triton.jit
+def store_columns(columns_desc, scale_ptr, b, h, t, value):
+    """Store `value`, in e4m3 and transposed, at the rows from t on of head h in sequence b."""
+    columns = paired_columns(value * tl.load(scale_ptr))
+    columns_desc.store([h, 0, b, t // 2], columns.reshape(1, columns.shape[0], 1, columns.shape[1]))
+
+
+@triton.jit
 def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
     """Store `value` at the rows from t on of head h in sequence b: in e4m3 if there is a scale, and transposed too if
     there is a columns_desc.  `value` is 0 past the sequence's end.
     """
     if columns_desc is not None:
-        columns = paired_columns(value * tl.load(scale_ptr))
-        columns_desc.store([h, 0, b, t // 2], columns.reshape(1, columns.shape[0], 1, columns.shape[1]))
+        store_columns(columns_desc, scale_ptr, b, h, t, value)
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
     desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))

@@ -87,7 +87,7 @@ def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, 
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
     a.dqkv = [operand("dqkv", l, q.dqkv8, q.dqkv8t) for l in range(L)]
-    a.att = [operand("att", l, q.att8[l], value=a.att[l]) for l in range(L)]
+    a.att = [operand("att", l, q.att8[l], q.inp8t, a.att[l]) for l in range(L)]  # attention_bwd writes the columns
     a.dx[1:] = [operand(("datt", "dfcg")[i % 2], i // 2, q.dx8, value=dx) for i, dx in enumerate(a.dx[1:])]
     a.fch = q.slope
     for name in WEIGHTS:

@@ -59,7 +59,7 @@ class ModelView:
     matrices: list[muon.MatrixClass]  # empty without Muon
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Any]]  # of each layer, then the head's
-    fp8_again: list[list[Any]]  # fp8 operands of each layer that the backward pass casts again
+    fp8_again: list[list[Any]]  # fp8 weights of each layer that the backward pass casts again
     grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
     observe: Observer  # takes statistics in the training steps that log.stats_every selects
 
@@ -81,11 +81,9 @@ def make_view(
     g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
-    again: list[list[Any]] = [[]] * d["L"]
     if fp8:
         weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
-        for l, redo in enumerate(recompute):  # rows that are not kept; at `block`, attention writes att's rows
-            again[l] = [*weights[l], *([] if redo.block else [a.att[l]])] if redo.ln else []
+    again = [weights[l] if redo.ln else [] for l, redo in enumerate(recompute)]
     biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
     return ModelView(
         w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,

@@ -259,7 +259,7 @@ def test_attention_writes_fp8(T, HS, rng):
     for got, want in ((out, plain), (dqkv8, dqkv)):
         assert error(dequantised(got), want) < 0.03  # e4m3's own 0.027
         assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
-    assert torch.equal(bits(dqkv8.columns), bits(in_pairs(dqkv8.rows)))
+        assert torch.equal(bits(got.columns), bits(in_pairs(got.rows)))
 
 
 # ---- products ----

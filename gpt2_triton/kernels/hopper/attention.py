@@ -75,12 +75,19 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
 
 
 @gluon.jit
-def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value):
-    """Return a gradient in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed."""
+def columns_buffer(desc):
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
+    """Return a gradient in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed.  A
+    `buffer` of columns may be given.
+    """
     rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
     columns = rows
     if columns_desc is not None:
-        columns = gl.allocate_shared_memory(columns_desc.dtype, columns_desc.block_type.shape, columns_desc.layout)
+        columns = columns_buffer(columns_desc) if buffer is None else buffer
         columns.store(paired_columns(value * gl.load(scale_ptr)))
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
@@ -97,11 +104,11 @@ def store_gradient(desc, columns_desc, staged, row, column):
         tma_store(columns_desc, [column, row // 2], staged[1])
 
 
-class Gradient(NamedTuple):
-    """dqkv as it is stored: rows in bf16, or in e4m3 with scale and amax, and perhaps transposed too."""
+class Forms(NamedTuple):
+    """dqkv or out as it is stored: rows in bf16, or in e4m3 with scale and amax, and perhaps transposed too."""
 
-    rows: Tensor  # bf16 or e4m3 [B*T, 3*C]
-    columns: Tensor | None  # int16 [3*C, B*T/2], pairs of tokens in e4m3
+    rows: Tensor  # bf16 or e4m3 [B*T, width]
+    columns: Tensor | None  # int16 [width, B*T/2], pairs of tokens in e4m3
     scale: Tensor | None  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS]
 

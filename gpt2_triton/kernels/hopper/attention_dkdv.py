@@ -19,7 +19,7 @@ from gpt2_triton.kernels.hopper.attention import (
     SCALE,
     SIDE,
     STAGES,
-    Gradient,
+    Forms,
     end_ring,
     load_pair,
     ring_of,
@@ -129,7 +129,7 @@ def _attention_dkdv_kernel(
 
 
 def attention_bwd_dkdv(
-    dqkv: Gradient, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
+    dqkv: Forms, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
 ) -> int:  # fmt: skip
     """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part, fp32 [B*T/64, 2*C].
     dout is bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse and delta are fp32 [B, NH, T].  Return part's rows.

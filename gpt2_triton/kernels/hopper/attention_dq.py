@@ -7,8 +7,14 @@ share a multiprocessor.  delta is computed first, and dq's sums have the portabl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from gpt2_triton.kernels.e4m3 import paired_columns
 from gpt2_triton.kernels.hopper.attention import (
     FACTOR,
     HEAD,
@@ -17,14 +23,15 @@ from gpt2_triton.kernels.hopper.attention import (
     SCALE,
     SIDE,
     STAGES,
-    Gradient,
+    Forms,
+    columns_buffer,
     end_ring,
     load_pair,
     ring_of,
     stage_gradient,
     store_gradient,
 )
-from gpt2_triton.kernels.hopper.pipeline import describe, wait_full
+from gpt2_triton.kernels.hopper.pipeline import describe, tma_store, wait_full
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of out a thread
@@ -54,9 +61,16 @@ def _dq_step(q, dout, dq, lse, delta, ring, step, DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
+def _load_block(ptr, stride, layout: gl.constexpr):
+    r = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, SIDE, layout=gl.SliceLayout(0, layout))
+    return gl.load(ptr + r[:, None] * stride + c[None, :])
+
+
+@gluon.jit
 def _attention_dq_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, NH,
-    T: gl.constexpr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, out_scale_ptr, part_ptr, delta_ptr, dout_desc,
+    qkv_desc, out_ptr, lse_ptr, NH, T: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
@@ -73,9 +87,16 @@ def _attention_dq_kernel(
         load_pair(qkv_desc, qkv_desc, ring, step, b * T + step * SIDE, k_column, v_column, step <= block)
     at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
     lse = gl.load(lse_ptr + at)
-    r = b * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, ROW_LAYOUT))
-    c = h * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, ROW_LAYOUT))
-    out = gl.load(out_ptr + r.to(gl.int64)[:, None] * (NH * SIDE) + c[None, :])
+    out_ptr += (b * T + first).to(gl.int64) * (NH * SIDE) + h * SIDE
+    out = _load_block(out_ptr, NH * SIDE, ROW_LAYOUT)
+    columns = None
+    if out_columns_desc is not None:
+        columns = columns_buffer(out_columns_desc)  # later for dq's columns
+        # loaded again: to exchange it between threads takes shared memory, and three programs would fit, not four
+        again = _load_block(out_ptr, NH * SIDE, LAYOUT).to(gl.float32)
+        columns.store(paired_columns(again * gl.load(out_scale_ptr)))
+        fence_async_shared()
+        tma_store(out_columns_desc, [h * SIDE, (b * T + first) // 2], columns)
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
     q = own.x.index(0)
@@ -92,7 +113,9 @@ def _attention_dq_kernel(
     d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
     # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
     gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
-    staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq)
+    if out_columns_desc is not None:
+        tma.store_wait(0)
+    staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
     store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
     end_ring(own)
     end_ring(ring)
@@ -100,15 +123,16 @@ def _attention_dq_kernel(
 
 
 def attention_bwd_dq(
-    dqkv: Gradient, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
+    dqkv: Forms, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms, out: Tensor, lse: Tensor
 ) -> int:
-    """Write dq into dqkv, delta, fp32 [B, NH, T], and dq's column sums for each block of 64 queries into part, fp32
-    [B*T/64, C].  dout and out are bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse fp32 [B, NH, T].  Return part's rows.
+    """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums for each block of 64 queries into part, fp32
+    [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse fp32
+    [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dq_kernel[(blocks * B * NH,)](
-        *dqkv.described(), part, delta, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, NH,
-        T=T, **OPTIONS,
+        *dqkv.described(), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
+        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, NH, T=T, **OPTIONS,
     )  # fmt: skip
     return B * blocks

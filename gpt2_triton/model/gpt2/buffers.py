@@ -63,7 +63,7 @@ class Fp8Buffers:
     """Operands in fp8.  Names that end in t hold columns, the transpose of the rows; slope is gelu' as bytes."""
 
     ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
-    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", drop="gelu+ln")
+    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations", drop="none", again="block")
     fcg8:       Tensors = buf("L | R F",   "e4m3", "block..block_bwd", "activations", drop="none", again="block")
     fcg8t:      Tensors = buf("L | F R",   "e4m3", "block..block_bwd", "activations", drop="block")
     slope:      Tensors = buf("L | R G",   "u8",   "block..block_bwd", "activations", drop="block")

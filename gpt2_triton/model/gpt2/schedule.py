@@ -119,11 +119,11 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dw(g.fcw[l], a.scratch, a.dfch[l], a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, dout[i + 1], w.attprojw[l])
-        K.matmul_dw(g.attprojw[l], a.scratch, dout[i + 1], a.att[l], acc_layer)
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
         K.attention_bwd(a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
+        K.matmul_dw(g.attprojw[l], a.scratch, dout[i + 1], a.att[l], acc_layer)  # in fp8, attention_bwd wrote att.T
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
