@@ -166,11 +166,13 @@ def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
 
 
 def casts(N: int, C: int) -> Iterator[Comparison]:
-    x, out = randn(N, C, scale=0.02), weight(N, C, 0.02)
-    K.cast_operand(out, x)
-    want = quantised(x, out.scale.item()).view(torch.uint8)
-    yield same("fp8 cast_operand", "rows", out.rows.view(torch.uint8), want)
-    yield same("fp8 cast_operand", "columns", out.columns.view(torch.uint8), want.T.contiguous())
+    shapes = ((3 * C, C), (C, C), (N, C), (C, N))
+    xs, outs = [randn(*shape, scale=0.02) for shape in shapes], [weight(*shape, 0.02) for shape in shapes]
+    K.cast_weights(*outs, *xs)
+    for x, out in zip(xs, outs):
+        want = quantised(x, out.scale.item()).view(torch.uint8)
+        yield same("fp8 cast_weights", "rows", out.rows.view(torch.uint8), want)
+        yield same("fp8 cast_weights", "columns", out.columns.view(torch.uint8), want.T.contiguous())
 
 
 def storage() -> str:

@@ -71,8 +71,9 @@ def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
     """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes.  A cast only reads `value`."""
     if not output:
         return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
+    value = None if name.startswith("cast") else operand.value
     more = [operand.columns] if operand.transposed and name != "attention_fwd" else []  # att.T: attention_bwd
-    return [operand.rows, *more, *([operand.value] if operand.value is not None and name != "cast_operand" else [])]
+    return [operand.rows, *more, *([] if value is None else [value])]
 
 
 def flops(name: str, a: Arguments) -> int:

@@ -193,14 +193,22 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 def cast_operand(x8: Fp8, x: Tensor) -> None:
     """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, without pairs."""
     R, C = x.shape
-    if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
-        return hopper_cast.cast_weight(x8.rows, x8.columns, x, x8.scale, x8.amax)
     block_r, block_c = block(R, 4), block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )
     if x8.transposed:
         transpose(x8.columns, x8.rows, pairs=False)
+
+
+@contract("a8[A,B] b8[D,E] c8[F,G] d8[H,I] <- a[A,B] b[D,E] c[F,G] d[H,I]")
+def cast_weights(a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+    """Cast a layer's four weights, as cast_operand does; on Hopper in one launch."""
+    pairs = ((a8, a), (b8, b), (c8, c), (d8, d))
+    if all(hopper.takes("cast_weight", *x.shape, "fp8") for _, x in pairs):
+        return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax) for x8, x in pairs])
+    for x8, x in pairs:
+        cast_operand(x8, x)
 
 
 @contract("squares[1]+ <- amax[A,P]")

@@ -17,8 +17,13 @@ NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices:
 
 
 def cast(K: Any, operands: list[Any]) -> None:
-    for x8 in operands:
-        K.cast_operand(x8, x8.value)
+    """Cast a layer's four weights in one launch, and anything else alone."""
+    values = [x8.value for x8 in operands]
+    if len(operands) >= 4:
+        K.cast_weights(*operands[:4], *values[:4])
+        operands, values = operands[4:], values[4:]
+    for x8, x in zip(operands, values):
+        K.cast_operand(x8, x)
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:

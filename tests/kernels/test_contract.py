@@ -8,7 +8,7 @@ from tests.support import reference
 
 INTERNAL = {"column_sums"}  # called by launchers only
 STATISTICS = {"tensor_stats", "parameter_stats", "muon_stats"}  # tests/model/test_tensor_stats.py
-FP8 = {"cast_operand", "check_amax", "roll_scales", "fp8_stats"}  # tests/kernels/test_fp8.py
+FP8 = {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}  # tests/kernels/test_fp8.py
 
 
 def test_every_launcher_is_an_attribute_of_the_package():

@@ -156,14 +156,15 @@ def test_what_is_not_recorded_changes_no_scale(amax, applied):
 # ---- the tensors that kernels write ----
 
 
-@pytest.mark.parametrize("shape", [(64, 80), (208, 48), (400, 272), (72, 40)])
-def test_weights_are_cast_and_transposed(shape, rng):
-    w = rng(*shape, dtype=BF16) * 0.02
-    w8 = operand(*shape, scale=64.0)
-    K.cast_operand(w8, w)
-    want = as_e4m3(w.float() * 64)
-    assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(bits(w8.columns), bits(want).T)
-    assert amax_of(w8) == w.float().abs().max().item()
+@pytest.mark.parametrize("shapes", [((64, 80), (208, 48), (400, 272), (16, 16)), ((72, 40),) * 4])
+def test_weights_are_cast_and_transposed(shapes, rng):
+    weights = [rng(*shape, dtype=BF16) * 0.02 for shape in shapes]
+    operands = [operand(*shape, scale=64.0) for shape in shapes]
+    K.cast_weights(*operands, *weights)
+    for w8, w in zip(operands, weights, strict=True):
+        want = as_e4m3(w.float() * 64)
+        assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(bits(w8.columns), bits(want).T)
+        assert amax_of(w8) == w.float().abs().max().item()
 
 
 def test_saturated_and_flushed_elements_are_counted(rng):

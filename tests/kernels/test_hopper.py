@@ -56,7 +56,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
     longest = dict(T=2048, SPAN=2048)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
-    cast = dict(rows_desc=(128, 128, "fp8e4nv"), columns_desc=(128, 64, "i16"), x_desc=(128, 128))
+    weight = dict(rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32")
+    cast = {f"{name}_{i}": form for i in range(4) for name, form in (weight | dict(across=I32, end=I32)).items()}
     return {
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
@@ -77,8 +78,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 attention_dkdv, longest": ("_attention_dkdv_kernel", attention8 | longest),
         "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
         "fp8 transpose": ("_transpose_kernel", transpose),
-        "fp8 cast": ("_cast_weight_kernel", cast | dict(scale_ptr=F32, amax_ptr="*i32")),
-        "fp8 cast, evaluation": ("_cast_weight_kernel", cast | dict(scale_ptr=F32, amax_ptr=None)),
+        "fp8 cast": ("_cast_weights_kernel", cast),
+        "fp8 cast, evaluation": ("_cast_weights_kernel", cast | {f"amax_{i}": None for i in range(4)}),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
         "matmul, wide": ("_wide_kernel", wide_forward),

@@ -157,14 +157,17 @@ def test_fp8_transpose_is_exact(rng, seed):
 @seeds
 @pytest.mark.parametrize("recorded", [True, False])
 def test_fp8_weights_are_exact(rng, recorded, seed):
-    w = rng(272, 144, dtype=BF16) * 0.02
-    rows, columns = poisoned(272, 144).to(E4M3), poisoned(144, 272).to(E4M3)
-    amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+    weights = []
+    for R, C in ((272, 144), (16, 48), (128, 256), (144, 272)):
+        forms = poisoned(R, C).to(E4M3), poisoned(C, R).to(E4M3), rng(R, C, dtype=BF16) * 0.02
+        amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+        weights.append((*forms, torch.tensor([64.0]), amax))
     with simulated(cast, seed):
-        cast.cast_weight(rows, columns, w, torch.tensor([64.0]), amax)
-    want = (w.float() * 64).to(E4M3).view(torch.uint8)
-    assert torch.equal(rows.view(torch.uint8), want) and torch.equal(columns.view(torch.uint8), want.T)
-    assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
+        cast.cast_weights(weights)
+    for rows, columns, w, _, amax in weights:
+        want = (w.float() * 64).to(E4M3).view(torch.uint8)
+        assert torch.equal(rows.view(torch.uint8), want) and torch.equal(columns.view(torch.uint8), want.T)
+        assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
 
 
 @seeds
