@@ -37,7 +37,6 @@ def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tupl
     segments      (4, 0, 2, -1)  (7, 2, 2, 0)  (7, 4, 1, 1)  (9, 5, 1, -1)
     split_tokens  (7, 0, 2, 0)                    row 7 gets partial rows 0 and 1
     """
-    assert vocab_size <= 1 << 16, vocab_size
     order, token, count = _sort_entries(np.concatenate([ids, targets]), vocab_size)
     max_segments, max_split, _ = scatter_bounds(len(ids), vocab_size)
     segments, split_tokens = np.zeros((max_segments, 4), np.int32), np.zeros((max_split, 4), np.int32)
@@ -48,9 +47,12 @@ def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tupl
 def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the entries sorted by token, the tokens that occur, and each such token's number of entries."""
     entries = np.flatnonzero(tokens >= 0)
-    keys = tokens[entries].astype(np.uint16)  # numpy sorts 16-bit keys by radix, five times as fast as int32 keys
+    keys = tokens[entries]
+    by_token = np.argsort(keys.astype(np.uint16), kind="stable")  # by radix, five times as fast as int32 keys
+    if vocab_size > 1 << 16:
+        by_token = by_token[np.argsort((keys[by_token] >> 16).astype(np.uint8), kind="stable")]
     order = np.zeros(len(tokens), np.int32)
-    order[: len(entries)] = entries[np.argsort(keys, kind="stable")]
+    order[: len(entries)] = entries[by_token]
     counts = np.bincount(keys, minlength=vocab_size)
     token = np.flatnonzero(counts)
     return order, token, counts[token]

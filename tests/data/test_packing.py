@@ -68,6 +68,15 @@ def test_scatter_table_matches_a_search(case):
     assert all(u <= b for u, b in zip(used, bounds, strict=True))
 
 
+@pytest.mark.parametrize("vocab_size", [65_536, 65_537, 131_072])
+def test_scatter_table_sorts_large_vocabularies(vocab_size):
+    tokens = np.random.default_rng(vocab_size).choice(np.r_[0:vocab_size:977, vocab_size - 1], 3000).astype(np.int32)
+    tokens[2990:] = -1
+    order, segments, _ = table_of(tokens[:1500], tokens[1500:], vocab_size)
+    np.testing.assert_array_equal(order, np.append(np.argsort(tokens[:2990], kind="stable"), [0] * 10))
+    np.testing.assert_array_equal(np.repeat(segments[:, 0], segments[:, 2]), np.sort(tokens[:2990]))
+
+
 @pytest.mark.parametrize(
     "count, used", [(1, (1, 0, 0)), (128, (1, 0, 0)), (129, (2, 1, 2)), (256, (2, 1, 2)), (257, (3, 1, 3))]
 )
