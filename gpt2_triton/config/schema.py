@@ -78,7 +78,7 @@ class ModelConfig(ConfigSection):
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
-    vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold 16-bit tokens", ge=2, le=65536)
+    vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17)
     block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
     dropout: float = kept(
         0.0, "probability in training with which dropout sets elements of embeddings and branches to 0", ge=0, lt=1

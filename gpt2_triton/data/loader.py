@@ -68,7 +68,7 @@ class Windows:
         DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
         checked here, at a thousandth of the cost of reading and packing it.
         """
-        tokens = np.empty((len(windows), self.seq_len + 1), "<u2")
+        tokens = np.empty((len(windows), self.seq_len + 1), self.shards[0].dtype)
         places = self._places(windows, phases)
         for row, (shard, start) in zip(tokens, places, strict=True):
             self.shards[shard].read(start, row)

@@ -1,7 +1,7 @@
 """Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before training.
 
-A shard is a header of 256 little-endian int32 (MAGIC, VERSION, number of tokens ntok, then zeros) and the tokens as
-uint16: 1024 + 2 * ntok bytes in all.
+A shard is a header of 256 little-endian int32 (magic, version, number of tokens ntok, then zeros) and the tokens: as
+uint16 for GPT-2, 1024 + 2 * ntok bytes in all, and as uint32 for a vocabulary of more than 65,536, such as Llama 3's.
 """
 
 import functools
@@ -21,12 +21,14 @@ from gpt2_triton.console import command_line
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import expand_glob, is_text, sha256, write_atomic
 
-MAGIC, VERSION = 20240520, 1
+# magic and version: type of the tokens
+FORMATS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
 EDGE_BYTES = 1 << 16  # hashed at each end of a small shard
 BLOCKS, BLOCK_TOKENS = 32, 512  # hashed in a large shard
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
 CORRECT = "correct data.train and data.val"
+SET_VOCABULARY = "set model.vocab_size and data.tokenizer as this data needs"
 RESTORE = "restore it and resume"
 PREPARE = f"make shards with `{command_line('prepare')}`"
 PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` that make them
@@ -37,12 +39,18 @@ PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` tha
 }
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the type of a vocabulary's tokens in shards."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write one shard of uint16 tokens."""
-    assert tokens.dtype == np.uint16 and tokens.ndim == 1 and 0 < len(tokens) < 2**31, (tokens.dtype, tokens.shape)
+    """Write one shard of uint16 or uint32 tokens."""
+    [(magic, version)] = [start for start, dtype in FORMATS.items() if dtype == tokens.dtype]
+    assert tokens.ndim == 1 and 0 < len(tokens) < 2**31, tokens.shape
     header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    write_atomic(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+    header[:3] = magic, version, len(tokens)
+    write_atomic(path, header.tobytes(), np.ascontiguousarray(tokens).data)
 
 
 class Shard:
@@ -52,20 +60,24 @@ class Shard:
         """`todo`: what to do if the shard does not suit the model; by default, change the configuration."""
         self.path, self.vocab_size, self._todo = Path(path), vocab_size, todo
         try:
-            self.count, self._state = read_header(self.path)
+            self.dtype, self.count, self._state = read_header(self.path)
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
         if self.count < seq_len + 1:
             todo = todo or "lower train.seq_len or leave this file out"
             what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
             raise DataError(f"{self.path}: too short: {what}; {todo}")
+        if (needed := token_dtype(vocab_size)) != self.dtype:
+            bits, expected = 8 * self.dtype.itemsize, 8 * needed.itemsize
+            what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
+            raise DataError(f"{self.path}: another tokenizer's: {what}; {todo or SET_VOCABULARY}")
 
     def read(self, first: int, out: np.ndarray) -> None:
-        """Fill `out`, uint16 [n], with the tokens from `first` on; DataError if the file has changed or is gone.
+        """Fill `out`, dtype [n], with the tokens from `first` on; DataError if the file has changed or is gone.
 
         The tokens are unchecked: the caller calls `require_known` once for many windows.
         """
-        start = HEADER_BYTES + 2 * first
+        start = HEADER_BYTES + self.dtype.itemsize * first
         state = self._pread((out.data.cast("B"), start))
         if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
             self._accept_new_time(state, start)
@@ -109,8 +121,8 @@ class Shard:
     def _fingerprint(self) -> dict[str, Any]:
         if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
             return self.fingerprint_of_ends()
-        firsts = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)]
-        blocks = self._hash([(HEADER_BYTES + 2 * first, 2 * BLOCK_TOKENS) for first in firsts])
+        firsts, size = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)], self.dtype.itemsize
+        blocks = self._hash([(HEADER_BYTES + size * first, size * BLOCK_TOKENS) for first in firsts])
         return {"name": self.path.name, "bytes": self._state.st_size, "blocks": blocks}
 
     def fingerprint_of_ends(self) -> dict[str, Any]:
@@ -125,7 +137,7 @@ class Shard:
         pieces = [(bytearray(length), start) for start, length in [(0, HEADER_BYTES), *places]]
         self._pread(*((memoryview(piece), start) for piece, start in pieces))
         for piece, start in pieces[1:]:
-            self.require_known(np.frombuffer(piece, "<u2")[None], [(start - HEADER_BYTES) // 2])
+            self.require_known(np.frombuffer(piece, self.dtype)[None], [(start - HEADER_BYTES) // self.dtype.itemsize])
         return hashlib.sha256(b"".join(piece for piece, _ in pieces)).hexdigest()
 
     def verify(self) -> bool:
@@ -145,19 +157,19 @@ class Shard:
     def require_known(self, rows: np.ndarray, firsts: Sequence[int]) -> None:
         """DataError for a token outside the vocabulary, which the embedding kernel would read out of bounds.
 
-        rows: uint16 [any, n]; row i begins with token firsts[i] of the shard
+        rows: dtype [any, n]; row i begins with token firsts[i] of the shard
         """
         if self.vocab_size == 1 << 16 or not rows.size or rows.max() < self.vocab_size:
             return
         row, column = divmod(int((rows >= self.vocab_size).argmax()), rows.shape[1])
         at = firsts[row] + column
-        where = f"{self.path}: token {at:,} (byte {HEADER_BYTES + 2 * at:,}) outside the vocabulary"
-        todo = self._todo or "set model.vocab_size and data.tokenizer as this data needs"
-        raise DataError(f"{where}: {rows[row, column]}, must be less than {self.vocab_size:,}; {todo}")
+        where = f"token {at:,} (byte {HEADER_BYTES + self.dtype.itemsize * at:,}) outside the vocabulary"
+        what = f"{rows[row, column]}, must be less than {self.vocab_size:,}"
+        raise DataError(f"{self.path}: {where}: {what}; {self._todo or SET_VOCABULARY}")
 
 
-def read_header(path: Path) -> tuple[int, os.stat_result]:
-    """Return the number of tokens of a shard and the state of its file; DataError if its header or size is wrong."""
+def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
+    """Return type and number of a shard's tokens, and its file's state; DataError if its header or size is wrong."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
         kind = "a directory" if path.is_dir() else "a pipe or a device"
         raise DataError(f"{path}: {kind}, not a shard; leave it out, or narrow the pattern")
@@ -167,19 +179,20 @@ def read_header(path: Path) -> tuple[int, os.stat_result]:
     if len(header) < HEADER_BYTES:
         raise DataError(f"{path}: no header in {state.st_size:,} bytes; {todo}")
     magic, version, count = struct.unpack_from("<3i", header)
-    if (magic, version) != (MAGIC, VERSION):
-        expected = f"llm.c's uint16 shards begin with {MAGIC} {VERSION}, nanoGPT's have no header"
-        what = f"it begins with {magic} {version}; {expected}"
+    dtype = FORMATS.get((magic, version))
+    if dtype is None:
+        expected = " or ".join(f"{known} {number}" for known, number in FORMATS)
+        what = f"it begins with {magic} {version}; llm.c's shards begin with {expected}, nanoGPT's have no header"
         raise DataError(f"{path}: not a shard: {what}; {PREPARE}")
-    if count < 1 or state.st_size != HEADER_BYTES + 2 * count:
+    if count < 1 or state.st_size != HEADER_BYTES + dtype.itemsize * count:
         raise DataError(f"{path}: wrong size: {state.st_size:,} bytes, and {count:,} tokens by its header; {todo}")
-    return count, state
+    return dtype, count, state
 
 
 def map_tokens(path: Path) -> np.memmap:
-    """Return the memory-mapped tokens of a shard, uint16 [count]; DataError if its header or size is wrong."""
-    count, _ = read_header(path)
-    return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    """Return the memory-mapped tokens of a shard, dtype [count]; DataError if its header or size is wrong."""
+    dtype, count, _ = read_header(path)
+    return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
 def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> list[Shard]:

@@ -118,10 +118,10 @@ def open_data(config: Config, control: ControlGroup) -> Data:
 def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
     """Compare this rank's part of the shards with shards.json next to them; DataError if a shard differs."""
     unknown, own = 0, shards[control.rank :: control.size]
-    with Progress("verifying shards", sum(2 * shard.count for shard in own), "bytes") as progress:
+    with Progress("verifying shards", sum(shard.count for shard in own), "tokens") as progress:
         for shard in own:
             unknown += not shard.verify()
-            progress.advance(2 * shard.count)
+            progress.advance(shard.count)
     if unknown:
         what = f"{unknown:,} of {len(own):,} shards have no sha256 in shards.json, and were not verified"
         print_line(f"warning: data.verify: {what}", error=True)

@@ -47,7 +47,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
     ("", {"memory.recompute": "gelu:13"}, "--memory.recompute: gelu:13 names more layers than model.n_layer 12"),
     ("", {"model.n_embd": "770"}, "--model.n_embd: must be a multiple of 16"),
-    ("", {"model.vocab_size": "65537"}, "shards hold 16-bit tokens"),
+    ("", {"model.vocab_size": "131073"}, "less than or equal to 131072"),
     ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; train --help lists them"),
     ("dropout: 0.1", {}, "x.yaml:1: dropout: unknown key; did you mean model.dropout?"),
     ("bias: false", {}, "x.yaml:1: bias: unknown key; nanoGPT's bias has no counterpart here: models have biases"),

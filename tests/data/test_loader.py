@@ -19,7 +19,7 @@ SEQ_LEN, VOCAB = 4, 1000
 class FakeShard:
     """A shard of the tokens first, first + 1, ..."""
 
-    vocab_size = VOCAB
+    vocab_size, dtype = VOCAB, np.dtype("<u2")
 
     def __init__(self, path, first, count):
         self.path, self.first, self.count = path, first, count

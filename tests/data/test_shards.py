@@ -44,6 +44,17 @@ def test_write_shard_has_the_bytes_of_llmc(shard):
     assert shard.read_bytes() == struct.pack("<256i", 20240520, 1, 100, *[0] * 253) + struct.pack("<100H", *range(100))
 
 
+def test_write_shard_has_the_bytes_of_llmc_for_llama_3(tmp_path):
+    tokens = np.array([128_000, 65_536, 65_535, 1] * 25, np.uint32)
+    write_shard(tmp_path / "a.bin", tokens)
+    expected = struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + struct.pack("<100I", *tokens)
+    assert (tmp_path / "a.bin").read_bytes() == expected
+    [opened] = open_shards(str(tmp_path / "a.bin"), 128_256, SEQ_LEN)
+    assert opened.count == 100 and opened.fingerprint["bytes"] == 1424
+    np.testing.assert_array_equal(map_tokens(tmp_path / "a.bin"), tokens)
+    np.testing.assert_array_equal(Windows([opened], SEQ_LEN).read(np.array([11]))[0], tokens[88:97])
+
+
 def test_open_shards_returns_the_tokens(shard):
     (opened,) = open_shards(str(shard), VOCAB, SEQ_LEN)
     assert opened.count == len(TOKENS)
@@ -56,7 +67,14 @@ def test_open_shards_returns_the_tokens(shard):
 @pytest.mark.parametrize("header", [(20240801, 1), (20240520, 7)])
 def test_shard_of_another_format_is_refused(shard, header):
     patched(shard, 0, *header)
-    assert f"{header[0]} {header[1]}; llm.c's uint16 shards begin with 20240520 1, nano" in refusal(shard)
+    message = f"{header[0]} {header[1]}; llm.c's shards begin with 20240520 1 or 20240801 7, nanoGPT's have no header"
+    assert message in refusal(shard)
+
+
+def test_shard_of_another_width_is_refused(shard):
+    assert "16 bits, and a vocabulary of 128,256 has 32; set model.vocab_size and data" in refusal(shard, 128_256)
+    write_shard(shard, TOKENS.astype(np.uint32))
+    assert "32 bits, and a vocabulary of 50,257 has 16; set model.vocab_size and data" in refusal(shard, 50_257)
 
 
 @pytest.mark.parametrize("count", [0, -5, 99, 101])
@@ -93,6 +111,15 @@ def test_shard_token_outside_the_vocabulary_is_located(shard, place):
         error.value
     )
     assert struct.unpack_from("<H", shard.read_bytes(), 1024 + 2 * at) == (300,)
+
+
+def test_shard_token_outside_a_large_vocabulary_is_located(shard):
+    tokens = np.zeros(200_000, np.uint32)
+    tokens[[50, 70]] = 128_255, 128_256
+    write_shard(shard, tokens)
+    [opened] = open_shards(str(shard), 128_256, SEQ_LEN)
+    with pytest.raises(DataError, match=r"token 70 \(byte 1,304\) outside the vocabulary: 128256, must be"):
+        _ = opened.fingerprint
 
 
 def test_open_shards_refuses_a_pattern_without_match(tmp_path):

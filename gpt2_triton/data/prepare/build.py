@@ -19,7 +19,7 @@ import numpy as np
 
 from gpt2_triton.console import Progress
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.shards import HEADER_BYTES, RECORD, map_tokens, read_record, write_shard
+from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import missing_space, sha256, write_atomic
@@ -79,10 +79,10 @@ def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens
 
 
 def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> None:
-    get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
+    tokenizer = get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
     shards, places = _resume(recipe, out_dir, log)
     done = count_tokens(shards)
-    require_space(out_dir, max(0, expected_tokens - done))
+    require_space(out_dir, max(0, expected_tokens - done) * token_dtype(tokenizer.vocab_size).itemsize)
     _record_progress(out_dir, recipe, shards, places)
     start = places[-1] or {"state": None, "skip": 0}
     before = start["state"] or 0 if source.unit == "characters" else done
@@ -161,7 +161,7 @@ def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecor
     with Progress("checking finished shards", count_tokens(found), "tokens") as progress:
         for name, row in found.items():
             path = out_dir / name
-            if not path.exists() or shard_record(path) != row:
+            if not path.exists() or sha256(path) != row["sha256"]:
                 log(f"{path} is damaged: preparing again from there")
                 break
             shards[name] = row
@@ -189,7 +189,7 @@ def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardReco
 
 
 def shard_record(path: Path) -> dict[str, Any]:
-    return {"tokens": (path.stat().st_size - HEADER_BYTES) // 2, "sha256": sha256(path)}
+    return {"tokens": read_header(path)[1], "sha256": sha256(path)}
 
 
 def count_tokens(shards: ShardRecords, split: str = "") -> int:
@@ -201,11 +201,10 @@ def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Return whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
     record = read_record(out_dir / RECORD)
     try:
-        sizes = {name: (out_dir / name).stat().st_size for name in record["shards"]}
-        whole = {name: HEADER_BYTES + 2 * row["tokens"] for name, row in record.pop("shards").items()}
-    except (OSError, LookupError, TypeError, AttributeError, ValueError):  # ValueError: a name with a zero byte
+        whole = all(read_header(out_dir / name)[1] == row["tokens"] for name, row in record.pop("shards").items())
+    except (DataError, OSError, LookupError, TypeError, AttributeError, ValueError):  # ValueError: a zero byte
         return False
-    return record == recipe and sizes == whole
+    return record == recipe and whole
 
 
 def _remove(out_dir: Path, *names: str) -> None:
@@ -218,11 +217,11 @@ def directory_in_use(place: Path) -> DataError:
     return DataError(f"{place}: in use: it holds other data; choose another directory as --out, or remove it")
 
 
-def require_space(directory: Path, tokens: int) -> None:
-    """DataError unless `tokens` more tokens, of two bytes each, fit on the disk."""
-    if missing := missing_space(directory, 2 * tokens):
+def require_space(directory: Path, size: int) -> None:
+    """DataError unless shards of `size` more bytes fit on the disk."""
+    if missing := missing_space(directory, size):
         needed, free = missing
-        what = f"{free:,} bytes free, {needed:,} needed for {tokens:,} tokens"
+        what = f"{free:,} bytes free, {needed:,} needed"
         raise DataError(f"{directory}: not enough room: {what}; make room or choose another directory")
 
 

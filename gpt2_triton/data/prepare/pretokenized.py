@@ -79,7 +79,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
                 missing.append(file)
             progress.advance(1)
     size = sum(file.size for file in missing)
-    require_space(out_dir, size // 2)
+    require_space(out_dir, size)
     with Progress(f"downloading {repo}", size, "bytes") as progress:
         for file in files:
             if file in missing:

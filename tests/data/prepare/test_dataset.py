@@ -388,7 +388,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
 
 def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19_999))
-    with pytest.raises(DataError, match="not enough room: 19,999 bytes free, 20,000 needed for 10,000 tokens"):
+    with pytest.raises(DataError, match="not enough room: 19,999 bytes free, 20,000 needed"):
         prepare(folder, tmp_path / "out", tokens=10_000)
     assert not list((tmp_path / "out").glob("[!.]*"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000))
