@@ -17,7 +17,7 @@ BUDGETS = {
     "gpt2_triton/data/prepare": 1173,
     "gpt2_triton/distributed": 757,
     "gpt2_triton/inference": 510,
-    "gpt2_triton/kernels": 3706,
+    "gpt2_triton/kernels": 3915,
     "gpt2_triton/kernels/hopper": 2253,
     "gpt2_triton/model": 2622,
     "gpt2_triton/model/gpt2": 257,
@@ -43,9 +43,9 @@ BUDGETS = {
     "tests/gpu": 798,
     "tests/ground": 397,
     "tests/inference": 675,
-    "tests/kernels": 4266,
+    "tests/kernels": 4381,
     "tests/model": 2313,
-    "tests/support": 1695,
+    "tests/support": 1747,
     "tests/training": 2252,
 }
 

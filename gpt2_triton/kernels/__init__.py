@@ -1,4 +1,4 @@
-"""Every compute operation of GPT-2 training as a Triton kernel.  model/gpt2/schedule.py calls this package K."""
+"""Every compute operation of training as a Triton kernel.  The schedules in model/ call this package K."""
 
 # ruff: noqa: E402, F401, the imports are the package's attributes
 import os
@@ -20,7 +20,7 @@ from gpt2_triton.kernels.dropout import dropout
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.fp8 import HISTORY, Fp8, cast_operand, cast_weights, check_amax, roll_scales
-from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
+from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 from gpt2_triton.kernels.matmul import (
     matmul,
     matmul_add,
@@ -30,6 +30,7 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu,
     matmul_dx_dgelu_scratch,
     matmul_gelu,
+    matmul_rope,
 )
 from gpt2_triton.kernels.muon import (
     muon_apply,
@@ -45,16 +46,18 @@ from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
 from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.sampling import sample_token
+from gpt2_triton.kernels.swiglu import swiglu, swiglu_bwd
 from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_stats, stats_parts, tensor_stats
 
 
 def scratch_elements(d: dict[str, int], dtype: str) -> int:
     """Return the fp32 elements of scratch: the largest need of any launch.  The plan has the sizes d."""
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
-    products = [(3 * C, C, R), (C, C, R), (4 * C, C, R), (C, 4 * C, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
+    D, F, G = d["D"], d["F"], d["G"]
+    products = [(D, C, R), (C, C, R), (G, C, R), (C, F, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
     return max(
         layernorm_bwd_scratch(R, C, dtype),
-        matmul_dx_dgelu_scratch(R, 4 * C, dtype),
+        matmul_dx_dgelu_scratch(R, F, dtype),
         attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
         classifier_fwd_scratch(Rc, Vp, dtype),
         embedding_bwd_scratch(d["slots"], C),

@@ -5,17 +5,19 @@ forward    s = q @ k.T / sqrt(HS),  s[i, j] = -inf for j > i,  p = softmax(s),  
 backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (dout @ v.T - delta)
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
-qkv is [B*T, 3, NH, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  Only lse is kept for the backward pass.  TMA
+qkv is [B*T, NH + 2 * NKV, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  The query heads share NKV heads of
+k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept for the backward pass.  TMA
 descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
 nothing, so scores need masks only for causality.  lse and delta have masks, not descriptors: TMA requires rows that
-begin on 16 bytes, and T numbers may end elsewhere.  qkv has 3 * NH heads: NH of q, NH of k, NH of v.
+begin on 16 bytes, and T numbers may end elsewhere.  qkv has the heads of q, then of k, then of v.
 
 Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before
 they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the
 second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each output has one writer:
-there are no atomics, and two runs have equal bits.  Heads of 80 and 96 columns run in blocks of 128, padded with
-zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of 64 columns, in
-whole blocks of 64 tokens.
+there are no atomics, and two runs have equal bits.  A program of dk and dv adds up a group's heads in their order.
+With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in blocks of 128, with
+zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/, all without groups: bf16 with
+heads of 64 columns, in whole blocks of 64 tokens.
 """
 
 import math
@@ -36,6 +38,7 @@ from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 
@@ -66,7 +69,7 @@ def _online_softmax_step(s, v, m, total, acc, factor):
 @triton.jit
 def _attention_fwd_kernel(
     out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, q_desc, kv_desc, T, NH, factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
     blocks = tl.cdiv(T, BLOCK_M)
@@ -81,12 +84,12 @@ def _attention_fwd_kernel(
     total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
-        k = _load(kv_desc, b, NH + h, start)
-        v = _load(kv_desc, b, 2 * NH + h, start)
+        k = _load(kv_desc, b, NH + h // GROUP, start)
+        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
         m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
-        k = _load(kv_desc, b, NH + h, start)
-        v = _load(kv_desc, b, 2 * NH + h, start)
+        k = _load(kv_desc, b, NH + h // GROUP, start)
+        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
         j = start + tl.arange(0, BLOCK_N)
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
@@ -102,8 +105,8 @@ def _attention_fwd_kernel(
 @triton.jit
 def _attention_bwd_dq_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc,
-    out_desc, out_scale_ptr, lse_ptr, T, NH, factor, scale,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_desc, out_scale_ptr, lse_ptr, rope_ptr, T, NH, factor, scale,
+    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -122,61 +125,73 @@ def _attention_bwd_dq_kernel(
     q = _load(q_desc, b, h, first)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first + BLOCK_M, BLOCK_N):
-        k = _load(kv_desc, b, NH + h, start)
-        v = _load(kv_desc, b, 2 * NH + h, start)
+        k = _load(kv_desc, b, NH + h // GROUP, start)
+        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
         p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
         if start + BLOCK_N > first:  # the diagonal
             p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
+    if rope_ptr is not None:
+        dq = rotated(dq, rope_ptr, tl.minimum(i, T - 1), True, HS)
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, h, first, dq)
-    d = tl.arange(0, BLOCK_D)
-    tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
+    if part_ptr is not None:
+        d = tl.arange(0, BLOCK_D)
+        tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr,
-    T, NH, factor, scale,
-    HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    rope_ptr, T, NH, factor, scale,
+    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_N)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
-    bh = tl.program_id(0) // blocks
-    b, h = bh // NH, bh % NH
+    NKV = NH // GROUP
+    b, kv = tl.program_id(0) // blocks // NKV, tl.program_id(0) // blocks % NKV
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
-    lse_ptr += bh.to(tl.int64) * T
-    delta_ptr += bh.to(tl.int64) * T
-    k = _load(kv_desc, b, NH + h, first)
-    v = _load(kv_desc, b, 2 * NH + h, first)
+    k = _load(kv_desc, b, NH + kv, first)
+    v = _load(kv_desc, b, NH + NKV + kv, first)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for start in tl.range(first, T, BLOCK_M):
-        i = start + tl.arange(0, BLOCK_M)
-        q = _load(q_desc, b, h, start)
-        dout = _load(dout_desc, b, h, start)
-        lse = tl.load(lse_ptr + i, mask=i < T, other=0.0)
-        delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
-        p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
-        if start < first + BLOCK_N:  # the diagonal
-            p = tl.where(i[None, :] >= j[:, None], p, 0.0)
-        dv = dot(p.to(dout.dtype), dout, dv)
-        # starting the sum at -delta saves a subtraction, and registers
-        ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
-        dk = dot(ds.to(q.dtype), q, dk)
+    for member in range(GROUP):
+        h = kv * GROUP + member
+        at = (b * NH + h).to(tl.int64) * T
+        for start in tl.range(first, T, BLOCK_M):
+            i = start + tl.arange(0, BLOCK_M)
+            q = _load(q_desc, b, h, start)
+            dout = _load(dout_desc, b, h, start)
+            lse = tl.load(lse_ptr + at + i, mask=i < T, other=0.0)
+            delta = tl.load(delta_ptr + at + i, mask=i < T, other=0.0)
+            p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
+            if start < first + BLOCK_N:  # the diagonal
+                p = tl.where(i[None, :] >= j[:, None], p, 0.0)
+            dv = dot(p.to(dout.dtype), dout, dv)
+            # starting the sum at -delta saves a subtraction, and registers
+            ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
+            dk = dot(ds.to(q.dtype), q, dk)
     dk *= scale
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + h, first, dk)
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, 2 * NH + h, first, dv)
-    d = tl.arange(0, BLOCK_D)
-    part_ptr += ((b * blocks + block) * 2 * NH + h) * HS + d
-    tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
-    tl.store(part_ptr + NH * HS, tl.sum(dv, 0), mask=d < HS)
+    if rope_ptr is not None:
+        dk = rotated(dk, rope_ptr, tl.minimum(j, T - 1), True, HS)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)
+    if part_ptr is not None:
+        d = tl.arange(0, BLOCK_D)
+        part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
+        tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
+        tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
 
 
-def _head_size(qkv: Tensor, lse: Tensor) -> int:
-    return qkv.shape[1] // (3 * lse.shape[1])
+def _head_size(out: Tensor, lse: Tensor) -> int:
+    return out.shape[1] // lse.shape[1]
+
+
+def _group(qkv: Tensor, lse: Tensor, HS: int) -> int:
+    """Return how many heads of q share a head of k and v."""
+    return 2 * lse.shape[1] // (qkv.shape[1] // HS - lse.shape[1])
 
 
 def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
@@ -190,22 +205,23 @@ def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
     return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(BLOCK_D=next_power_of_2(HS))
 
 
-@contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,3*C]")
+@contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,D]")
 def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
-    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
+    (B, NH, T), HS, dtype = lse.shape, _head_size(out, lse), dtype_name(qkv)
+    group = _group(qkv, lse, HS)
     out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
-    if hopper.takes("attention_fwd", T, HS, dtype):
+    if group == 1 and hopper.takes("attention_fwd", T, HS, dtype):
         return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv)
     row = _row("attention_fwd", dtype, T, HS)
     out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
     out8_desc = None if out8 is None else _rows(out8, lse, HS, row["BLOCK_M"])
     width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
-    q_desc = TensorDescriptor(qkv, [B, T, 3 * NH, HS], [T * width, width, HS, 1], block)
+    q_desc = TensorDescriptor(qkv, [B, T, width // HS, HS], [T * width, width, HS, 1], block)
     kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
     _attention_fwd_kernel[(programs,)](
-        out_desc, out8_desc, *scaling, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), **row
+        out_desc, out8_desc, *scaling, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), GROUP=group, **row
     )
 
 
@@ -215,16 +231,18 @@ def _in_forms(x: Operand) -> Forms:
     return Forms(rows, columns, scale, amax)
 
 
-def _sizes(qkv: Tensor, lse: Tensor) -> dict[str, int | float]:
-    HS = _head_size(qkv, lse)
-    scale = 1.0 / math.sqrt(HS)
-    return dict(T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, HS=HS)
+def _sizes(qkv: Tensor, lse: Tensor, HS: int) -> dict[str, int | float]:
+    scale, group = 1.0 / math.sqrt(HS), _group(qkv, lse, HS)
+    return dict(T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, GROUP=group, HS=HS)
 
 
-def _launch_dq(dqkv: Operand, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor) -> int:
+def _launch_dq(
+    dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor,
+    rope: Tensor | None,
+) -> int:  # fmt: skip
     """Write dq, delta, out's columns, and part, the column sums of dq for each block of queries; return part's rows."""
-    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
-    if hopper.takes("attention_bwd_dq", T, HS, dtype):
+    (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
+    if part is not None and hopper.takes("attention_bwd_dq", T, HS, dtype):
         return hopper_dq.attention_bwd_dq(_in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse)
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
@@ -233,41 +251,47 @@ def _launch_dq(dqkv: Operand, part: Tensor, delta: Tensor, dout: Tensor, qkv: Te
     columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
         dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc, stored(out)[1], lse,
-        **_sizes(qkv, lse), **row,
+        rope, **_sizes(qkv, lse, HS), **row,
     )  # fmt: skip
     return B * blocks
 
 
-def _launch_dkdv(dqkv: Operand, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor) -> int:
+def _launch_dkdv(
+    dqkv: Operand, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, rope: Tensor | None
+) -> int:
     """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
-    (B, NH, T), HS, dtype = lse.shape, _head_size(qkv, lse), dtype_name(qkv)
-    if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
+    (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
+    if part is not None and hopper.takes("attention_bwd_dkdv", T, HS, dtype):
         return hopper_dkdv.attention_bwd_dkdv(_in_forms(dqkv), part, dout, qkv, lse, delta)
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))
     dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
     columns = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"])
-    _attention_bwd_dkdv_kernel[(blocks * B * NH,)](
-        dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, **_sizes(qkv, lse), **row
+    sizes = _sizes(qkv, lse, HS)
+    _attention_bwd_dkdv_kernel[(blocks * B * NH // sizes["GROUP"],)](
+        dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, rope, **sizes, **row
     )
     return B * blocks
 
 
-@contract("dqkv[B*T,3*C] dbias[3*C]+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,3*C] out[B*T,C] lse[B,NH,T]")
+@contract("dqkv[B*T,D] dbias[D]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,D] out[B*T,C] lse[B,NH,T]")
 def attention_bwd(
-    dqkv: Operand, dbias: Tensor, delta: Tensor, scratch: Tensor,
-    dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool,
+    dqkv: Operand, dbias: Tensor | None, delta: Tensor, scratch: Tensor,
+    dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool, rope: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.
+    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.  With `rope`, q and k of
+    qkv are rotated, and dqkv is the gradient before the rotation.
 
     An `out` in fp8 with `transposed` also gets its columns, which the forward pass does not write: dQ reads out anyway.
     """
-    C = out.shape[1]
-    rows = _launch_dq(dqkv, scratch, delta, dout, qkv, out, lse)
-    column_sums(dbias[:C], None, None, scratch, rows, acc)
-    rows = _launch_dkdv(dqkv, scratch, dout, qkv, lse, delta)
-    column_sums(dbias[C:], None, None, scratch, rows, acc)
+    C, part = out.shape[1], scratch if dbias is not None else None
+    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, rope)
+    if dbias is not None:
+        column_sums(dbias[:C], None, None, scratch, rows, acc)
+    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, rope)
+    if dbias is not None:
+        column_sums(dbias[C:], None, None, scratch, rows, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:

@@ -1,13 +1,14 @@
 """Decoding: the forward pass of one token for each of B sequences, with keys and values from a cache.
 
-decode_embed      x = wte[token] + wpe[row]
-decode_matmul     out = [gelu]([layernorm](x) @ w.T + b) [+ res]
+decode_embed      x = wte[token] (+ wpe[row])
+decode_matmul     out = [gelu]([norm](x) @ w.T + b) [+ res]; the norm is LayerNorm, or RMSNorm without lnb
 decode_attention  cache[row] = k, v of qkv;  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
 cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
 
 The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds the last token, the token's row in the
 cache, the number of tokens sampled (sampling.py), and the low and high 31 bits of the seed.  So all steps have the same
-launches, and one CUDA graph replays them.  cache is [B, T, 2, C], one per layer; C holds the heads one after the other.
+launches, and one CUDA graph replays them.  cache is [B, T, 2, Ckv], one per layer; Ckv holds the heads of k or v, which
+the heads of q share in groups.  With `rope` q and k are rotated first (rope.py), and the cache holds rotated k.
 
 Reading the weights bounds a step; with few sequences, so does the number of launches, five per layer.  To save
 launches, each program of a product reads its input rows from L2 and normalises them itself.  Up to NARROW sequences, a
@@ -38,8 +39,9 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
     row = tl.load(seq_ptr + b * FIELDS + ROW).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     wte = tl.load(wte_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
-    wpe = tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(x_ptr + b * C + c, wte + wpe, mask=c < C)
+    if wpe_ptr is not None:
+        wte += tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(x_ptr + b * C + c, wte, mask=c < C)
 
 
 @triton.jit
@@ -65,21 +67,24 @@ def _decode_matvec_kernel(
     for m in range(B):
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if lnw_ptr is not None:
-            centred = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
-            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / K + eps)
             lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            x = (centred * rstd * lnw + lnb).to(x_ptr.dtype.element_ty).to(tl.float32)
+            if lnb_ptr is not None:
+                x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+            x = x * rstd * lnw
+            if lnb_ptr is not None:
+                x += tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
         _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, GELU)
         x_ptr += K
 
 
 @triton.jit
-def _statistics(x_ptr, inside, K, eps, BLOCK_S: tl.constexpr):
-    """Return mean and 1 / standard deviation of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
+def _statistics(x_ptr, inside, K, eps, CENTRED: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return mean, 0 unless CENTRED, and rstd of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
     total = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
-    for first in range(0, K, BLOCK_S):
+    for first in range(0, K if CENTRED else 0, BLOCK_S):
         k = first + tl.arange(0, BLOCK_S)
         total += tl.load(x_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
     mean = tl.sum(total, 1) / K
@@ -103,7 +108,7 @@ def _decode_matmul_kernel(
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_ptr += m[:, None] * K
     if lnw_ptr is not None:
-        mean, rstd = _statistics(x_ptr, m < B, K, eps, BLOCK_S)
+        mean, rstd = _statistics(x_ptr, m < B, K, eps, lnb_ptr is not None, BLOCK_S)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
@@ -111,9 +116,10 @@ def _decode_matmul_kernel(
         x = tl.load(x_ptr + k[None, :], mask=(m < B)[:, None] & (k < K)[None, :], other=0.0)
         if lnw_ptr is not None:
             lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            lnb = tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            xhat = (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
-            x = (xhat * lnw[None, :] + lnb[None, :]).to(x_ptr.dtype.element_ty)
+            y = (x.to(tl.float32) - mean[:, None]) * rstd[:, None] * lnw[None, :]
+            if lnb_ptr is not None:
+                y += tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+            x = y.to(x_ptr.dtype.element_ty)
         acc = dot(x, w.T, acc)
     at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
@@ -121,23 +127,41 @@ def _decode_matmul_kernel(
 
 
 @triton.jit
+def _head(x_ptr, rope_ptr, d, HS):
+    """Return a head of HS columns, in fp32; with rope_ptr, which points to its position, rotated."""
+    x = tl.load(x_ptr + d, mask=d < HS, other=0.0).to(tl.float32)
+    if rope_ptr is not None:
+        half = HS // 2
+        partner = tl.load(x_ptr + (d + half) % HS, mask=d < HS, other=0.0).to(tl.float32)
+        cos = tl.load(rope_ptr + d % half, mask=d < HS, other=0.0)
+        sin = tl.load(rope_ptr + half + d % half, mask=d < HS, other=0.0)
+        x = x * cos + tl.where(d < half, -partner, partner) * sin
+    return x
+
+
+@triton.jit
 def _decode_attention_kernel(
-    att_ptr, cache_ptr, qkv_ptr, seq_ptr, T, NH, HS, factor,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    att_ptr, cache_ptr, qkv_ptr, seq_ptr, rope_ptr, T, NH, HS, factor,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one sequence in BLOCK_T slots, which are combined at the end."""
-    b = tl.program_id(0).to(tl.int64) // NH
+    b, h = tl.program_id(0).to(tl.int64) // NH, tl.program_id(0) % NH
     C = NH * HS
+    CKV = C // GROUP
     d = tl.arange(0, BLOCK_D)
     inside = d < HS
-    column = tl.program_id(0) % NH * HS + d
+    shared = h // GROUP * HS  # the first column of the group's k or v
     row = tl.load(seq_ptr + b * FIELDS + ROW)
-    q = tl.load(qkv_ptr + b * 3 * C + column, mask=inside, other=0.0).to(tl.float32) * factor
-    k = tl.load(qkv_ptr + b * 3 * C + C + column, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(qkv_ptr + b * 3 * C + 2 * C + column, mask=inside, other=0.0).to(tl.float32)
-    cache_ptr += b * T * 2 * C + column
-    tl.store(cache_ptr + row.to(tl.int64) * 2 * C, k, mask=inside)
-    tl.store(cache_ptr + row.to(tl.int64) * 2 * C + C, v, mask=inside)
+    qkv_ptr += b * (C + 2 * CKV)
+    if rope_ptr is not None:
+        rope_ptr += row * HS
+    q = _head(qkv_ptr + h * HS, rope_ptr, d, HS) * factor
+    k = _head(qkv_ptr + C + shared, rope_ptr, d, HS)
+    v = _head(qkv_ptr + C + CKV + shared, None, d, HS)
+    cache_ptr += b * T * 2 * CKV + shared + d
+    first_of_group = tl.where(inside, h % GROUP, 1) == 0
+    tl.store(cache_ptr + row.to(tl.int64) * 2 * CKV, k, mask=first_of_group)
+    tl.store(cache_ptr + row.to(tl.int64) * 2 * CKV + CKV, v, mask=first_of_group)
     # a slot keeps a maximum, a sum and an output (log2 domain); slot 0 begins with the new token
     slot = tl.arange(0, BLOCK_T)
     m = tl.where(slot == 0, tl.sum(q * k, 0), -1.0e30)  # finite, so that no slot becomes inf - inf
@@ -145,10 +169,10 @@ def _decode_attention_kernel(
     acc = tl.where((slot == 0)[:, None], v[None, :], 0.0)
     for first in tl.range(0, row, BLOCK_T, num_stages=STAGES):
         t = first + slot
-        at = t.to(tl.int64)[:, None] * (2 * C)
+        at = t.to(tl.int64)[:, None] * (2 * CKV)
         mask = (t < row)[:, None] & inside[None, :]
         ks = tl.load(cache_ptr[None, :] + at, mask=mask, other=0.0).to(tl.float32)
-        vs = tl.load(cache_ptr[None, :] + at + C, mask=mask, other=0.0).to(tl.float32)
+        vs = tl.load(cache_ptr[None, :] + at + CKV, mask=mask, other=0.0).to(tl.float32)
         s = tl.where(t < row, tl.sum(ks * q[None, :], 1), -1.0e30)
         m_new = tl.maximum(m, s)
         p = tl.exp2(s - m_new)
@@ -158,20 +182,20 @@ def _decode_attention_kernel(
         m = m_new
     share = tl.exp2(m - tl.max(m, 0))  # 0 for a slot that saw no key
     out = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(att_ptr + b * C + column, out, mask=inside)
+    tl.store(att_ptr + b * C + h * HS + d, out, mask=inside)
 
 
 @triton.jit
-def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, BLOCK: tl.constexpr):
+def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, D, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.cast(T, tl.int64) * 2 * C
-    kv = tl.load(qkv_ptr + i // (2 * C) * (3 * C) + C + i % (2 * C), mask=i < n, other=0.0)
+    n = tl.cast(T, tl.int64) * (D - C)
+    kv = tl.load(qkv_ptr + i // (D - C) * D + C + i % (D - C), mask=i < n, other=0.0)
     tl.store(cache_ptr + tl.program_id(1) * n + i, kv, mask=i < n)
 
 
-@contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]")
-def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor) -> None:
-    """x = wte[token] + wpe[row]."""
+@contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]?")
+def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor | None) -> None:
+    """x = wte[token] (+ wpe[row])."""
     B, C = x.shape
     _decode_embed_kernel[(B,)](x, seq, wte, wpe, C, BLOCK_C=next_power_of_2(C), num_warps=4)
 
@@ -181,7 +205,7 @@ def decode_matmul(
     out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None, res: Tensor | None,
     gelu: bool = False, eps: float = 1e-5,
 ) -> None:  # fmt: skip
-    """out = res + gelu(layernorm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
+    """out = res + gelu(norm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW:
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
@@ -195,20 +219,21 @@ def decode_matmul(
     _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, GELU=gelu, **row)
 
 
-@contract("att[B,C] cache[B,T,2,C]+ <- qkv[B,3*C] seq[B,5]")
-def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int) -> None:
+@contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5]")
+def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Tensor | None = None) -> None:
     """cache[row] = k, v; att = attention of q over the cache up to this row."""
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, T, NH, HS, LOG2E.value / math.sqrt(HS), BLOCK_D=next_power_of_2(HS), **row
-    )
+        att, cache, qkv, seq, rope, T, NH, HS, LOG2E.value / math.sqrt(HS),
+        GROUP=C // cache.shape[3], BLOCK_D=next_power_of_2(HS), **row,
+    )  # fmt: skip
 
 
-@contract("cache[B,T,2,C] <- qkv[T,3*C]")
+@contract("cache[B,T,2,Ckv] <- qkv[T,D]")
 def cache_fill(cache: Tensor, qkv: Tensor) -> None:
     """cache[b] = k, v of the rows of qkv, for each b."""
-    B, T, _, C = cache.shape
-    row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * C)
-    _cache_fill_kernel[(triton.cdiv(T * 2 * C, row["BLOCK"]), B)](cache, qkv, T, C, **row)
+    (B, T, _, Ckv), D = cache.shape, qkv.shape[1]
+    row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * Ckv)
+    _cache_fill_kernel[(triton.cdiv(T * 2 * Ckv, row["BLOCK"]), B)](cache, qkv, T, D - 2 * Ckv, D, **row)

@@ -1,6 +1,6 @@
 """Token and position embedding.
 
-embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]
+embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]; wpe may be None
 embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
              dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
@@ -37,8 +37,9 @@ def _embedding_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
         wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        wpe = tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(x_ptr + r[:, None] * C + c[None, :], wte + wpe, mask=mask)
+        if wpe_ptr is not None:
+            wte += tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(x_ptr + r[:, None] * C + c[None, :], wte, mask=mask)
 
 
 @triton.jit
@@ -111,17 +112,19 @@ def _embedding_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr,
     tl.store(dwpe_ptr + i, total, mask=i < TmaxC)
 
 
-@contract("x[B*T,C] <- ids[B,T] wte[Vp,C] wpe[Tmax,C]")
-def embedding_fwd(x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor) -> None:
-    """x = wte[ids] + wpe."""
+@contract("x[B*T,C] <- ids[B,T] wte[Vp,C] wpe[Tmax,C]?")
+def embedding_fwd(x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor | None) -> None:
+    """x = wte[ids] (+ wpe)."""
     (R, C), T = x.shape, ids.shape[1]
     row = tuned("embedding_fwd", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
     _embedding_fwd_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](x, ids, full(wte), wpe, R, T, C, **row)
 
 
-@contract("dwte[Vp,C]+ dwpe[Tmax,C]+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] split_tokens[Nh,4]")
+@contract(
+    "dwte[Vp,C]+ dwpe[Tmax,C]?+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] split_tokens[Nh,4]"
+)
 def embedding_bwd(
-    dwte: Tensor, dwpe: Tensor, scratch: Tensor,
+    dwte: Tensor, dwpe: Tensor | None, scratch: Tensor,
     dx: Tensor, lnf: Operand, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
     """dwte += rows of dx by input token, rows of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
@@ -132,6 +135,8 @@ def embedding_bwd(
     _embedding_bwd_segments_kernel[grid](dwte, scratch, dx, full(lnf), ks, order, segments, Ns, R, C, **row)
     row = tuned("embedding_bwd_split", dtype_name(dx), BLOCK_C=C)
     _embedding_bwd_split_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, split_tokens, C, **row)
+    if dwpe is None:
+        return
     row = tuned("embedding_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())
     programs = triton.cdiv(dwpe.numel(), row["BLOCK"])
     _embedding_bwd_wpe_kernel[(programs,)](dwpe, dx, R // T, T * C, dwpe.numel(), ACC=acc, **row)

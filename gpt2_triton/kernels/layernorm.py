@@ -1,9 +1,12 @@
-"""LayerNorm over C channels (Ba et al. 2016, https://arxiv.org/abs/1607.06450), forward and backward, for R rows.
+"""LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang & Sennrich 2019,
+https://arxiv.org/abs/1910.07467) over C channels, forward and backward, for R rows.
 
 forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
            xhat = (x - mean) * rstd,  out = xhat * w + b
 backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
+
+RMSNorm is the same with mean 0, no b and no db, and without the term sum_C(g).
 
 The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so x is the sum
 already.  dbias is the gradient of that product's bias.  The product's output enters the residual stream unchanged, so
@@ -28,6 +31,8 @@ from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 @triton.jit
 def _normalise(x, mean, rstd, w, b):
     """Return the norm's output; forward and recomputation share this function and so give the same bits."""
+    if mean is None:
+        return x * rstd[:, None] * w[None, :]
     xhat = (x - mean[:, None]) * rstd[:, None]
     return xhat * w[None, :] + b[None, :]
 
@@ -47,20 +52,25 @@ def _layernorm_fwd_kernel(
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = _elements(r, c, C)
     mask = (r < R)[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / C
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    out = _normalise(x, mean, rstd, w, b)
+    if mean_ptr is not None:
+        mean = tl.sum(x, 1) / C
+        centred = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+        out = _normalise(x, mean, rstd, w, b)
+        tl.store(mean_ptr + r, mean, mask=r < R)
+    else:
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+        out = _normalise(x, None, rstd, w, None)
     if out_ptr is not None:
         tl.store(out_ptr + at, out, mask=mask)
     if out8_ptr is not None:
         tl.store(out8_ptr + at, quantise(out, scale_ptr, amax_ptr, r < R), mask=mask)  # 0 past C
-    tl.store(mean_ptr + r, mean, mask=r < R)
     tl.store(rstd_ptr + r, rstd, mask=r < R)
 
 
@@ -73,7 +83,8 @@ def _layernorm_bwd_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -84,19 +95,28 @@ def _layernorm_bwd_kernel(
         mask = (r < R)[:, None] & (c < C)[None, :]
         dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
         rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
         if ln_ptr is not None:
-            ln = _normalise(x, mean, rstd, w, b)
+            if mean_ptr is not None:
+                ln = _normalise(x, mean, rstd, w, b)
+            else:
+                ln = _normalise(x, None, rstd, w, None)
             if ln_scale_ptr is not None:
                 ln = quantise(ln, ln_scale_ptr, None)  # the forward pass has recorded its amax
             tl.store(ln_ptr + at, ln, mask=mask)
         # dout is 0 past the end of a row, and rstd past the last row, so the sums get nothing from there
-        xhat = (x - mean[:, None]) * rstd[:, None]
         g = dout * w[None, :]
-        mean_g = tl.sum(g, 1) / C
-        mean_gx = tl.sum(g * xhat, 1) / C
-        dx = (g - mean_g[:, None] - xhat * mean_gx[:, None]) * rstd[:, None]
+        if mean_ptr is not None:
+            xhat = (x - mean[:, None]) * rstd[:, None]
+            mean_g = tl.sum(g, 1) / C
+            mean_gx = tl.sum(g * xhat, 1) / C
+            dx = (g - mean_g[:, None] - xhat * mean_gx[:, None]) * rstd[:, None]
+        else:
+            xhat = x * rstd[:, None]
+            mean_gx = tl.sum(g * xhat, 1) / C
+            dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
         if ADD_DX:
             dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
@@ -108,19 +128,33 @@ def _layernorm_bwd_kernel(
             top = row_maxima(top, tl.where(mask, dx, 0.0))
             tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
         dw += dout * xhat
-        db += dout
-        dbias += dx
+        if b_ptr is not None:
+            db += dout
+            dbias += dx
     if dx_amax_ptr is not None:
         record_bits(dx_amax_ptr, top)
     at = program * C + c
     tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
-    tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
-    tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
+    if b_ptr is not None:
+        tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
+        tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
 
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
 def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
     """Write out = layernorm(x); mean and rstd in fp32.  An Fp8 out gets rows, and its value unless that is None."""
+    _launch_fwd(out, mean, rstd, x, w, b, eps)
+
+
+@contract("out[R,C] rstd[R] <- x[R,C] w[C]")
+def rmsnorm_fwd(out: Operand, rstd: Tensor, x: Tensor, w: Tensor, eps: float) -> None:
+    """Write out = x / sqrt(mean(x^2) + eps) * w; rstd in fp32."""
+    _launch_fwd(out, None, rstd, x, w, None, eps)
+
+
+def _launch_fwd(
+    out: Operand, mean: Tensor | None, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor | None, eps: float
+) -> None:
     R, C = x.shape
     plain, (out8, *scaling) = (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
@@ -141,6 +175,26 @@ def layernorm_bwd(
     """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out.
     dbranch, if given, is dx masked with probability p at point i of the residual stream.
     """
+    programs = _launch_bwd(dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, step_key, add_dx, i, p)
+    column_sums(dw, db, dbias, scratch, programs, acc)
+
+
+@contract("dx[R,C]+ dw[C]+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] rstd[R]")
+def rmsnorm_bwd(
+    dx: Operand, dw: Tensor, ln: Operand | None, scratch: Tensor,
+    dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
+) -> None:  # fmt: skip
+    """dx (+)= gradient through the norm; dw (+)= column sums; ln, if given, is the recomputed out."""
+    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, None, add_dx)
+    column_sums(dw, None, None, scratch, programs, acc)
+
+
+def _launch_bwd(
+    dx: Operand, dbranch: Tensor | None, ln: Operand | None, scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor,
+    b: Tensor | None, mean: Tensor | None, rstd: Tensor, step_key: Tensor | None, add_dx: bool, i: int = 0,
+    p: float = 0.0,
+) -> int:  # fmt: skip
+    """Launch the backward kernel; return the number of its programs, and so of the rows of partial sums."""
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
@@ -150,7 +204,7 @@ def layernorm_bwd(
         full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, *dx8, ln_scale, step_key, i if p else None, R, C,
         ADD_DX=add_dx, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
-    column_sums(dw, db, dbias, scratch, programs, acc)
+    return programs
 
 
 def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 matmul           out  = inp @ w.T + b
 matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
 matmul_add       out  = res + (inp @ w.T + b)
+matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
 matmul_dx        dinp = dout @ w
 matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
 matmul_dw        dw (+)= dout.T @ inp
@@ -37,18 +38,25 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.tiles import describe, halves, split_item, tile_corner, tile_position
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
 
 
 @triton.jit
-def _epilogue(acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE: tl.constexpr):
+def _epilogue(
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns,
+    EPILOGUE: tl.constexpr, HS: tl.constexpr,
+):  # fmt: skip
     """Finish and store the fp32 sums of half a tile that begins at row m, column n."""
     cols = n + tl.arange(0, acc.shape[1])
     if b_ptr is not None:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == "add":
         acc += res_desc.load([m, n]).to(tl.float32)
+    elif EPILOGUE == "rope":
+        position = (m + tl.arange(0, acc.shape[0])) % T
+        acc = tl.where((cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc)
     elif EPILOGUE == "gelu":
         pre = acc.to(pre_desc.dtype)  # GELU of the stored value: the backward pass can recompute the same bits
         pre_desc.store([m, n], pre)
@@ -83,8 +91,8 @@ def tile_product(
 
 @triton.jit
 def _matmul_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, M, N, K,
-    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, M, N, K, T, rotated_columns,
+    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
@@ -96,9 +104,11 @@ def _matmul_kernel(
         n = tile_n * BLOCK_N
         acc = tile_product(a_desc, w_desc, m, n, K, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
         left, right = halves(acc)
-        _epilogue(left, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE)
-        n += BLOCK_N // 2
-        _epilogue(right, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, N, EPILOGUE)
+        for half in tl.static_range(2):
+            _epilogue(
+                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr, res_desc, pre_desc,
+                gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE, HS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -171,26 +181,28 @@ def _add_dw_partials_kernel(
 def _launch(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
+    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
 ) -> int:  # fmt: skip
     """Launch a product; return the number of rows of tiles, and so of `part`."""
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{epilogue}" if epilogue else "matmul"
-    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
+    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype and rope is None else None
     if kernel == "matmul_wide":
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
         return hopper_matmul.matmul(
             out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
         )
-    row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+    row, HS = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
+    row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
     a_desc = describe(a, block_m, block_k)
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
-        out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, M, N, K,
-        W_IS_NK=w_is_nk, EPILOGUE=epilogue, **row,
+        out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, rope, M, N, K, T, rotated_columns,
+        W_IS_NK=w_is_nk, EPILOGUE=epilogue, HS=HS, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 
@@ -211,8 +223,14 @@ def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) 
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
-@contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]")
-def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
+@contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")
+def matmul_rope(out: Tensor, inp: Tensor, w: Tensor, rope: Tensor, T: int, rotated_columns: int) -> None:
+    """Write out = inp @ w.T, and rotate the heads in its first columns; row r is at position r % T."""
+    _launch(out, inp, w, epilogue="rope", rope=rope, T=T, rotated_columns=rotated_columns)
+
+
+@contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]?")
+def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
     if isinstance(inp, Fp8):
         return fp8_matmul.matmul(out, inp, w, b, res)

@@ -42,7 +42,7 @@ def dgelu(x):
 
 
 def embedding_fwd(x, ids, wte, wpe):
-    x.copy_((wte[ids.long()] + wpe[: ids.shape[1]]).reshape(x.shape))
+    x.copy_((wte[ids.long()] + (0 if wpe is None else wpe[: ids.shape[1]])).reshape(x.shape))
 
 
 def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
@@ -53,6 +53,8 @@ def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_token
     for token, start, length, _ in segments.tolist():
         for e in order[start : start + length].tolist():
             dwte[token] += dx[e] if e < R else ks[e - R] * lnf[e - R]
+    if dwpe is None:
+        return
     full = torch.zeros_like(dwpe)
     full[:T] = dx.view(-1, T, dx.shape[1]).to(dwpe.dtype).sum(0)
     _give(dwpe, full, acc)
@@ -101,6 +103,28 @@ def layernorm_bwd(
         ln.copy_(xhat * w + b)
 
 
+def rmsnorm_fwd(out, rstd, x, w, eps):
+    rstd.copy_((x.square().mean(-1) + eps).rsqrt())
+    out.copy_(x * rstd[:, None] * w)
+
+
+def rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, acc, add_dx=True):
+    xhat, y = x * rstd[:, None], dout * rstd[:, None] * w
+    grad = y - xhat * (xhat * y).mean(-1, keepdim=True)
+    dx.copy_(dx + grad if add_dx else grad)
+    _give(dw, (dout * xhat).sum(0), acc)
+    if ln is not None:
+        ln.copy_(xhat * w)
+
+
+def rotated(x, rope, positions, back=False):
+    """x [rows, heads*HS] with the pairs (i, i + HS/2) of each head rotated to the row's position, or back from it."""
+    cos, sin = (t.to(x.dtype) for t in rope[positions][:, None].chunk(2, -1))
+    x1, x2 = x.view(len(x), -1, rope.shape[1]).chunk(2, -1)
+    sin = -sin if back else sin
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).view(x.shape)
+
+
 # ---- matmul: w is [N, K] = [out, in] ----
 
 
@@ -114,7 +138,23 @@ def matmul_gelu(out, pre, inp, w, b):
 
 
 def matmul_add(out, res, inp, w, b):
-    out.copy_(res + (inp @ w.T + b))
+    out.copy_(res + (inp @ w.T + (0 if b is None else b)))
+
+
+def matmul_rope(out, inp, w, rope, T, rotated_columns):
+    y, n = inp @ w.T, rotated_columns
+    out.copy_(torch.cat([rotated(y[:, :n].contiguous(), rope, torch.arange(len(y)) % T), y[:, n:]], 1))
+
+
+def swiglu(out, pre):
+    gate, value = pre.chunk(2, -1)
+    out.copy_(F.silu(gate) * value)
+
+
+def swiglu_bwd(dpre, dout, pre):
+    gate, value = pre.chunk(2, -1)
+    s = gate.sigmoid()
+    dpre.copy_(torch.cat([dout * value * s * (1 + gate * (1 - s)), dout * gate * s], -1))
 
 
 def matmul_dx(dinp, dout, w):
@@ -133,11 +173,14 @@ def matmul_dw(dw, scratch, dout, inp, acc):
     _give(dw, dout.to(dw.dtype).T @ inp.to(dw.dtype), acc)
 
 
-# ---- attention: qkv is packed [B*T, 3, NH, HS]; lse in the log2 domain ----
+# ---- attention: qkv is packed [B*T, NH + 2*NKV, HS]; lse in the log2 domain ----
 
 
-def _split(qkv, B, NH, T):
-    return [t.reshape(B, T, NH, -1).transpose(1, 2) for t in qkv.view(B, T, 3, -1).unbind(2)]
+def _split(qkv, lse, HS):
+    """q [B, NH, T, HS], and k and v, expanded to as many heads."""
+    B, NH, T = lse.shape
+    q, k, v = qkv.view(B, T, -1, HS).transpose(1, 2).split([NH, *[(qkv.shape[1] // HS - NH) // 2] * 2], 1)
+    return q, *(t.repeat_interleave(NH // t.shape[1], 1) for t in (k, v))
 
 
 def _scores(q, k):
@@ -146,55 +189,64 @@ def _scores(q, k):
 
 
 def attention_fwd(out, lse, qkv):
-    B, NH, T = lse.shape
-    q, k, v = _split(qkv, B, NH, T)
+    q, k, v = _split(qkv, lse, out.shape[1] // lse.shape[1])
     s = _scores(q, k)
     lse.copy_(s.logsumexp(-1) * LOG2E)
     out.copy_((s.softmax(-1) @ v).transpose(1, 2).reshape(out.shape))
 
 
-def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc):
+def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope=None):
     """dqkv from dout; dbias (+)= column sums of dqkv; delta is workspace for rowsum(dout * out)."""
     B, NH, T = lse.shape
-    q, k, v = _split(qkv, B, NH, T)
+    HS = out.shape[1] // NH
+    q, k, v = _split(qkv, lse, HS)
     p = (_scores(q, k) - lse[..., None] / LOG2E).exp()
     do, o = (t.view(B, T, NH, -1).transpose(1, 2) for t in (dout, out))
     delta.copy_((do * o).sum(-1))
     ds = p * (do @ v.transpose(-1, -2) - delta[..., None]) / math.sqrt(q.shape[-1])
-    d = [ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do]
-    dqkv.copy_(torch.stack([t.transpose(1, 2).reshape(B, T, -1) for t in d], 2).reshape(dqkv.shape))
-    _give(dbias, dqkv.sum(0), acc)
+    groups = (qkv.shape[1] // HS - NH) // 2
+    dkv = (t.view(B, groups, -1, T, HS).sum(2) for t in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do))
+    d = [t.transpose(1, 2).reshape(B * T, -1) for t in (ds @ k, *dkv)]
+    if rope is not None:
+        d[:2] = (rotated(t, rope, torch.arange(B * T) % T, back=True) for t in d[:2])
+    dqkv.copy_(torch.cat(d, 1))
+    if dbias is not None:
+        _give(dbias, dqkv.sum(0), acc)
 
 
 # ---- decoding: seq is [B, 5], token, row in the cache, tokens sampled, two halves of the seed ----
 
 
 def decode_embed(x, seq, wte, wpe):
-    x.copy_(wte[seq[:, 0].long()] + wpe[seq[:, 1].long()])
+    x.copy_(wte[seq[:, 0].long()] + (0 if wpe is None else wpe[seq[:, 1].long()]))
 
 
 def decode_matmul(out, x, w, b, lnw, lnb, res, gelu=False, eps=1e-5):
-    """out = res + gelu(layernorm(x) @ w.T + b)"""
+    """out = res + gelu(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without lnb"""
     if lnw is not None:
-        x = F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
+        x = F.rms_norm(x, x.shape[1:], lnw, eps) if lnb is None else F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
     y = x @ w.T if b is None else x @ w.T + b
     y = F.gelu(y, approximate="tanh") if gelu else y
     out.copy_(y if res is None else res + y)
 
 
-def decode_attention(att, cache, qkv, seq, NH):
+def decode_attention(att, cache, qkv, seq, NH, rope=None):
     """Row seq[b, 1] of cache[b] = k, v; att = attention of q over the rows up to it."""
-    B, C = att.shape
+    C, Ckv = att.shape[1], cache.shape[3]
     for b, row in enumerate(seq[:, 1].tolist()):
-        q, kv = qkv[b, :C].view(NH, -1), qkv[b, C:]
-        cache[b, row] = kv.view(2, C)
-        k, v = cache[b, : row + 1].view(row + 1, 2, NH, -1).permute(1, 2, 0, 3)
-        p = (k @ q[:, :, None] / math.sqrt(C // NH)).softmax(1)
+        q, k, v = (t[None].contiguous() for t in qkv[b].split([C, Ckv, Ckv]))
+        if rope is not None:
+            q, k = (rotated(t, rope, torch.tensor([row])) for t in (q, k))
+        cache[b, row] = torch.cat([k, v])
+        k, v = cache[b, : row + 1].view(row + 1, 2, -1, C // NH).permute(1, 2, 0, 3)
+        k, v = (t.repeat_interleave(C // Ckv, 0) for t in (k, v))
+        p = (k @ q.view(NH, -1, 1) / math.sqrt(C // NH)).softmax(1)
         att[b] = (p * v).sum(1).flatten()
 
 
 def cache_fill(cache, qkv):
-    cache.copy_(qkv.view(len(qkv), 3, -1)[:, 1:].expand(cache.shape))
+    kv = qkv[:, -2 * cache.shape[3] :]
+    cache.copy_(kv.view(len(qkv), 2, -1).expand(cache.shape))
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):

@@ -1,0 +1,115 @@
+"""Rotary position embedding and groups of query heads, against float64; SwiGLU."""
+
+import pytest
+import torch
+
+from gpt2_triton import kernels
+from gpt2_triton.kernels.attention import attention_bwd_scratch
+from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
+from tests.conftest import DEVICE
+from tests.support import reference
+from tests.support.helpers import EPS, error, poisoned
+
+DTYPES = [torch.float32, torch.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+groups = pytest.mark.parametrize("NH,NKV,HS", [(4, 4, 64), (4, 2, 128), (9, 3, 64)])
+
+
+def tolerance(dtype):
+    """As in test_attention.py."""
+    return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
+
+
+def table(T, HS):
+    """Return cosines and sines of T positions; the last are as large as in long sequences."""
+    angles = torch.arange(T, dtype=torch.float64)[:, None] * 500_000.0 ** -torch.linspace(0, 1, HS // 2)[None, :] * 3
+    return torch.cat([angles.cos(), angles.sin()], 1).float().to(DEVICE)
+
+
+@dtypes
+@groups
+def test_matmul_rope_rotates_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
+    T, K, D = 7, 48, (NH + 2 * NKV) * HS
+    inp, w, rope = rng(2 * T, K, dtype=dtype), rng(D, K, dtype=dtype), table(T, HS)
+    out, want = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=torch.float64)
+    given = T, (NH + NKV) * HS
+    kernels.matmul_rope(out, inp, w, rope, *given)
+    reference.matmul_rope(want, inp.double(), w.double(), rope.double(), *given)
+    assert error(out, want) < tolerance(dtype)
+    again = poisoned(2 * T, D, dtype=dtype)
+    kernels.matmul_rope(again, inp, w, rope, *given)
+    assert torch.equal(out, again)
+
+
+@dtypes
+@groups
+@pytest.mark.parametrize("T", [17, 300])
+def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
+    B, C, D = 2, NH * HS, (NH + 2 * NKV) * HS
+    qkv, dout, rope = rng(B * T, D, dtype=dtype), rng(B * T, C, dtype=dtype), table(T, HS)
+    out, lse = poisoned(B * T, C, dtype=dtype), poisoned(B, NH, T)
+    exact_out, exact_lse = torch.empty_like(out, dtype=torch.float64), torch.empty_like(lse, dtype=torch.float64)
+    kernels.attention_fwd(out, lse, qkv)
+    reference.attention_fwd(exact_out, exact_lse, qkv.double())
+    assert error(out, exact_out) < tolerance(dtype)
+    assert (lse - exact_lse).abs().max() < 1e-5
+    scratch = poisoned(attention_bwd_scratch(B, T, C, HS, dtype_name(out)))
+    dqkv, delta = poisoned(B * T, D, dtype=dtype), poisoned(B, NH, T)
+    kernels.attention_bwd(dqkv, None, delta, scratch, dout, qkv, out, lse, False, rope)
+    want, exact_delta = torch.empty_like(dqkv, dtype=torch.float64), torch.empty_like(exact_lse)
+    exact = [t.double() for t in (dout, qkv, out, lse)]
+    reference.attention_bwd(want, None, exact_delta, None, *exact, False, rope.double())
+    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
+        assert error(got, expected) < tolerance(dtype)
+
+
+def test_the_way_back_undoes_the_rotation(rng):
+    x, rope, positions = rng(6, 256), table(6, 64), torch.arange(6)
+    there = reference.rotated(x.double(), rope.double(), positions)
+    assert error(reference.rotated(there, rope.double(), positions, back=True), x.double()) < 1e-7
+
+
+@dtypes
+@groups
+def test_decode_attention_rotates_and_shares_keys_as_training_does(rng, dtype, NH, NKV, HS):
+    T, C, Ckv = 9, NH * HS, NKV * HS
+    qkv, cache, rope = rng(2, C + 2 * Ckv, dtype=dtype), rng(2, T, 2, Ckv, dtype=dtype), table(T, HS)
+    seq = torch.tensor([[1, 8, 0, 0, 0], [2, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    att, want, exact_cache = poisoned(2, C, dtype=dtype), poisoned(2, C, dtype=torch.float64), cache.double()
+    kernels.decode_attention(att, cache, qkv, seq, NH, rope)
+    reference.decode_attention(want, exact_cache, qkv.double(), seq, NH, rope.double())
+    assert error(att, want) < tolerance(dtype)
+    assert error(cache, exact_cache) < tolerance(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("R,F", [(5, 48), (33, 1040)])
+def test_swiglu_matches_float64_and_its_gradient_may_replace_its_input(rng, dtype, R, F):
+    pre, dout = 3 * rng(R, 2 * F), rng(R, F, dtype=dtype)
+    pre = pre.to(dtype)
+    out, want = poisoned(R, F, dtype=dtype), poisoned(R, F, dtype=torch.float64)
+    kernels.swiglu(out, pre)
+    reference.swiglu(want, pre.double())
+    assert error(out, want) < tolerance(dtype)
+    exact = pre.double().requires_grad_()
+    gate, value = exact.chunk(2, -1)
+    (torch.nn.functional.silu(gate) * value).backward(dout.double())
+    kernels.swiglu_bwd(pre, dout, pre)
+    assert error(pre, exact.grad) < tolerance(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("acc", [False, True])
+@pytest.mark.parametrize("R,C", [(33, 48), (7, 1600)])
+def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
+    x, dout, w = ((rng(*shape) * 2 + 0.5).to(dtype) for shape in ((R, C), (R, C), (C,)))
+    out, rstd, dx, dw = poisoned(R, C, dtype=dtype), poisoned(R), rng(R, C, dtype=dtype), rng(C)
+    exact = [poisoned(R, C, dtype=torch.float64), poisoned(R, dtype=torch.float64), dx.double(), dw.double()]
+    kernels.rmsnorm_fwd(out, rstd, x, w, 1e-5)
+    reference.rmsnorm_fwd(*exact[:2], x.double(), w.double(), 1e-5)
+    ln, scratch = poisoned(R, C, dtype=dtype), poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x)))
+    kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, acc)
+    reference.rmsnorm_bwd(*exact[2:], None, None, dout.double(), x.double(), w.double(), exact[1], acc)
+    for got, want in zip((out, rstd, dx, dw), exact, strict=True):
+        assert error(got, want) < tolerance(dtype)
+    assert torch.equal(ln, out)
