@@ -1,11 +1,11 @@
-"""GPT-2 in plain PyTorch with autograd, on the project's flat parameters: the reference for model/gpt2/schedule.py.
+"""GPT-2 and Llama 3 in plain PyTorch with autograd, on the project's flat parameters: the schedules' reference.
 
 The functions take any dtype.  As in the project, a mean loss is the sum over tokens with a target, divided by the
 number of all tokens, B*T.  Gradients of micro-batches can therefore be added, even where targets are ignored.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +15,19 @@ from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_entries, param_views
 
 
-def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None) -> Params:
+def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None, table: type = Params) -> Any:
     """Return copies of a flat buffer's parts as leaf tensors, in the project's order."""
 
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
 
-    views = vars(param_views(Params, flat, dims))
-    return Params(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
+    views = vars(param_views(table, flat, dims))
+    return table(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
 
 
-def tensors(params: Params, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
+def tensors(params: Any, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, tensor, has weight decay) in the order of the flat buffer; layer tensors are called name[layer]."""
-    for e in param_entries(Params, dims):
+    for e in param_entries(type(params), dims):
         value = getattr(params, e.name)
         yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
 
@@ -62,6 +62,34 @@ def gpt2_loss(
         x = x + dropout(2 * l + 1, linear("attproj", att, p.attprojw[l], p.attprojb[l]))
         h = F.gelu(linear("fc", norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
         x = x + dropout(2 * l + 2, linear("fcproj", h, p.fcprojw[l], p.fcprojb[l]))
-    logits = F.linear(norm(x, 2 * len(p.qkvw)), p.wte[:V]).flatten(0, 1)
+    return _cross_entropy(norm(x, 2 * len(p.qkvw)), p.wte[:V], targets, reduction)
+
+
+def llama_loss(params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float) -> Tensor:
+    """Return Llama 3's cross entropy, as gpt2_loss; `rope` has the cosines and sines of each position."""
+    p, (B, T) = params, ids.shape
+    C = p.wte.shape[1]
+    cos, sin = rope[:T].chunk(2, -1)
+
+    def norm(x: Tensor, i: int) -> Tensor:
+        return F.rms_norm(x, (C,), p.lnw[i], eps)
+
+    def rotate(x: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+    x = F.embedding(ids.long(), p.wte)
+    for l in range(len(p.qkvw)):
+        qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, C // NH).transpose(1, 2)
+        q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
+        att = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        x = x + F.linear(att.transpose(1, 2).reshape(B, T, C), p.attprojw[l])
+        gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])
+    return _cross_entropy(norm(x, 2 * len(p.qkvw)), p.wte[:V], targets, "mean")
+
+
+def _cross_entropy(x: Tensor, w: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    logits = F.linear(x, w).flatten(0, 1)
     losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
     return losses if reduction == "none" else losses.sum() / targets.numel()

@@ -56,6 +56,8 @@ WITHIN = {
     "model.schedule": "",
     "model.gpt2": "model.arena model.tables model.gpt2",
     "model.gpt2.schedule": "model.schedule",
+    "model.llama": "model.arena model.tables model.llama",
+    "model.llama.schedule": "model.schedule",
     "model.arena": "errors",
     "model.tables": "model.arena config.values",
     "model.sharding": "model.tables",

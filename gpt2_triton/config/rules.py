@@ -5,11 +5,12 @@ step_shape.py has the rules about the number of GPUs.
 
 from collections.abc import Iterator
 
-from gpt2_triton.config.schema import Sections
+from gpt2_triton.config.schema import ModelConfig, Sections
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
 HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested for these
+ROTATED_HEAD_SIZES = (64, 128)
 TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
 HUB_SIZES = {"gpt2": "d12", "gpt2-medium": "d24", "gpt2-large": "d36", "gpt2-xl": "d48"}  # OpenAI's models on the Hub
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # of init_from
@@ -28,6 +29,7 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     elif m.n_embd // m.n_head not in HEAD_SIZES:
         wrong = f"head size n_embd / n_head is {m.n_embd // m.n_head}, not one of {HEAD_SIZES}"
         yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
+    yield from _llama_conflicts(config)
     if t.seq_len > m.block_size:
         longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
         yield "train.seq_len", f"{longer}; lower it or raise the other"
@@ -58,6 +60,24 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     layers = recompute.partition(":")[2]
     if layers and int(layers) > m.n_layer:
         yield "memory.recompute", f"{recompute} names more layers than model.n_layer {m.n_layer}; lower it"
+
+
+def _llama_conflicts(config: Sections) -> Iterator[Problem]:
+    m, d = config.model, ModelConfig()
+    if m.arch == "gpt2":
+        for key in ("n_kv_head", "n_inner", "norm_eps", "rope_theta", "rope_factor"):
+            if getattr(m, key) != getattr(d, key):
+                yield f"model.{key}", f"{getattr(m, key)} is for model.arch llama; remove it"
+        return
+    if m.n_head % (m.n_kv_head or m.n_head):
+        yield "model.n_kv_head", f"{m.n_kv_head} does not divide model.n_head {m.n_head}; change it"
+    if m.n_embd // m.n_head not in ROTATED_HEAD_SIZES:
+        wrong = f"head size {m.n_embd // m.n_head} is not one of {ROTATED_HEAD_SIZES}, which model.arch llama has"
+        yield "model.n_head", f"{wrong}; change it"
+    if m.dropout:
+        yield "model.dropout", "model.arch llama has none; set it to 0"
+    if config.train.precision == "fp8":
+        yield "train.precision", "model.arch llama trains in bf16 or fp32; set it to bf16"
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config.values import RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute, whole_number
+from gpt2_triton.config.values import LLAMA_KEYS, RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute, whole_number
 
 VOCAB_MULTIPLE = 128  # padded_vocab is a multiple of it, so that the head's matmuls have whole tiles
 KEPT: JsonDict = {"resume": "kept"}
@@ -72,16 +72,26 @@ class ConflictError(ValueError):
 class ModelConfig(ConfigSection):
     size: str | None = kept(
         None,
-        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, for layers, heads, channels, block_size",
+        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, or llama:c768, for layers, heads, channels, block_size",
         exclude=True,
     )
+    arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout and fp8")
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
+    n_kv_head: OptionalInt = kept(None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1)
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
+    n_inner: OptionalInt = kept(
+        None, "llama: width of the gated MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16
+    )
     vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17)
     block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
     dropout: float = kept(
         0.0, "probability in training with which dropout sets elements of embeddings and branches to 0", ge=0, lt=1
+    )
+    norm_eps: float = kept(1e-5, "llama: epsilon of the norms", gt=0)
+    rope_theta: float = kept(500_000.0, "llama: base of the rotations' frequencies", gt=1)
+    rope_factor: float = kept(
+        1.0, "llama: low frequencies are divided by it, as in Llama 3.1 (8) and 3.2 (32); 1 changes none", ge=1
     )
 
     @model_validator(mode="before")
@@ -93,12 +103,22 @@ class ModelConfig(ConfigSection):
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
             raise ConflictError([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
-        known = dict(zip(SIZE_KEYS, SIZES[size], strict=True))
-        for key in SIZE_KEYS[:3]:
+        known = dict(zip(SIZE_KEYS, SIZES[size], strict=True)) | LLAMA_KEYS.get(size, {})
+        for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}; remove one"
                 raise ConflictError([("model.size", wrong)])
         return known | given
+
+    @property
+    def kv_channels(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.n_embd // self.n_head * (self.n_kv_head or self.n_head)
+
+    @property
+    def inner(self) -> int:
+        """Columns of the MLP's activation."""
+        return self.n_inner or 4 * self.n_embd
 
     @property
     def padded_vocab(self) -> int:

@@ -18,6 +18,8 @@ _GPT3 = {
 }  # fmt: skip
 SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) in _GPT2.items()}
 SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
+SIZES |= {"llama:c768": (12, 768, 12, 8192)}
+LLAMA_KEYS = {"llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048}}
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each level keeps less than the level before it

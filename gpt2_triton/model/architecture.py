@@ -1,34 +1,61 @@
-"""What tells one model from another: its tables of buffers, its schedule, and the names of its weights elsewhere."""
+"""What tells one model from another: its tables of buffers, its schedule, and the names of its weights elsewhere.
+
+It is the only module that imports a model.
+"""
 
 import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.model.gpt2 import buffers, names, schedule
+from gpt2_triton.model.gpt2 import buffers as gpt2_buffers
+from gpt2_triton.model.gpt2 import names as gpt2_names
+from gpt2_triton.model.gpt2 import schedule as gpt2_schedule
+from gpt2_triton.model.llama import buffers as llama_buffers
+from gpt2_triton.model.llama import names as llama_names
+from gpt2_triton.model.llama import rope
+from gpt2_triton.model.llama import schedule as llama_schedule
 from gpt2_triton.model.tables import param_entries
 
 
 class Architecture(NamedTuple):
     Params: type
     Acts: type
-    Fp8Buffers: type
+    Fp8Buffers: type | None
     schedule: ModuleType
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
+    fill: Callable[[Any, ModelConfig], None]  # writes what Acts holds for a whole run
+
+
+def _fill_rope(a: Any, m: ModelConfig) -> None:
+    positions, HS = a.rope.shape
+    a.rope.copy_(torch.from_numpy(rope.table(positions, HS, m.rope_theta, m.rope_factor)))
+
+
+def _fill_nothing(a: Any, m: ModelConfig) -> None:
+    pass
+
+
+GPT2 = Architecture(
+    gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name, _fill_nothing
+)
+LLAMA = Architecture(llama_buffers.Params, llama_buffers.Acts, None, llama_schedule, llama_names.by_name, _fill_rope)
 
 
 def of(m: ModelConfig) -> Architecture:
-    return Architecture(buffers.Params, buffers.Acts, buffers.Fp8Buffers, schedule, names.by_name)
+    return LLAMA if m.arch == "llama" else GPT2
 
 
 def dimensions(m: ModelConfig) -> dict[str, int]:
     """Return the symbols of tables.py that the shapes of parameters use, and the numbers of parameters."""
     L, C = m.n_layer, m.n_embd
-    d = dict(NH=m.n_head, C=C, D=3 * C, F=4 * C, G=4 * C, L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab)
-    d["Tmax"] = m.block_size
+    d = dict(NH=m.n_head, HS=C // m.n_head, C=C, Ckv=m.kv_channels, D=C + 2 * m.kv_channels)
+    d |= dict(F=m.inner, G=m.inner * (2 if m.arch == "llama" else 1))
+    d |= dict(L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size)
     entries = list(param_entries(of(m).Params, d))
     counts = [sum(math.prod(e.shape) for e in entries if e.bucket == bucket) for bucket in (0, 1)]
     return d | dict(N=entries[-1].offset + math.prod(entries[-1].shape), Ne=counts[0], Nl=counts[1])

@@ -40,6 +40,7 @@ def dimensions(
 ) -> dict[str, int]:
     """Return every symbol that tables.py uses, in numbers."""
     d = dict(B=B, T=T, R=B * T) | architecture.dimensions(config.model)
+    d["Tr"] = min(d["R"], d["Tmax"])
     d["Rc"] = min(d["R"], config.head_rows)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
@@ -80,7 +81,7 @@ def plan_memory(
     levels, A = recompute_levels(config, training), architecture.of(config.model)
     buffers = [
         b
-        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] else []), Decoding)
+        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] and A.Fp8Buffers else []), Decoding)
         for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, formats(dims))
     ]
     plan = place_buffers(buffers)

@@ -67,6 +67,7 @@ class Model:
             raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
+        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.rank = group.rank if group else 0
         self.comm = Communicator()

@@ -5,7 +5,9 @@ Symbols of shapes:
 B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the head takes Rc rows at a time;
            Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
 C, NH, HS  channels, heads, head size = C / NH
-D, F, G    columns of qkv; width of the MLP; rows of fcw
+D, Ckv     columns of qkv, and of k or v in it: D = C + 2*Ckv, and Ckv is C unless heads of q share heads of k and v
+F, G       width of the MLP; rows of fcw, 2F with a gate, else F
+Tr         positions that q and k are rotated to, at most block_size
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
            is the last.  The norm of x[i] has weights lnw[i], lnb[i] and output ln[i]; its output for x[2L] is lnf
 V, Vp      vocabulary, padded vocabulary
@@ -128,7 +130,7 @@ class Decoding:
     after a training step.
     """
 
-    cache:  Tensors = buf("L | Bd T 2 C", "act", "embed block head between", "decoding")  # keys, values
+    cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")  # keys, values
     logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
     seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")  # see kernels/decode.py
 # fmt: on

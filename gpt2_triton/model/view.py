@@ -47,6 +47,8 @@ class ModelView:
     dropout: float  # 0 in a view that does not train
     L: int
     NH: int
+    norm_eps: float
+    rotated_columns: int  # of qkv, in a model with rotary positions
     V: int
     T: int
     R: int
@@ -81,14 +83,16 @@ def make_view(
     g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
-    if fp8:
+    if fp8 and A.Fp8Buffers:
         weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
     again = [weights[l] if redo.ln else [] for l, redo in enumerate(recompute)]
-    biases = [b for pair in zip(g.attprojb, g.fcprojb) for b in pair] if g else []
+    biases = zip(getattr(g, "attprojb", ()), getattr(g, "fcprojb", ()))
     return ModelView(
         w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
-        branch_bias_grads=[None, *biases], branch_grads=a.dx if a.dbranch is None else [a.dbranch] * d["S"],
+        branch_bias_grads=[None, *(b for pair in biases for b in pair)],
+        branch_grads=a.dx if a.dbranch is None else [a.dbranch] * d["S"],
+        norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],

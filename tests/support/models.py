@@ -27,6 +27,7 @@ def exact_model(level: str = "none", **changes: dict) -> Model:
     config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
     model = Model(config, reference, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
+    model.A.fill(model.train_view.a, config.model)
     model.state.m.zero_()
     model.state.v.zero_()
     model.state.window.zero_()

@@ -1,0 +1,47 @@
+"""Llama 3's parameters and the activations of its layers; tables.py has the other buffers, and the symbols."""
+
+import dataclasses
+
+from torch import Tensor
+
+from gpt2_triton.model.arena import buf
+from gpt2_triton.model.tables import HeadActs, Tensors, param
+
+
+# fmt: off
+@dataclasses.dataclass
+class Params:
+    """Parameters; weights are [out, in].  qkvw holds the rows of q, then of k, then of v; fcw those of the gate, then
+    of the value.  The flat order is as GPT-2's.
+    """
+
+    #                        shape     group    init        decay
+    wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
+    qkvw:     Tensors = param("D C",  "layer", "normal",   True)
+    attprojw: Tensors = param("C C",  "layer", "residual", True)
+    fcw:      Tensors = param("G C",  "layer", "normal",   True)
+    fcprojw:  Tensors = param("C F",  "layer", "residual", True)
+    lnw:      Tensor  = param("S C",  "rest",  "one")
+
+
+@dataclasses.dataclass
+class LayerActs:
+    """Activations of the layers and their gradients.  `drop` is as in GPT-2's table."""
+
+    x:    Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
+    ln:   Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16")
+    rstd: Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
+    qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")  # q and k rotated
+    lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
+    att:  Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
+    fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")  # gate, up
+    fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", only="bf16")
+    datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
+    dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
+    rope: Tensor  = buf("Tr HS",      "f32", "embed..between",   "inputs")  # cosines and sines of Tr positions: rope.py
+
+
+@dataclasses.dataclass
+class Acts(HeadActs, LayerActs):
+    """All activations; the layers' come first in the plan."""
+# fmt: on

@@ -1,0 +1,29 @@
+"""Hugging Face's names of Llama's weights."""
+
+from torch import Tensor
+
+from gpt2_triton.model.llama.buffers import Params
+
+
+def by_name(p: Params, V: int) -> dict[str, Tensor]:
+    """Return the parameters by name, in the order of the forward pass; wte without its padding rows.  The parts of qkvw
+    and fcw have names of their own.
+    """
+    L, C = len(p.qkvw), p.wte.shape[1]
+    out = {"model.embed_tokens.weight": p.wte[:V]}
+    for l in range(L):
+        q, k, v = p.qkvw[l].split([C, *[(len(p.qkvw[l]) - C) // 2] * 2])
+        gate, up = p.fcw[l].split(len(p.fcw[l]) // 2)
+        layer = {
+            "input_layernorm": p.lnw[2 * l],
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": p.attprojw[l],
+            "post_attention_layernorm": p.lnw[2 * l + 1],
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": p.fcprojw[l],
+        }
+        out |= {f"model.layers.{l}.{name}.weight": tensor for name, tensor in layer.items()}
+    return out | {"model.norm.weight": p.lnw[2 * L]}

@@ -1,0 +1,129 @@
+"""Llama 3's layers, forward and backward, one launch per line.  model/schedule.py explains K, m and acc."""
+
+from typing import Any
+
+from gpt2_triton.model.schedule import NOT_A_LAYER
+
+
+def embed(K: Any, m: Any) -> None:
+    # x[0] = wte[ids]
+    K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, None)
+    m.observe.tensors(x=0)
+
+
+def qkv(K: Any, m: Any, l: int) -> None:
+    # q and k of a row are rotated to its position
+    w, a, i = m.w, m.a, 2 * l
+    K.rmsnorm_fwd(a.ln[i], a.rstd[i], a.x[i], w.lnw[i], m.norm_eps)
+    K.matmul_rope(a.qkv[l], a.ln[i], w.qkvw[l], a.rope, m.T, m.rotated_columns)
+
+
+def layer(K: Any, m: Any, l: int) -> None:
+    """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
+    w, a, i = m.w, m.a, 2 * l
+    # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
+    qkv(K, m, l)
+    K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
+    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], None)
+    m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
+    # fcg = silu(gate) * value, fch = (gate, value) = fc(ln[i+1])
+    K.rmsnorm_fwd(a.ln[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], m.norm_eps)
+    K.matmul(a.fch[l], a.ln[i + 1], w.fcw[l], None)
+    K.swiglu(a.fcg[l], a.fch[l])
+    m.observe.tensors(ln=i + 1, fch=l, fcg=l)
+
+
+def last_product(K: Any, m: Any, l: int) -> None:
+    # x[2l+2] = x[2l+1] + fcproj(fcg)
+    a, i = m.a, 2 * l
+    K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.w.fcprojw[l], None)
+
+
+def block(K: Any, m: Any, acc: bool = False) -> None:
+    for l in range(m.L):
+        m.comm.wait_params(l)
+        layer(K, m, l)
+        last_product(K, m, l)
+        m.observe.tensors(x=2 * l + 2)
+
+
+def final_norm(K: Any, m: Any) -> None:
+    a, i = m.a, 2 * m.L
+    K.rmsnorm_fwd(a.lnf, a.rstd[i], a.x[i], m.w.lnw[i], m.norm_eps)
+
+
+def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
+    embed(K, m)
+    for l in range(m.L):
+        layer(K, m, l)
+        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
+        last_product(K, m, l)
+
+
+def decode(K: Any, m: Any, d: Any) -> None:
+    """Take the last token of each sequence of d.seq through the layers, as one row."""
+    w, a, eps = m.w, m.a, m.norm_eps
+    K.decode_embed(a.x[0], d.seq, w.wte, None)
+    for l in range(m.L):
+        i = 2 * l
+        # the arguments after the bias: norm of the input, residual
+        K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], None, w.lnw[i], None, None, eps=eps)
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, a.rope)
+        K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], None, None, None, a.x[i])
+        K.decode_matmul(a.fch[l], a.x[i + 1], w.fcw[l], None, w.lnw[i + 1], None, None, eps=eps)
+        K.swiglu(a.fcg[l], a.fch[l])
+        K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], None, None, None, a.x[i + 1])
+
+
+def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
+    # dx[i] (+)= dln through the norm of x[i]
+    g, a = m.g, m.a
+    K.rmsnorm_bwd(a.dx[i], g.lnw[i], ln, a.scratch, a.dln, a.x[i], m.w.lnw[i], a.rstd[i], acc, add_dx)
+
+
+def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
+    norm_bwd(K, m, 2 * m.L, None, acc, add_dx=False)
+
+
+def block_bwd(K: Any, m: Any, acc: bool) -> None:
+    """Run the layers' backward pass; the embedding's comes before layer 0's last product.
+
+    dx[i] is the gradient at x[i].  All dx are one buffer: rmsnorm_bwd adds to dx[i+1] to make dx[i].
+    """
+    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
+    for l in reversed(range(m.L)):
+        m.comm.wait_grad_buffer(l)
+        i, redo = 2 * l, m.recompute[l]
+        if redo.block:
+            layer(K, m, l)
+        elif redo.gelu:
+            K.swiglu(a.fcg[l], a.fch[l])
+        # through fcproj, SwiGLU, fc and the norm of x[i+1]; gradients replace fcg, then fch
+        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx[i + 2], a.fcg[l], acc_layer)
+        K.matmul_dx(a.fcg[l], a.dx[i + 2], w.fcprojw[l])
+        K.swiglu_bwd(a.fch[l], a.fcg[l], a.fch[l])
+        K.matmul_dx(a.dln, a.fch[l], w.fcw[l])
+        norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
+        m.observe.tensors(dx=i + 1)
+        K.matmul_dw(g.fcw[l], a.scratch, a.fch[l], a.ln[i + 1], acc_layer)
+        # through attproj, attention, qkv and the norm of x[i]
+        K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
+        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
+        if redo.qkv:
+            qkv(K, m, l)
+        K.attention_bwd(a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope)
+        K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
+        norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
+        m.observe.tensors(dx=i)
+        if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
+            embed_bwd(K, m, acc)
+        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
+        m.comm.reduce_grads(l)
+
+
+def embed_bwd(K: Any, m: Any, acc: bool) -> None:
+    # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too)
+    a = m.a
+    K.embedding_bwd(m.g.wte, None, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
+    m.comm.reduce_grads(NOT_A_LAYER)

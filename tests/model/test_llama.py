@@ -1,0 +1,107 @@
+"""Llama 3 against transformers, with the same weights: losses, logits and gradients of odd sizes."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from benchmarks import torch_reference
+from gpt2_triton.checkpoint.weights import by_name
+from gpt2_triton.config.config import Config
+from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.model.llama import rope
+from tests.support.helpers import error, max_error
+from tests.support.models import batches, exact_model, kernel_model, train_steps
+from tests.support.tiny import tiny_config
+
+SIZES = [(4, 4, 64, 1.0), (4, 2, 64, 8.0), (9, 3, 64, 1.0), (2, 1, 128, 32.0)]  # heads, of k and v, their size, factor
+TRAIN = dict(batch_size=2, seq_len=8, total_batch_tokens=16)
+
+
+def llama(NH=4, NKV=2, HS=64, factor=8.0, **more) -> dict:
+    """Return the sections of a Llama whose sizes are no powers of 2."""
+    sizes = dict(n_layer=2, n_head=NH, n_kv_head=NKV, n_embd=NH * HS, n_inner=176, vocab_size=300, block_size=32)
+    model = sizes | dict(arch="llama", norm_eps=1e-6, rope_factor=factor)
+    return dict(model=model, train=TRAIN) | more
+
+
+def theirs(config: Config) -> LlamaForCausalLM:
+    m = config.model
+    scaling = dict(
+        rope_type="llama3", factor=m.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+    sizes = dict(
+        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=m.inner, num_hidden_layers=m.n_layer,
+        num_attention_heads=m.n_head, num_key_value_heads=m.n_kv_head, max_position_embeddings=m.block_size,
+    )  # fmt: skip
+    rotation = (scaling if m.rope_factor > 1 else dict(rope_type="default")) | dict(rope_theta=m.rope_theta)
+    numbers = dict(rms_norm_eps=m.norm_eps, tie_word_embeddings=True, rope_parameters=rotation)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **numbers, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("NH,NKV,HS,factor", SIZES)
+def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor):
+    """In fp32, which transformers' norms and softmax use in any dtype, with weights of a model's usual size."""
+    model = kernel_model(**llama(NH, NKV, HS, factor, sample=dict(every=1)))
+    model.initialise(seed=1)
+    lnw = model.train_view.w.lnw
+    lnw.add_(0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)))
+    reference, (ids, targets) = theirs(model.config), batches(model.config, 1)[0]
+    weights = by_name(model.state.params, model.config.model)
+    assert reference.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
+    logits, flat = reference(ids.long()).logits, targets.flatten().long()
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-1, reduction="sum") / len(flat)
+    want.backward()
+    assert error(torch.from_numpy(model.logits(ids.numpy(), 0, 8)), logits.detach()) < 1e-5
+    [(loss, _, _)] = train_steps(model, 1)
+    assert abs(loss - want.item()) < 1e-6 * loss
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    for name, got in by_name(model.state.grads, model.config.model).items():
+        assert error(got, grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
+def test_loss_and_gradients_equal_autograd(level):
+    """The reference launchers in float64, at each recompute level."""
+    model = exact_model(level, **llama())
+    params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+    [(ids, targets)] = batches(model.config, 1)
+    want = torch_reference.llama_loss(params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6)
+    want.backward()
+    train_steps(model, 1)
+    assert max_error(model.state.step_out[0], want.detach()) < 1e-12
+    got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+    for name, leaf, _ in torch_reference.tensors(params, model.dims):
+        assert max_error(got[name], leaf.grad) < 1e-11, name
+
+
+@pytest.mark.parametrize("level", ["none", "gelu+ln+qkv", "block"])
+def test_decoding_equals_the_training_forward(level):
+    model = exact_model(level, **llama(), sample=dict(every=1))
+    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
+    targets[0, 3], targets[0, 4] = 7, 9
+    losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
+    model.prefill(ids[0, :3].tolist(), slice(0, 1))
+    for row in (3, 4):
+        seq.copy_(torch.tensor([[ids[0, row], row, 0, 0, 0]]))
+        model.decode(0.0, 0, 1.0)
+        logits = model.decoding.logits[0, :300]
+        assert abs(logits.logsumexp(0) - logits[targets[0, row]] - losses[row]) < 1e-12
+
+
+@pytest.mark.parametrize("HS,theta,factor", [(64, 1e4, 1), (64, 5e5, 8), (64, 5e5, 32), (128, 5e5, 1), (128, 5e5, 8)])
+def test_rotations_equal_transformers_to_the_last_bit_of_a_frequency(HS, theta, factor):
+    config = tiny_config(**llama(4, 4, HS, factor)).replace(model=dict(rope_theta=theta, block_size=8192))
+    embedding = theirs(config).model.rotary_emb
+    assert isinstance(embedding, LlamaRotaryEmbedding)
+    assert np.array_equal(rope.frequencies(HS, theta, factor), embedding.inv_freq.numpy())
+    cos, sin = embedding(torch.zeros(1), torch.arange(8192)[None])
+    got = torch.from_numpy(rope.table(8192, HS, theta, factor))
+    assert (got - torch.cat([cos[0, :, : HS // 2], sin[0, :, : HS // 2]], 1)).abs().max() < 1e-7
+
+
+def test_bf16_trains_and_repeats_its_bits():
+    losses = [train_steps(kernel_model("gelu", "bf16", **llama()), 3) for _ in range(2)]
+    assert losses[0] == losses[1] and np.isfinite([loss for loss, _, _ in losses[0]]).all()
