@@ -52,7 +52,7 @@ class Checksums(WrappedKernels):
             launcher: Any = contract.LAUNCHERS[name]
             written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
             results = [t for output, t in written if t is not None and output not in contract.WORKSPACE]
-            self.launches.append((name, [sum_of_bytes(t) for result in results for t in tensors_of(result)]))
+            self.launches.append((name, [sum_of_bytes(t) for result in results for t in tensors_of(name, result)]))
 
     def take(self) -> Sums:
         """Return the sums since the last call."""
@@ -60,12 +60,12 @@ class Checksums(WrappedKernels):
         return [(name, [int(t) for t in sums]) for name, sums in found]
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(launcher: str, output: Any) -> list[Tensor]:
     """Return the tensors that a launch writes: of an fp8 operand its forms, without what is not written."""
     if not isinstance(output, kernels.Fp8):
         return [output]
-    forms = [output.rows, output.columns if output.transposed else None, output.value, output.amax]
-    return [t for t in forms if t is not None]
+    columns = output.columns if output.transposed and launcher != "attention_fwd" else None  # attention_bwd: att.T
+    return [t for t in (output.rows, columns, output.value, output.amax) if t is not None]
 
 
 def sum_of_bytes(t: Tensor) -> Tensor:
