@@ -6,14 +6,17 @@ the reader of stdout left.  Any other exception is a bug and keeps its traceback
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
 
+import ctypes
 import errno
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +143,23 @@ def select_device(silent: bool = False) -> None:
     # torch and numpy read it at import; a second thread makes the interpreter's small arrays three times slower
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
+    threading.Thread(target=_open_gpu, daemon=True).start()
     from gpt2_triton import device
 
     if device.select_interpreter() and not silent:
         print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
     # numpy warns of losses that are not finite; training reports them itself
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+
+
+def _open_gpu() -> None:
+    """Make the CUDA context of this rank's GPU, which takes half a second, while the main thread imports torch."""
+    with suppress(OSError, AttributeError, ZeroDivisionError):  # no driver of NVIDIA's, or no GPU
+        cuda, gpus, gpu, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        cuda.cuInit(0)
+        cuda.cuDeviceGetCount(ctypes.byref(gpus))
+        cuda.cuDeviceGet(ctypes.byref(gpu), int(os.environ.get("LOCAL_RANK", "0")) % gpus.value)
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # torch takes the same context
 
 
 def require_directory(option: str, file: Path | None) -> None:

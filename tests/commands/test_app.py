@@ -401,3 +401,23 @@ def test_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, command)
     words = [sys.executable, *command, "configs/quickstart.yaml"]
     run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 130 and "Traceback" not in run.stderr and "cyclopts" not in run.stderr
+
+
+@pytest.mark.parametrize("gpus, opened", [(2, 1), (0, None)])
+def test_a_rank_opens_its_own_gpu_while_torch_is_imported(monkeypatch, gpus, opened):
+    """A context on another rank's GPU would take half a gigabyte there."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    retained = []
+
+    def get(number):
+        return lambda to, *gpu: setattr(to._obj, "value", number(*gpu))
+
+    driver = SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=get(lambda: gpus),
+        cuDeviceGet=get(lambda number: number),
+        cuDevicePrimaryCtxRetain=lambda context, gpu: retained.append(gpu.value),
+    )
+    monkeypatch.setattr(app.ctypes, "CDLL", lambda name: driver)
+    app._open_gpu()
+    assert retained == ([] if opened is None else [opened])
