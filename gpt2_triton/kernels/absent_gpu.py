@@ -57,10 +57,11 @@ def standing_in(gpu: device.Gpu) -> Iterator[None]:
     active.launcher_cls = _build_launcher
     build._load_module_from_path = lambda name, path: _NotLoaded()
     with tempfile.TemporaryDirectory() as folder:  # with what Triton links its C modules, in place of the driver's
-        words = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+        words = ["-shared", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
         knobs.nvidia.libcuda_path = folder
         try:
-            subprocess.run([os.environ.get("CC", "gcc"), *words], check=True)
+            # one function that all of them call: else the linker leaves the library out of those that it must load
+            subprocess.run([os.environ.get("CC", "gcc"), *words], check=True, input=b"void cuGetErrorString(void) {}")
             nvidia.CudaUtils()
         except (OSError, subprocess.CalledProcessError) as error:
             todo = "Triton needs gcc and Python's headers: apt install gcc python3-dev"
