@@ -74,7 +74,8 @@ empty32 = functools.partial(empty, dtype=F32)
 @functools.cache
 def scratch(s: Sizes) -> Tensor:
     _, _, slots = scatter_bounds(s.R, s.V)
-    dims = dict(B=s.B, T=s.T, R=s.R, C=s.C, NH=s.NH, Rc=s.R, Vp=s.Vp, N=s.updated, slots=slots)
+    dims = dict(B=s.B, T=s.T, R=s.R, C=s.C, D=3 * s.C, F=4 * s.C, G=4 * s.C, NH=s.NH, Rc=s.R, Vp=s.Vp, N=s.updated)
+    dims["slots"] = slots
     return empty32(K.scratch_elements(dims, "bf16" if GPU else "fp32"))
 
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402, F401, the imports are the package's attributes
 import os
+from collections.abc import Sequence
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once; the default of Triton before 3.10
 
@@ -50,8 +51,11 @@ from gpt2_triton.kernels.swiglu import swiglu, swiglu_bwd
 from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_stats, stats_parts, tensor_stats
 
 
-def scratch_elements(d: dict[str, int], dtype: str) -> int:
-    """Return the fp32 elements of scratch: the largest need of any launch.  The plan has the sizes d."""
+def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int, int, int]] = ()) -> int:
+    """Return the fp32 elements of scratch: the largest need of any launch.  The plan has the sizes d.
+
+    matrices   (rows, columns, count) of the matrices that Muon orthogonalises at once
+    """
     R, C, Rc, Vp = d["R"], d["C"], d["Rc"], d["Vp"]
     D, F, G = d["D"], d["F"], d["G"]
     products = [(D, C, R), (C, C, R), (G, C, R), (C, F, R), (Vp, C, Rc), (Vp, C, R % Rc or Rc)]
@@ -62,7 +66,7 @@ def scratch_elements(d: dict[str, int], dtype: str) -> int:
         classifier_fwd_scratch(Rc, Vp, dtype),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
-        *(muon_normalise_scratch(d["Nc"] // (4 * C * C) * k, C, n * C) for k, n in ((4, 1), (1, 4)) if d.get("Nc")),
+        *(muon_normalise_scratch(count, rows, columns) for rows, columns, count in matrices),
         *(matmul_dw_scratch(*shape, dtype) for shape in products),
         *(matmul_dw_scratch(*shape, "fp8") for shape in products[:4] if d.get("A")),
     )

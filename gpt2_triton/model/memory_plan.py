@@ -5,6 +5,7 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -18,11 +19,19 @@ from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model import architecture
+from gpt2_triton.model import architecture, muon
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.fp8 import formats, scale_count
 from gpt2_triton.model.sharding import flat_buffer_sizes
-from gpt2_triton.model.tables import WINDOW, Decoding, State, layer_levels, param_entries, tracked_activations
+from gpt2_triton.model.tables import (
+    WINDOW,
+    Decoding,
+    State,
+    layer_levels,
+    matrix_shapes,
+    param_entries,
+    tracked_activations,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIXED_DTYPES = dict(
@@ -54,6 +63,8 @@ def dimensions(
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
+    matrices = muon.matrices_at_once(matrix_shapes(architecture.of(config.model).Params, d), d) if d["No"] else []
+    d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
     d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
     d["Rd"] = d["R"] if training and config.model.dropout and not d["A"] else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
@@ -61,7 +72,7 @@ def dimensions(
         entries = list(param_entries(architecture.of(config.model).Params, d))
         d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(entries), K.stats_parts()
         d["As"] = d["A"]
-    d["W"] = K.scratch_elements(d, config.train.dtype)
+    d["W"] = K.scratch_elements(d, config.train.dtype, matrices)
     return d
 
 

@@ -1,4 +1,4 @@
-"""Muon's polynomials, and its views of the arena: the layers' matrices in three classes of one shape each.
+"""Muon's polynomials, and its views of the arena: the layers' matrices in classes of one shape each.
 
 kernels/muon.py has the arithmetic, and schedule.update_matrices has its order.
 """
@@ -28,10 +28,10 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """The weight matrices of one shape in all layers: q, k, v and attproj; fc; or fcproj.
+    """The matrices of one class of tables.matrix_shapes in all layers.
 
     This rank orthogonalises some whole matrices, and updates the same n elements in each layer.  `parts` has the
-    elements that each rank updates, among the class's 4 C^2 in a layer.
+    elements that each rank updates, among the class's elements in a layer.
     """
 
     w: Tensor  # [L, n], with a stride between layers; so are the next four
@@ -42,8 +42,8 @@ class MatrixClass(NamedTuple):
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
     owned: Tensor  # [k, rows, columns], the matrices that this rank orthogonalises: rank, rank + ranks, ...
     next: Tensor  # [k, rows, columns], the iterate after `owned`
-    gram: Tensor  # [k, C, C]
-    poly: Tensor  # [k, C, C]
+    gram: Tensor  # [k, c, c], c the smaller of rows and columns
+    poly: Tensor  # [k, c, c]
     first: int  # flat index of w[0, 0]
     distance: int  # from it to w[1, 0]'s flat index
     decay: float
@@ -53,21 +53,26 @@ class MatrixClass(NamedTuple):
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
+def matrices_at_once(shapes: list[tuple[int, int, int]], dims: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Return (rows, columns, count) of the matrices of each class that a rank orthogonalises at once."""
+    layers = -(-dims["L"] // dims["ranks"])
+    return [(rows, columns, count * layers) for rows, columns, count in shapes]
+
+
 def matrix_classes(
-    state: State, dims: dict[str, int], rank: int, momentum: float, decay: float
+    shapes: list[tuple[int, int, int]], state: State, dims: dict[str, int], rank: int, momentum: float, decay: float
 ) -> Iterator[MatrixClass]:
-    """Yield the three classes of the layers' matrices, in the flat order.  A class has 4 C^2 elements in each layer,
-    and 4 C^2 L elements of `orth`, directly after the class before it.
-    """
-    C, L, ranks, zero = (dims[name] for name in ("C", "L", "ranks", "zero"))
-    layer, size = sharding.buckets(dims)[1], 4 * C * C
+    """Yield the classes of the layers' matrices, in the flat order; `orth` has each directly after the one before."""
+    L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
+    layer, before = sharding.buckets(dims)[1], 0
     share = layer.padded // ranks if zero else layer.length
     shard = sharding.owned_shards(dims, rank)[1]
     moments, grads = (shard.moment, shard.grad) if zero else (layer.start, layer.start)
-    for i, (rows, columns) in enumerate(((C, C), (4 * C, C), (C, 4 * C))):
-        parts = [_common(r * share if zero else 0, share, i * size, size) for r in range(ranks)]
-        part, whole = parts[rank], state.orth[i * L * size : (i + 1) * L * size].view(-1, rows, columns)
-        n, at = len(part), i * size + part.start  # in the layer's bucket
+    for rows, columns, count in shapes:
+        size, c = rows * columns * count, min(rows, columns)
+        parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
+        part, whole = parts[rank], state.orth[L * before : L * (before + size)].view(-1, rows, columns)
+        n, at = len(part), before + part.start  # in the layer's bucket
         within = at - (rank * share if zero else 0)  # in this rank's shard of it
         moment = (moments + within, share if zero else layer.padded, n)
         gradient = (grads + within, share if zero == 2 else layer.padded, n)
@@ -79,10 +84,11 @@ def matrix_classes(
             m=_layers(state.m, L, *moment), g=_layers(sharding.reduced_gradients(state), L, *gradient),
             x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
-            gram=state.gram[: k * C * C].view(k, C, C), poly=state.poly[: k * C * C].view(k, C, C),
+            gram=state.gram[: k * c * c].view(k, c, c), poly=state.poly[: k * c * c].view(k, c, c),
             first=layer.first + at, distance=layer.length,
             decay=decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
         )  # fmt: skip
+        before += size
 
 
 def _common(start: int, length: int, other: int, size: int) -> range:

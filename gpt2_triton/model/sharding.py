@@ -82,7 +82,6 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: 
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
     out["Nv"] = moments - muon * _layers_in_moments(dims)
     out["No"] = muon * sum(b.length for b in all_buckets[1:-1])
-    out["Nc"] = muon * 4 * dims["C"] ** 2 * -(-dims["L"] // dims["ranks"])
     return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 

@@ -24,6 +24,7 @@ Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logit
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -66,13 +67,14 @@ def layer_levels(recompute: str, L: int) -> list[str]:
 Tensors = list[Tensor]
 
 
-def param(shape: str, group: str, init: str, decay: bool = False) -> Any:
+def param(shape: str, group: str, init: str, decay: bool = False, matrices: str = "") -> Any:
     """Return a dataclass field that declares a parameter.
 
     group    "embed", "layer" (one tensor per layer) or "rest"
     init     "normal", "residual" (normal / sqrt(2L)), "zero", "one"
+    matrices shapes of the matrices, one below the other, that Muon takes apart; "": the parameter is one
     """
-    return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, decay=decay))
+    return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, decay=decay, matrices=matrices))
 
 
 # fmt: off
@@ -167,6 +169,19 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
             m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
             yield ParamEntry(field.name, layer, bucket, offset - first, offset, shape, m["init"], m["decay"])
             offset += math.prod(shape)
+
+
+def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Return (rows, columns, count) of each class of a layer's matrices, in the flat order: neighbours of one shape are
+    one class.
+
+    >>> from gpt2_triton.model.gpt2.buffers import Params
+    >>> matrix_shapes(Params, dict(C=4, D=12, F=16, G=16))
+    [(4, 4, 4), (16, 4, 1), (4, 16, 1)]
+    """
+    declared = [field.metadata for field in dataclasses.fields(table) if field.metadata["group"] == "layer"]
+    shapes = [eval_shape(shape, dims) for m in declared for shape in (m["matrices"] or m["shape"]).split(", ")]
+    return [(rows, columns, len(list(same))) for (rows, columns), same in itertools.groupby(shapes)]
 
 
 def param_views(table: type, flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Any:

@@ -11,7 +11,7 @@ from gpt2_triton.model import architecture, muon, sharding
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
-from gpt2_triton.model.tables import Recompute, State, param_views
+from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
 from gpt2_triton.model.tensor_stats import Observer
 
 
@@ -97,7 +97,7 @@ def make_view(
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
-        matrices=list(muon.matrix_classes(state, d, rank, optim.momentum, config.weight_decay)) if d["No"] else [],
+        matrices=list(_matrices(A.Params, state, d, rank, config)) if d["No"] else [],
     )  # fmt: skip
 
 
@@ -108,6 +108,11 @@ def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
     return dict(
         ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), split_tokens=split.view(Nh, 4)
     )
+
+
+def _matrices(table: type, state: State, dims: dict[str, int], rank: int, config: Config) -> Iterator[muon.MatrixClass]:
+    shapes = matrix_shapes(table, dims)
+    return muon.matrix_classes(shapes, state, dims, rank, config.optim.momentum, config.weight_decay)
 
 
 def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:

@@ -10,7 +10,11 @@ from benchmarks import torch_reference
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.llama import rope
+from gpt2_triton.model.tables import matrix_shapes
+from gpt2_triton.model.tensor_stats import format_summary
+from tests.model.test_muon import MUON, muon_step
 from tests.support.helpers import error, max_error
 from tests.support.models import batches, exact_model, kernel_model, train_steps
 from tests.support.tiny import tiny_config
@@ -105,3 +109,30 @@ def test_rotations_equal_transformers_to_the_last_bit_of_a_frequency(HS, theta, 
 def test_bf16_trains_and_repeats_its_bits():
     losses = [train_steps(kernel_model("gelu", "bf16", **llama()), 3) for _ in range(2)]
     assert losses[0] == losses[1] and np.isfinite([loss for loss, _, _ in losses[0]]).all()
+
+
+def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart():
+    model = exact_model(**llama(), optim=MUON)
+    assert matrix_shapes(model.A.Params, model.dims) == [
+        (256, 256, 1), (128, 256, 2), (256, 256, 1), (176, 256, 2), (256, 176, 1),
+    ]  # fmt: skip
+    weights = {name: w.clone() for name, w in by_name(model.state.params, model.config.model).items()}
+    train_steps(model, 1)
+    factor = model.state.step_out[2]
+    grads, now = (by_name(t, model.config.model) for t in (model.state.grads, model.state.params))
+    for name, w in weights.items():
+        if "_proj" in name:
+            w.grad = grads[name] * factor
+            muon_step([w], [torch.zeros_like(w)], model.config.optim.lr, model.config.weight_decay)
+            assert max_error(now[name], w) < 1e-6, name
+
+
+def test_statistics_name_the_parts_of_a_layer():
+    model = kernel_model(**llama(log=dict(stats_every=1)))
+    train_steps(model, 1, with_stats=True)
+    record = model.stats_recorder.read([t.cpu() for t in model.stats_recorder.buffers], 1, SINGLE_PROCESS)
+    assert [*record["activations"]] == ["x", "qkv", "att", "fch", "dx"]
+    assert [*record["parameters"]] == ["wte", "qkvw", "attprojw", "fcw", "fcprojw", "lnw"]
+    gate_and_value = model.train_view.g.fcw[1].square().mean().sqrt().item()
+    assert record["parameters"]["fcw"]["grad_rms"][1] == pytest.approx(gate_and_value, rel=1e-4)
+    assert "largest activation" in format_summary(record)

@@ -40,6 +40,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which 
 STEPS = 2
 
 
+LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, n_embd=192, n_inner=176)
+
+
 def config_of(zero=1, **sections):
     """One layer, unless `sections` says otherwise."""
     base = dict(
@@ -110,15 +113,14 @@ def test_ranks_train_as_one_rank_does(alone, tmp_path, n, zero, sections):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, zero, dropout", [(2, 1, 0), (3, 2, 0.3)])
-def test_ranks_train_by_muon_as_one_rank_does_where_micro_steps_add_up(tmp_path, n, zero, dropout):
+@pytest.mark.parametrize("n, zero, model", [(2, 1, {}), (3, 2, dict(dropout=0.3)), (3, 2, LLAMA)])
+def test_ranks_train_by_muon_as_one_rank_does_where_micro_steps_add_up(tmp_path, n, zero, model):
     """Momentum moves once a step: moved with each micro-step, the third loss is off by 4e-5.  Other orders of sums make
     the momentum differ by 1.5e-7 of its norm.  Dropout masks a sample in the same way, whichever rank takes it.
     """
     for ranks_of_run, batch_size in ((1, 12), (n, 2)):
         train = dict(batch_size=batch_size, steps=3)
-        model = dict(n_layer=2, dropout=dropout)
-        config = config_of(zero, model=model, train=train, optim=dict(name="muon"))
+        config = config_of(zero, model=dict(n_layer=2) | model, train=train, optim=dict(name="muon"))
         run = tmp_path / str(ranks_of_run)
         run.mkdir()
         assert (job(config, run) if ranks_of_run == 1 else run_job(n, config, run)) == 0

@@ -18,7 +18,7 @@ class Params:
     #                        shape        group    init        decay
     wte:      Tensor  = param("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
     wpe:      Tensor  = param("Tmax C", "embed", "normal",   True)
-    qkvw:     Tensors = param("D C",    "layer", "normal",   True)
+    qkvw:     Tensors = param("D C",    "layer", "normal",   True, "C C, C C, C C")
     attprojw: Tensors = param("C C",    "layer", "residual", True)
     fcw:      Tensors = param("G C",    "layer", "normal",   True)
     fcprojw:  Tensors = param("C F",    "layer", "residual", True)
