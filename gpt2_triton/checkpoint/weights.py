@@ -89,8 +89,9 @@ def first_problem(error: ValidationError) -> str:
 
 def tokenizer_of(model: ModelConfig) -> str | None:
     """Return the tokenizer that fits the vocabulary of a file that names none; GPT-2's may be padded."""
-    if model.vocab_size == TOKENIZER_SIZES["bytes"]:
-        return "bytes"
+    for name in ("bytes", "llama3"):
+        if model.vocab_size == TOKENIZER_SIZES[name]:
+            return name
     return "gpt2" if model.vocab_size >= TOKENIZER_SIZES["gpt2"] else None
 
 
@@ -99,7 +100,7 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 
 def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about the vocabulary of another tokenizer."""
-    wrong = f"{weights.where}: its {weights.model.vocab_size:,} tokens are neither GPT-2's nor bytes"
+    wrong = f"{weights.where}: its {weights.model.vocab_size:,} tokens are neither GPT-2's, Llama 3's nor bytes"
     todo = "its weights can only be exported; for training, prepare your text with --tokenizer bytes"
     return CheckpointError(f"{wrong}; {todo}")
 

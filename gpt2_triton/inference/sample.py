@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.tokenizer import Tokenizer, encode_documents, get_tokenizer
+from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.model import Model
@@ -28,7 +28,7 @@ def draw(
 
     Text i has the seed `seed` + i for any number of texts decoded at once.
     """
-    batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt)
+    batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt).tolist()
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
         steps = generate(model, ids, tokens, seeds, *how)
@@ -52,11 +52,6 @@ def sample_in_training(model: Model, config: Config) -> str:
     """Return one text of a model in training, by the configuration's section `sample`."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
     return s.prompt + "".join(stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed))
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; an empty prompt, and each `<|endoftext|>` in it, is the end-of-text token."""
-    return encode_documents(tokenizer, prompt).tolist() or [tokenizer.eot]
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:

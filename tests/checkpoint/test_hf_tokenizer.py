@@ -101,7 +101,7 @@ def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_not_trained(with_added_t
     path = with_added_tokens / "tokenizer.json"
     path.write_text(path.read_text().replace(json.dumps(token, ensure_ascii=False) + ":", '"Ġder":'))
     config = config_of(vocab_size=50260, data=dict(tokenizer="gpt2"), init_from=f"hf:{with_added_tokens}")
-    with pytest.raises(CheckpointError, match="its 50,260 tokens are neither GPT-2's nor bytes; .* can only be exp"):
+    with pytest.raises(CheckpointError, match="its 50,260 tokens are neither GPT-2's, Llama 3's nor bytes; .* only"):
         initial_weights(config)
     export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "bf16")
     assert not (tmp_path / "again" / "tokenizer.json").exists()

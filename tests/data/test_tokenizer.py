@@ -1,7 +1,9 @@
 """Tokenizers decode what they encode; GPT-2's is the same from tiktoken and from vocab.bpe alone, and never hangs."""
 
+import base64
 import hashlib
 import importlib.metadata
+import json
 import time
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
+from tests.data.prepare.test_text import llama3
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,15 @@ def test_encode_documents_takes_end_of_text_as_people_write_it(offline_encoding)
         ids = tokenizer.encode_documents(t, "one\n<|endoftext|>\ntwo<|endoftext|>")
         assert ids.tolist() == [*one, t.eot, *two, t.eot] and ids.dtype == np.uint16
         assert tokenizer.encode_documents(t, "one\n").tolist() == one and not len(tokenizer.encode_documents(t, ""))
+
+
+def test_prompt_holds_end_of_text_as_people_write_it():
+    t = get_tokenizer("bytes")
+    assert tokenizer.encode_prompt(t, "a<|endoftext|>b").tolist() == [97, 0, 98]
+    assert tokenizer.encode_prompt(t, "").tolist() == tokenizer.encode_prompt(t, "<|endoftext|>").tolist() == [0]
+
+
+# ---- GPT-2's ----
 
 
 def test_ranks_from_merges_are_those_of_tiktoken(offline_encoding, monkeypatch):
@@ -133,5 +145,76 @@ def test_gpt2_tokenizer_refuses_changed_merges(fresh, tmp_path):
 
 
 def test_get_tokenizer_refuses_an_unknown_name():
-    with pytest.raises(DataError, match="unknown tokenizer 'gpt4'; choose gpt2 or bytes"):
+    with pytest.raises(DataError, match="unknown tokenizer 'gpt4'; choose gpt2, llama3 or bytes"):
         get_tokenizer("gpt4")
+
+
+# ---- Llama 3's ----
+
+
+def test_llama3_tokenizer_encodes_and_decodes():
+    t = llama3()
+    ids = t.encode("hello world Việt")
+    assert ids.dtype == np.uint32 and ids.tolist() == [15339, 1917, 101798] and t.decode(ids) == "hello world Việt"
+    assert t.decode([128000, 15339, 128001, 128009, 128255]) == (
+        "<|begin_of_text|>hello<|end_of_text|><|eot_id|><|reserved_special_token_245|>"
+    )
+    text = "<|begin_of_text|>"
+    assert max(t.encode(text)) < 128000 and t.decode(t.encode(text)) == text
+    assert len(t.token_bytes()) == t.vocab_size == 128256
+
+
+def test_llama3_tokenizer_takes_a_million_spaces():
+    """Which end tiktoken's process with a panic."""
+    t, text = llama3(), "a\n" + 1_100_000 * " " + "b"
+    assert t.decode(t.encode(text)) == text
+    short = "a." + 24_999 * " " + "b"
+    assert t.encode(short).tolist() == t._encoding.encode_ordinary(short)
+
+
+def test_llama3_prompt_begins_with_the_delimiter():
+    t = llama3()
+    hello, both = [t.delimiter, 15339], [t.delimiter, 15339, t.delimiter, 15339]
+    for text, ids in (("", [t.delimiter]), ("hello", hello), ("hello<|endoftext|>hello", both)):
+        assert tokenizer.encode_prompt(t, text).tolist() == ids
+        assert tokenizer.encode_prompt(t, f"<|endoftext|>{text}").tolist() == ids
+
+
+@pytest.fixture(scope="module")
+def llama3_files():
+    """The content of tokenizer.model, and of tokenizer.json as far as it is read."""
+    llama3()
+    model = tokenizer._llama3_vocabulary()
+    spelling, tokens = tokenizer.byte_spelling(), [base64.b64decode(line.split()[0]) for line in model.splitlines()]
+    ranks = {"".join(spelling[b] for b in token): rank for rank, token in enumerate(tokens)}
+    return model, json.dumps({"model": {"vocab": dict(sorted(ranks.items()))}}).encode()
+
+
+@pytest.mark.parametrize("name", ["original/tokenizer.model", "tokenizer.model", "tokenizer.json"])
+def test_llama3_tokenizer_reads_a_directory_of_hugging_face(fresh, tmp_path, llama3_files, name):
+    (tmp_path / "original").mkdir()
+    (tmp_path / name).write_bytes(llama3_files[name.endswith("json")])
+    fresh.setattr(importlib.metadata, "distribution", missing)
+    for place in (tmp_path, tmp_path / name):
+        fresh.setenv("LLAMA3_TOKENIZER", str(place))
+        assert tokenizer._llama3_vocabulary() == llama3_files[0]
+    assert get_tokenizer("llama3").encode(" Việt").tolist() == [101798]
+
+
+def test_llama3_tokenizer_without_its_vocabulary_is_one_line(fresh, tmp_path):
+    todo = "; `pip install --no-deps llama-models==0.3.0`, or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+    fresh.setattr(importlib.metadata, "distribution", missing)
+
+    def told():
+        with pytest.raises(DataError) as error:
+            get_tokenizer("llama3")
+        assert str(error.value).endswith(todo)
+        return str(error.value).removesuffix(todo)
+
+    assert told() == "tokenizer llama3: its vocabulary is not installed"
+    fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path / "none"))
+    assert told() == f"tokenizer llama3: {tmp_path}/none: cannot read: No such file or directory"
+    fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path))
+    for vocabulary in ({"a": 0, "b": 1}, {"\N{LOWER ONE EIGHTH BLOCK}the": 0}, [["a", 0.0]]):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        assert told() == f"{tmp_path}/tokenizer.json: not Llama 3's vocabulary"

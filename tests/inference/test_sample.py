@@ -150,11 +150,6 @@ def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
 # ---- text ----
 
 
-def test_prompt_holds_end_of_text_as_people_write_it():
-    assert sample.encode_prompt(ByteTokenizer(), "a<|endoftext|>b") == [97, 0, 98]
-    assert sample.encode_prompt(ByteTokenizer(), "") == sample.encode_prompt(ByteTokenizer(), "<|endoftext|>") == [0]
-
-
 def test_stream_text_ends_pieces_between_characters():
     tokenizer, text = ByteTokenizer(), "a–é\N{GRINNING FACE}z"
     got = list(sample.stream_text(tokenizer, tokenizer.encode(text).tolist()))

@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
     split: str  # of its shards; the batches of a split follow each other
     state: Any  # of the source before this batch, for JSON
-    pieces: list[tuple[bool, str]]  # whether the end-of-text token comes first, and text
+    pieces: list[tuple[bool, str]]  # whether the delimiter comes first, and text
 
     @property
     def characters(self) -> int:
@@ -106,12 +106,11 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
 
 
 def tokenize(tokenizer: str, batch: Batch) -> np.ndarray:
-    """Return the tokens of a batch, uint16."""
+    """Return the tokens of a batch, as its tokenizer's `encode` does."""
     coder, parts = get_tokenizer(tokenizer), []
-    for eot_first, text in batch.pieces:
-        if eot_first:
-            parts.append(np.array([coder.eot], np.uint16))
-        parts.append(coder.encode(text))
+    for delimited, text in batch.pieces:
+        tokens = coder.encode(text)
+        parts.append(np.insert(tokens, 0, coder.delimiter) if delimited else tokens)
     return np.concatenate(parts)
 
 

@@ -29,7 +29,7 @@ READ_BYTES = 1 << 20
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _has_shards_or_run
-SAFE_CUT = re.compile(r"(?<=\S)[ \t\r\n]")
+SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 ENDS = f"{END_OF_TEXT} taken as end of text"
 
 Notes = dict[str, list[Any]]  # {what: [count, first place]}, for JSON
@@ -292,8 +292,9 @@ def _decode(path: Path, line: int, data: bytes) -> str:
 def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
     """Split a document, given in parts, into pieces of at least `size` characters, the last one shorter.
 
-    The pieces have the tokens of the whole.  They end where whitespace begins, and no token of either tokenizer lies
-    across such a place: GPT-2's pattern matches no whitespace after other characters.
+    The pieces have the tokens of the whole.  They end where whitespace begins, and no token of any tokenizer lies
+    across such a place: after other characters GPT-2's pattern matches no whitespace, and Llama 3's matches line ends,
+    but not after a letter or a digit.
     """
     rest = ""
     for part in parts:

@@ -21,7 +21,8 @@ from gpt2_triton.errors import DataError
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 
-CHARACTERS = {"bytes": 1, "gpt2": 5}  # per token; more than most text has, so that no disk with room is refused
+# characters per token; more than most text has, so that no disk with room is refused
+CHARACTERS = {"bytes": 1, "gpt2": 5, "llama3": 5}
 
 
 class MeasuredText(NamedTuple):

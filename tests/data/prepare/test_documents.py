@@ -23,18 +23,19 @@ from gpt2_triton.data.prepare.documents import (
     split_at_whitespace,
 )
 from gpt2_triton.errors import DataError
-from tests.data.prepare.test_text import gpt2
+from tests.data.prepare.test_text import gpt2, llama3
 
 SPACES = "\n \t\r\f\x1c\x85\xa0\N{LINE SEPARATOR}\N{IDEOGRAPHIC SPACE}"
 
 
+@pytest.mark.parametrize("tokenizer", [gpt2, llama3])
 @given(
     given=st.lists(st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), min_size=1, max_size=30), max_size=4),
     size=st.integers(1, 5),
 )
 @settings(max_examples=300, deadline=None)
-def test_split_at_whitespace_keeps_the_tokens(given, size):
-    text, encode = "".join(given), gpt2().encode
+def test_split_at_whitespace_keeps_the_tokens(tokenizer, given, size):
+    text, encode = "".join(given), tokenizer().encode
     parts = list(split_at_whitespace(given, size))
     assert parts == list(split_at_whitespace([text], size))  # however it was read
     assert "".join(parts) == text and all(len(part) >= size for part in parts[:-1])

@@ -19,7 +19,7 @@ from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.text import prepare_text
 from gpt2_triton.data.shards import map_tokens, open_shards
-from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
 
 SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare.txt"
@@ -30,6 +30,14 @@ TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for 
 def gpt2():
     """GPT-2's tokenizer from the installed files: no test waits for a network."""
     return GPT2Tokenizer(tokenizer._encoding(tokenizer._ranks_from_merges()))
+
+
+def llama3():
+    """Llama 3's tokenizer, if its vocabulary is installed."""
+    try:
+        return get_tokenizer("llama3")
+    except DataError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
