@@ -3,11 +3,16 @@
 python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
 """
 
+# ruff: noqa: E402, torch is imported as by a run
 import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+
+from gpt2_triton.commands.app import select_device
+
+select_device(silent=True)  # opens the GPU meanwhile
 
 import torch
 
