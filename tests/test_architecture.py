@@ -15,7 +15,7 @@ AFTERNOON_LINES = 3600
 # torch.<name> that the package may use: memory, views of it, names of dtypes and devices, streams and the process group
 ALLOWED_TORCH = {
     "Tensor", "empty", "from_numpy", "dtype", "device", "cuda", "distributed",
-    "uint8", "int16", "int32", "float32", "bfloat16", "float16", "float8_e4m3fn",
+    "uint8", "int16", "int32", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
 }  # fmt: skip
 
 # what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads

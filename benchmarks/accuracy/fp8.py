@@ -16,24 +16,28 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from benchmarks.accuracy.comparison import DEVICE, GPU, STORAGE, Comparison, Sizes, empty, empty32, randn, same, scratch
 from gpt2_triton.kernels import fp8
+from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
 
-BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, F32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in 14 bits, which Hopper's
 # kernels avoid.  Rounding to e4m3 gives 2.65e-2 in any case.  dW is stored in fp32, so its only error is from sums of
 # 128 products in 14 bits.  The interpreter stores and adds in fp32.
 ROUNDED, SUMMED = (2e-3 if is_hopper() else 3e-3, 2e-4) if GPU else (1e-6, 1e-6)
-QUANTISED = 3e-2
+QUANTISED, QUANTISED_E5M2 = 3e-2, 7.5e-2
 LOGITS = 1e-3 if GPU else 1e-6
 SLOPES = 5e-3  # gelu' is stored in a byte, so each term of a sum is off by at most half a unit of the byte, 0.0025
 AMAX = 1e-2  # GELU's kernels on Hopper hold tiles in fp16
 
 
-def operand(R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None) -> fp8.Fp8:
+def operand(
+    R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None, dtype: torch.dtype = E4M3
+) -> fp8.Fp8:
     """Return an operand full of NaN, with cells in which a kernel records its amax."""
     nan = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=DEVICE)
     cells = torch.zeros(K.AMAX_CELLS, dtype=torch.int32, device=DEVICE)
-    rows, columns = nan((R, C)).view(E4M3), nan((C, R)).view(E4M3)
+    rows, columns = nan((R, C)).view(dtype), nan((C, R)).view(dtype)
     return fp8.Fp8(rows, columns, torch.tensor([scale], device=DEVICE), cells, transposed, value)
 
 
@@ -64,7 +68,7 @@ def exact(x: fp8.Fp8) -> Tensor:
 
 
 def in_pairs(x: Tensor) -> Tensor:
-    """Return e4m3 [R, C] transposed, as bytes, with each 16 rows in the order 0 8 1 9 ... 7 15."""
+    """Return [R, C] of 8-bit floats transposed, as bytes, with each 16 rows in the order 0 8 1 9 ... 7 15."""
     order = torch.arange(len(x), device=x.device).view(-1, 2, 8).transpose(1, 2).flatten()
     return x.view(torch.uint8)[order].T.contiguous()
 
@@ -148,10 +152,13 @@ def attention(s: Sizes) -> Iterator[Comparison]:
     yield from of_operand("fp8 attention", "dqkv", dqkv, plain.double(), transposed=True)
 
 
-def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
+def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
+    """Compare the logits' exponentials, and the head's gradients with products of the operands as they are stored."""
     op, lnf, wte = "fp8 classifier", activation(R, C), weight(Vp, C, 2 * C**-0.5)
+    lnf, wte = (dataclasses.replace(x, value=exact(x).to(STORAGE)) for x in (lnf, wte))
     targets = torch.randint(V, (R,), dtype=torch.int32).to(DEVICE)
-    zt, p, rowsum = empty32(R), empty(R, Vp), empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
+    zt, rowsum = empty32(R), empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
+    p = dataclasses.replace(operand(R, Vp, math.nan, dtype=E5M2), amax=None)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
     z = exact(lnf) @ exact(wte).T
@@ -161,8 +168,21 @@ def logits(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     want = (z - target).exp().scatter(1, at, 0.0)
     want[:, V:] = 0
     of_exp = LOGITS * z.abs().max().item()  # a logit's absolute error is a relative error of its exponential
-    yield Comparison(op, "p", p, None, want, limit=ROUNDED + of_exp)
+    yield Comparison(op, "p", exact(p), None, want, limit=QUANTISED_E5M2 + of_exp)
+    yield same(op, "columns", p.columns.view(torch.uint8), in_pairs(p.rows))
     yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=of_exp)
+    (losses, rs, ks), dln, dw = empty32(3, R), empty(R, C), empty32(Vp, C)
+    lns = dataclasses.replace(operand(R, C, math.nan, dtype=E5M2), amax=None, rows=lnf.rows[:0])
+    step_in = torch.tensor([0, 0, 0, 1 / R, 0, 0, 0, 0], dtype=F32, device=DEVICE)
+    K.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, False)
+    stored = (full(lnf).float() * (rs * lns.scale)[:, None]).to(E5M2)
+    yield same(op, "lns", lns.columns.view(torch.uint8), in_pairs(stored))
+    K.classifier_dx(dln, p, wte, rs, ks, targets)
+    want = rs.double()[:, None] * (exact(p) @ exact(wte)) + ks.double()[:, None] * full(wte)[targets.long()].double()
+    yield Comparison(op, "dln", dln, None, want, limit=ROUNDED)
+    K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(Vp, C, R, "fp8"))), p, lns, False)
+    want = exact(p).T @ (stored.double() / lns.scale.double())
+    yield Comparison(op, "dwte", dw, None, want, limit=2 * SUMMED)
 
 
 def casts(N: int, C: int) -> Iterator[Comparison]:
@@ -186,4 +206,4 @@ def comparisons(s: Sizes) -> Iterator[Comparison]:
             yield from check(R, C)
     yield from casts(4 * s.C, s.C)
     yield from attention(s)
-    yield from logits(s.R // s.B, s.C, s.V, s.Vp)
+    yield from head(s.R // s.B, s.C, s.V, s.Vp)

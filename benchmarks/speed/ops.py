@@ -51,7 +51,7 @@ PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
     "classifier_dx": (lambda a: (*a["dln"].shape, a["p"].shape[1]), "dx"),
 }
 # these read the bf16 tensor of an operand (`value`), not its fp8 form (`rows`)
-READ_IN_FULL = {"attention_bwd", "classifier_loss", "classifier_dx", "embedding_fwd", "embedding_bwd"}
+READ_IN_FULL = {"attention_bwd", "classifier_loss", "embedding_fwd", "embedding_bwd"}
 
 
 def is_fp8(name: str, a: Arguments) -> bool:
@@ -70,7 +70,8 @@ def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
     """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes.  A cast only reads `value`."""
     if not output:
-        return [operand.value if name in READ_IN_FULL and operand.value is not None else operand.rows]
+        stored = operand.rows if len(operand.rows) else operand.columns
+        return [operand.value if name in READ_IN_FULL and operand.value is not None else stored]
     value = None if name.startswith("cast") else operand.value
     more = [operand.columns] if operand.transposed and name != "attention_fwd" else []  # att.T: attention_bwd
     return [operand.rows, *more, *([] if value is None else [value])]

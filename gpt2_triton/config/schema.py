@@ -175,7 +175,7 @@ class TrainConfig(ConfigSection):
 
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
-        "head", "what train.precision fp8 leaves in bf16: head, the product that gives the logits, or none"
+        "head", "what train.precision fp8 leaves in bf16: head, the logits and their gradients, or none"
     )
 
 

@@ -63,10 +63,10 @@ def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dgelu_scratch(R, F, dtype),
         attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
-        classifier_fwd_scratch(Rc, Vp, dtype),
+        classifier_fwd_scratch(Rc, Vp, "fp8" if d.get("A") else dtype),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
         *(muon_normalise_scratch(count, rows, columns) for rows, columns, count in matrices),
         *(matmul_dw_scratch(*shape, dtype) for shape in products),
-        *(matmul_dw_scratch(*shape, "fp8") for shape in products[:4] if d.get("A")),
+        *(matmul_dw_scratch(*shape, "fp8") for shape in products if d.get("A")),
     )

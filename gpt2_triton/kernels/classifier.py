@@ -19,6 +19,11 @@ near 1: a loss of 1e-6 has full precision.
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
 They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
 
+With fp8 logits the gradients' products are in fp8 too.  p / 8 and lns are rounded to e5m2, whose range holds p from
+6e-5 to 5e5: losses up to 13.  The target's part is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row
+of dlogits still sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  The scale of
+lns follows from lnf's: |lns| is at most s |lnf|, and small where a loss is large, for which e5m2 has 30 binades.
+
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
 Hopper, hopper.takes decides which of the products run in the kernels of hopper/.
 """
@@ -29,9 +34,12 @@ from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
-from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
+from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, scale_and_add_target
+from gpt2_triton.kernels.e4m3 import nearest_e5m2, to_e5m2, token_at
+from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import classifier_dx as hopper_classifier_dx
+from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
@@ -67,15 +75,18 @@ def _classifier_target_kernel(
 
 @triton.jit
 def _classifier_fwd_kernel(
-    p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
+    p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write p, and the sums of its rows in each tile to part[tile_n, r]."""
+    """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed by those of the rounded p."""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
+    SHIFT: tl.constexpr = 0 if lnf_scale_ptr is None else P_SHIFT
     factor = LOG2E
     if lnf_scale_ptr is not None:
         factor = LOG2E / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr))
+        if p_scale_ptr is not None:
+            tl.store(p_scale_ptr, 2.0**-SHIFT)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
@@ -85,17 +96,22 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = exp_relative_tile(z, factor, zt, target, j, V)
-        tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1), mask=r < R)
+        p = exp_relative_tile(z, factor, zt + SHIFT, target, j, V)  # times 2^-SHIFT
+        tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
+        if p_scale_ptr is not None:
+            p = nearest_e5m2(p)
+            tl.store(part_ptr + (tiles_n + tile_n) * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
         if p_desc is not None:
             left, right = halves(p)
+            if p_scale_ptr is not None:
+                left, right = to_e5m2(left), to_e5m2(right)
             p_desc.store([m, n], left.to(p_desc.dtype))
             p_desc.store([m, n + BLOCK_N // 2], right.to(p_desc.dtype))
 
 
 @triton.jit
 def _classifier_loss_kernel(
-    losses_ptr, rs_ptr, ks_ptr, lns_ptr, s_ptr, lnf_ptr, targets_ptr, step_in_ptr, R, C,
+    losses_ptr, rs_ptr, ks_ptr, lns_ptr, lns_scale_ptr, s_ptr, lnf_ptr, lnf_scale_ptr, targets_ptr, step_in_ptr, R, C,
     ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -105,11 +121,16 @@ def _classifier_loss_kernel(
     if ACC:
         loss += tl.load(losses_ptr + r, mask=r < R, other=0.0)
     tl.store(losses_ptr + r, loss, mask=r < R)
-    if lns_ptr is not None:
+    if rs_ptr is not None:
         scale = tl.load(step_in_ptr + LOSS_SCALE)
         rs = tl.where(valid, scale / (1.0 + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
+        if lns_scale_ptr is not None:
+            s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
         tl.store(ks_ptr + r, -rs * s, mask=r < R)
+        if lns_scale_ptr is not None:  # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
+            tl.store(lns_scale_ptr, 128.0 * tl.load(lnf_scale_ptr) / scale)
+    if lns_ptr is not None:
         for first in range(0, C, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
             offsets = r[:, None] * C + c[None, :]
@@ -119,8 +140,21 @@ def _classifier_loss_kernel(
 
 
 @triton.jit
+def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Write rs * lnf in e5m2, transposed, in pairs of rows."""
+    p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = token_at(p)
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(rs_ptr + r, mask=r < R, other=0.0) * tl.load(scale_ptr)
+    lns = to_e5m2(lnf * factor[:, None])
+    tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=(c < C)[:, None] & (p < R)[None, :])
+
+
+@triton.jit
 def _classifier_dx_kernel(
-    dln_desc, p_desc, wte_desc, wte_ptr, rs_ptr, ks_ptr, targets_ptr, R, C, Vp,
+    dln_desc, p_desc, wte_desc, p_scale_ptr, wte_scale_ptr, wte_ptr, rs_ptr, ks_ptr, targets_ptr, R, C, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(R, BLOCK_M)
@@ -129,9 +163,12 @@ def _classifier_dx_kernel(
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
-        acc = tile_product(p_desc, wte_desc, m, n, Vp, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        # in fp8 wte is stored transposed
+        acc = tile_product(p_desc, wte_desc, m, n, Vp, p_scale_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K)
         r = m + tl.arange(0, BLOCK_M)
         rs = tl.load(rs_ptr + r, mask=r < R, other=0.0)
+        if p_scale_ptr is not None:
+            rs /= tl.load(p_scale_ptr) * tl.load(wte_scale_ptr)
         ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
         left, right = halves(acc)
@@ -158,56 +195,80 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 
 @contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")
 def classifier_fwd(
-    p: Tensor | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
+    p: Operand | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p."""
+    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.  With an fp8 lnf, p
+    is an Fp8, with rows and columns, and its scale is written too.
+    """
     (R, C), Vp = lnf.shape, wte.shape[0]
     (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
+    p, columns, p_scale = (p.rows, p.columns, p.scale) if isinstance(p, Fp8) else (p, None, None)
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
-    sums, part = rowsum[:R], rowsum[R : R + tiles_n * R]
-    assert part.numel() == tiles_n * R, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {R + tiles_n * R}"
+    kinds = 1 if columns is None else 2  # sums of p, and of p as it is stored
+    sums, part = rowsum[: kinds * R], rowsum[kinds * R : kinds * (1 + tiles_n) * R]
+    needed = kinds * (1 + tiles_n) * R
+    assert rowsum.numel() >= needed, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {needed}"
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
-        hopper_classifier.classifier_fwd(p, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
-            describe(p, block_m, block_n // 2), part, describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
+            describe(p, block_m, block_n // 2), p_scale, part,
+            describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
             zt, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
         )  # fmt: skip
-    column_sums(sums, None, None, part, tiles_n, False)
+        if columns is not None:
+            transpose(columns, p, pairs=True)
+    column_sums(sums[:R], sums[R:] if kinds == 2 else None, None, part, tiles_n, False)
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
-    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile."""
-    return R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
+    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile; in fp8 twice."""
+    kinds = 2 if dtype == "fp8" else 1
+    return kinds * R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
 @contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
 def classifier_loss(
-    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Tensor | None,
+    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None,
     rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf.  Without a backward
-    pass, rs, ks and lns are None.
+    pass, rs, ks and lns are None.  An fp8 lns has columns only, and its scale is written too.
     """
-    (R, C), lnf = lnf.shape, full(lnf)
-    row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
+    (R, C), x, lnf_scale = lnf.shape, full(lnf), stored(lnf)[1]
+    plain, scale = (None, lns.scale) if isinstance(lns, Fp8) else (lns, None)
+    row = tuned("classifier_rows", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        losses, rs, ks, lns, rowsum, lnf, targets, step_in, R, C, ACC=acc, **row
+        losses, rs, ks, plain, scale, rowsum, x, lnf_scale, targets, step_in, R, C, ACC=acc, **row
+    )
+    if not isinstance(lns, Fp8):
+        return
+    if hopper.takes("classifier_lns", R, C, "fp8"):
+        return hopper_classifier_lns.classifier_lns(lns.columns, x, rs, lns.scale)
+    block_r, block_c = block(R, 128), block(C, 64)
+    _classifier_lns_kernel[(triton.cdiv(R, block_r), triton.cdiv(C, block_c))](
+        lns.columns, x, rs, lns.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
     )
 
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
-def classifier_dx(dln: Tensor, p: Tensor, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """Write dln = rs * (p @ wte) + ks * wte[target]; an fp8 wte is read in bf16."""
-    (R, Vp), C, wte = p.shape, wte.shape[1], full(wte)
-    if hopper.takes("classifier_dx", R, C, dtype_name(p)):
-        return hopper_matmul_wide.classifier_dx(dln, p, wte, rs, ks, targets)
+def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
+    """Write dln = rs * (p @ wte) + ks * wte[target]; the target's row is read in full precision."""
+    (R, Vp), C, target_rows = p.shape, wte.shape[1], full(wte)
+    p, p_scale, _ = stored(p)
+    w, wte_scale = (wte.columns, wte.scale) if isinstance(wte, Fp8) else (wte, None)
+    kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
+    if kernel == "classifier_dx":
+        return hopper_classifier_dx.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets)
+    if kernel == "matmul_wide":
+        return hopper_matmul_wide.classifier_dx(dln, p, w, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles = triton.cdiv(R, block_m) * triton.cdiv(C, block_n)
     _classifier_dx_kernel[(programs(tiles),)](
-        describe(dln, block_m, block_n // 2), describe(p, block_m, block_k), describe(wte, block_k, block_n),
-        wte, rs, ks, targets, R, C, Vp, **row,
+        describe(dln, block_m, block_n // 2), describe(p, block_m, block_k),
+        describe(w, *((block_k, block_n) if p_scale is None else (block_n, block_k))),
+        p_scale, wte_scale, target_rows, rs, ks, targets, R, C, Vp, **row,
     )  # fmt: skip

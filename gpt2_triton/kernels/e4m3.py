@@ -1,4 +1,4 @@
-"""Device functions of e4m3: rounding, a tensor's largest |x|, and transposed storage; and gelu' as a byte.
+"""Device functions of e4m3 and e5m2: rounding, a tensor's largest |x|, transposed storage; and gelu' as a byte.
 
 fp8.py defines an operand in fp8, and the order of tokens in its transposed form.
 """
@@ -18,6 +18,7 @@ ZERO = tl.constexpr(26.0)
 _EXACT = tl.constexpr(INTERPRET)
 _CELLS = tl.constexpr(AMAX_CELLS)
 _LARGEST = tl.constexpr(448.0)
+_LARGEST_E5M2 = tl.constexpr(57344.0)
 
 
 @triton.jit
@@ -33,15 +34,53 @@ def to_e4m3(x):
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e4nv, is_pure=True, pack=2
         )
+    return _rounded(x, tl.float8e4nv, 20, _LARGEST, 0.015625)
+
+
+@triton.jit
+def to_e5m2(x):
+    """Return fp32 x as e5m2, rounded to nearest even and saturated at 57344; NaN stays NaN."""
+    if not _EXACT:
+        if is_hip():
+            return tl.clamp(x, -_LARGEST_E5M2, _LARGEST_E5M2, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e5, is_pure=True, pack=2
+        )
+    return _rounded(x, tl.float8e5, 21, _LARGEST_E5M2, 2.0**-14)
+
+
+@triton.jit
+def nearest_e5m2(x):
+    """Return the number of e5m2 that to_e5m2 gives, in fp32."""
+    if _EXACT or is_hip():
+        return to_e5m2(x).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 pair, low, high;
+        .reg .b32 wide;
+        cvt.rn.satfinite.e5m2x2.f32 pair, $3, $2;
+        cvt.rn.f16x2.e5m2x2 wide, pair;
+        mov.b32 {low, high}, wide;
+        cvt.f32.f16 $0, low;
+        cvt.f32.f16 $1, high;
+        }""",
+        "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, DROPPED: tl.constexpr, LARGEST: tl.constexpr, NORMAL: tl.constexpr):
+    """Return x in `dtype`: without DROPPED bits of fp32's mantissa; NORMAL is the least normal number."""
     bits = x.to(tl.uint32, bitcast=True)
     a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    a = tl.where(a > _LARGEST, _LARGEST, a)  # NaN is not above it
+    a = tl.where(a > LARGEST, LARGEST, a)  # NaN is not above it
     normal = a.to(tl.uint32, bitcast=True)
-    normal = (normal + 0x7FFFF + ((normal >> 20) & 1)) & 0xFFF00000
-    rounded = tl.where(a < 0.015625, a + 24576.0 - 24576.0, normal.to(tl.float32, bitcast=True))
-    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    normal = ((normal + (2 ** (DROPPED - 1) - 1) + ((normal >> DROPPED) & 1)) >> DROPPED) << DROPPED
+    whole: tl.constexpr = 1.5 * NORMAL * 2.0**DROPPED  # of numbers so large an ulp is that of the least normal numbers
+    rounded = tl.where(a < NORMAL, a + whole - whole, normal.to(tl.float32, bitcast=True))
+    code = rounded.to(dtype).to(tl.uint8, bitcast=True)
     code = tl.where(a != a, 0x7F, code).to(tl.uint8)
-    return (code | ((bits >> 24) & 0x80).to(tl.uint8)).to(tl.float8e4nv, bitcast=True)
+    return (code | ((bits >> 24) & 0x80).to(tl.uint8)).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -87,9 +126,10 @@ def token_at(p):
 
 
 @triton.jit
-def paired_columns(x):
-    """Return fp32 [R, C] in e4m3, transposed, as int16 [C, R / 2]: an int16 holds tokens g and g + 8 of 16.  A thread
-    has both tokens in a tensor core's result, so Hopper's stmatrix stores an int16 without an exchange between threads.
+def paired_columns(x, E5M2: tl.constexpr = False):
+    """Return fp32 [R, C] in e4m3 or e5m2, transposed, as int16 [C, R / 2]: an int16 holds tokens g and g + 8 of 16.  A
+    thread has both tokens in a tensor core's result, so Hopper's stmatrix stores an int16 without an exchange.  E5M2
+    is for NVIDIA's GPUs only.
     """
     r: tl.constexpr = x.shape[0]
     c: tl.constexpr = x.shape[1]
@@ -98,7 +138,9 @@ def paired_columns(x):
         low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
         pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
     else:  # a second cast: ptxas 12.8 confuses the bytes of one cast that is stored packed and unpacked
+        name: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
         pairs = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
-        )
+            "cvt.rn.satfinite." + name + ".f32 $0, $2, $1;", "=h,f,f", [low, high],
+            dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
     return tl.trans(tl.reshape(pairs, (r // 2, c)))

@@ -35,8 +35,8 @@ HISTORY = 16  # steps
 class Fp8:
     """An operand of products, [R, C], in the forms that products and other kernels read."""
 
-    rows: Tensor  # e4m3 [R, C]
-    columns: Tensor  # e4m3 [C, R], or [0, C] if no product reads them
+    rows: Tensor  # e4m3 or e5m2 [R, C], or [0, C] if no product reads them
+    columns: Tensor  # the same [C, R], or [0, C] if no product reads them
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
     transposed: bool  # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
@@ -44,7 +44,7 @@ class Fp8:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.rows.shape
+        return self.rows.shape if len(self.rows) else self.columns.shape[::-1]
 
     def dim(self) -> int:
         return 2
@@ -53,9 +53,14 @@ class Fp8:
         return self.rows.is_contiguous()
 
     def __getitem__(self, rows: slice) -> "Fp8":
-        """Return some rows of an operand, if no product reads its columns."""
-        assert not len(self.columns)
-        return dataclasses.replace(self, rows=self.rows[rows], value=None if self.value is None else self.value[rows])
+        """Return some rows of an operand.  Columns have an order of their own for each number of rows, so what they
+        held is lost.
+        """
+        columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
+        if len(columns):
+            columns = columns.view(-1)[: n * len(columns)].view(-1, n)
+        value = None if self.value is None else self.value[rows]
+        return dataclasses.replace(self, rows=self.rows[rows], columns=columns, value=value)
 
 
 Operand = Tensor | Fp8
@@ -193,6 +198,8 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 def cast_operand(x8: Fp8, x: Tensor) -> None:
     """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, without pairs."""
     R, C = x.shape
+    if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
+        return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax)])
     block_r, block_c = block(R, 4), block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4

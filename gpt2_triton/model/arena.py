@@ -23,13 +23,13 @@ class BufferSpec:
     """One row of a table of buffers; dimensions are still symbols."""
 
     declared: str  # "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage: str  # "act" (the run's dtype), "m" (optim.m), "v", "f32", "i32", "i16", "e4m3", "u8"
+    storage: str  # "act" (the run's dtype), "m" (optim.m), "v", "f32", "i32", "i16", "e4m3", "e5m2", "u8"
     live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
     kind: str
     drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
     again: str = ""  # the first level at which the backward pass writes the shared copy again; "": the same as `drop`
     within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
-    only: str = ""  # "bf16": only if the layers' operands are in bf16; "logits": only if the logits' are in fp8
+    only: str = ""  # "bf16": only if the layers' operands are in bf16; "bf16 head", "fp8 head": the head's
     one_copy: bool = False  # all entries of the list use one copy
 
     @property

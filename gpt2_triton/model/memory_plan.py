@@ -35,7 +35,8 @@ from gpt2_triton.model.tables import (
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIXED_DTYPES = dict(
-    f32=torch.float32, i32=torch.int32, i16=torch.int16, u8=torch.uint8, e4m3=torch.float8_e4m3fn
+    f32=torch.float32, i32=torch.int32, i16=torch.int16, u8=torch.uint8, e4m3=torch.float8_e4m3fn,
+    e5m2=torch.float8_e5m2,
 )  # fmt: skip
 CONTEXT_BYTES = int(0.6 * GIB)  # of the CUDA context: 0.514 GiB (H200, driver 580), rounded up
 # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
@@ -50,7 +51,7 @@ def dimensions(
     """Return every symbol that tables.py uses, in numbers."""
     d = dict(B=B, T=T, R=B * T) | architecture.dimensions(config.model)
     d["Tr"] = min(d["R"], d["Tmax"])
-    d["Rc"] = min(d["R"], config.head_rows)
+    d["Rc"] = min(d["R"], config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
     d["Np"] = packed_size(d["R"], d["V"])
     d["Bd"] = sequences or int(training and config.sample.every > 0)

@@ -114,10 +114,10 @@ class HeadActs:
 
     lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final norm, of x[2L]
     zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
-    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head")  # exp(logit - target logit)
+    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head", only="bf16 head")  # exp(logit - target's)
     rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
-    lns:     Tensor  = buf("Rp C",       "act", "head",             "head")  # rs * lnf
+    lns:     Tensor  = buf("Rp C",       "act", "head",             "head", only="bf16 head")  # rs * lnf
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
     dbranch: Tensor  = buf("Rd C",       "act", "head..block_bwd",  "backward")  # dx, masked by dropout

@@ -31,8 +31,13 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32, ROWS=128, COLUMNS=256)
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32, lnf_scale_ptr=None, wte_scale_ptr=None)
+    head |= dict(columns_desc=None, p_scale_ptr=None)
     head8 = head | dict(lnf_desc=(128, 128, "fp8e4nv"), wte_desc=(256, 128, "fp8e4nv"))
     head8 |= dict(lnf_scale_ptr=F32, wte_scale_ptr=F32)
+    p8 = dict(p_desc=(128, 256, "fp8e5"), columns_desc=(256, 64, "i16"), p_scale_ptr=F32)
+    dx8 = dict(dln_desc=(64, 32), p_desc=(128, 128, "fp8e5"), wte8_desc=(256, 128, "fp8e4nv"), p_scale_ptr=F32)
+    dx8 |= dict(wte_scale_ptr=F32, rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16, R=I32, C=I32, Vp=I32)
+    lns8 = dict(columns_desc=(128, 64, "i16"), lnf_desc=(128, 128), rs_ptr=F32, scale_ptr=F32, R=I32)
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
     wide |= dict(rs_ptr=None, ks_ptr=None, targets_ptr=None, wte_ptr=None)
     factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
@@ -45,6 +50,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
     fp8_dw = dw | dict(a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"))
     fp8_dw |= dict(dout_scale_ptr=F32, inp_scale_ptr=F32)
+    head_dw = fp8_dw | dict(a_desc=(128, 128, "fp8e5"), w_desc=(256, 128, "fp8e5"))
     turned = dict(ROWS=256, COLUMNS=128, ACC=True)
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
@@ -68,6 +74,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw | dict(ACC=False)),
         "fp8 matmul_dw, acc": ("_fp8_dw_kernel", fp8_dw | dict(ACC=True)),
         "fp8 matmul_dw, acc, turned": ("_fp8_dw_kernel", fp8_dw | turned),
+        "head's fp8 matmul_dw": ("_fp8_dw_kernel", head_dw | dict(ACC=False)),
+        "head's fp8 matmul_dw, acc": ("_fp8_dw_kernel", head_dw | dict(ACC=True)),
         "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
         "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
         "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
@@ -95,8 +103,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "classifier_dx, wide": ("_wide_kernel", wide_backward | factors),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
-        "fp8 classifier_fwd": ("_classifier_kernel", head8 | dict(p_desc=tile)),
+        "fp8 classifier_fwd": ("_classifier_kernel", head8 | p8),
         "fp8 classifier_fwd, loss only": ("_classifier_kernel", head8 | dict(p_desc=None)),
+        "fp8 classifier_dx": ("_classifier_dx_kernel", dx8),
+        "fp8 classifier_lns": ("_classifier_lns_kernel", lns8),
     }
 
 
@@ -113,7 +123,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
 
     module = next(module for module in KERNELS if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
-    types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, i16=gl.int16, u8=gl.uint8)
+    types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, fp8e5=gl.float8e5, i16=gl.int16, u8=gl.uint8)
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
@@ -156,7 +166,8 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
         assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
         [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
-        alone = any(word in log.splitlines()[0] for word in ("attention", "transpose", "cast"))  # without partitions
+        without_partitions = ("attention", "transpose", "cast", "classifier_lns")
+        alone = any(word in log.splitlines()[0] for word in without_partitions)
         assert made == places != "0" and ended == (made if alone else "0"), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 

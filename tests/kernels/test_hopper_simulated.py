@@ -9,7 +9,16 @@ import torch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
-from gpt2_triton.kernels.hopper import cast, fp8_gelu, fp8_matmul, fp8_matmul_dw, pipeline, transpose
+from gpt2_triton.kernels.hopper import (
+    cast,
+    classifier_dx,
+    classifier_lns,
+    fp8_gelu,
+    fp8_matmul,
+    fp8_matmul_dw,
+    pipeline,
+    transpose,
+)
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
@@ -20,7 +29,7 @@ from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that is multiplied with GELU's derivative
 
 # M, N, K: several tiles per program, ragged; one tile and one step; one row of slices, less than a step
@@ -57,8 +66,9 @@ def test_matmul_forward_matches_float64(rng, M, N, K, seed):
     assert error(out, reference.gelu(pre.double())) < EPS[BF16]
 
 
-def fp8(x, scale):
-    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn), torch.tensor([scale])
+def fp8(x, scale, dtype=E4M3):
+    most = torch.finfo(dtype).max
+    return (x * scale).clamp(-most, most).to(dtype), torch.tensor([scale])
 
 
 def exact_product(a, a_scale, w, w_scale):
@@ -80,10 +90,11 @@ def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
 
 
 @seeds
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("N,K,R,wave", [(304, 320, 640, 2), (272, 128, 400, 1), (128, 256, 128, 4)])
-def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, seed):
-    """Whole tiles and parts of split ones, in both orientations, overwritten and added to."""
-    (dout, dout_scale), (inp, inp_scale) = fp8(rng(N, R), 32.0), fp8(rng(K, R), 64.0)
+def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, dtype, seed):
+    """Whole tiles and parts of split ones, in both orientations, overwritten and added to; odd numbers of steps."""
+    (dout, dout_scale), (inp, inp_scale) = fp8(rng(N, R), 32.0, dtype), fp8(rng(K, R), 64.0, dtype)
     want = exact_product(dout, dout_scale, inp, inp_scale)
     row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP_M=8, WAVE=wave)
     split = split_tiles(N, K, R, row)
@@ -155,16 +166,16 @@ def test_fp8_transpose_is_exact(rng, seed):
 
 
 @seeds
-@pytest.mark.parametrize("recorded", [True, False])
-def test_fp8_weights_are_exact(rng, recorded, seed):
+@pytest.mark.parametrize("recorded, alone", [(True, False), (False, False), (True, True)])
+def test_fp8_weights_are_exact(rng, recorded, alone, seed):
     weights = []
     for R, C in ((272, 144), (16, 48), (128, 256), (144, 272)):
         forms = poisoned(R, C).to(E4M3), poisoned(C, R).to(E4M3), rng(R, C, dtype=BF16) * 0.02
         amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
         weights.append((*forms, torch.tensor([64.0]), amax))
     with simulated(cast, seed):
-        cast.cast_weights(weights)
-    for rows, columns, w, _, amax in weights:
+        cast.cast_weights(weights[:1] if alone else weights)
+    for rows, columns, w, _, amax in weights[:1] if alone else weights:
         want = (w.float() * 64).to(E4M3).view(torch.uint8)
         assert torch.equal(rows.view(torch.uint8), want) and torch.equal(columns.view(torch.uint8), want.T)
         assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
@@ -209,16 +220,45 @@ def test_classifier_dx_wide_matches_float64(rng, seed):
 
 @seeds
 def test_fp8_classifier_fwd_matches_float64(rng, seed):
-    R, C, V, Vp = 200, 208, 500, 512
+    R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
-    p, part, want, sums = poisoned(R, Vp, dtype=BF16), poisoned(2, R), poisoned(R, Vp).double(), poisoned(R)
+    p, columns, part = poisoned(R, Vp).to(E5M2), poisoned(Vp, R).to(E5M2), poisoned(2, 2, R)
+    scale, want, sums = poisoned(1), poisoned(R, Vp).double(), poisoned(R)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, columns, scale, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
     exact = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     reference.classifier_fwd(want, sums, *exact, zt.double(), targets, V)
-    assert error(p, want) < EPS[BF16]
-    assert error(part.sum(0), reference._rowsums.pop(sums.data_ptr())) < 1e-6
+    other = p.view(torch.uint8) != fp8(want.float(), 1 / 8, E5M2)[0].view(torch.uint8)
+    assert scale.item() == 1 / 8 and other.float().mean() < 1e-4  # rounded the other way
+    assert torch.equal(columns.view(torch.uint8), in_pairs(p))
+    assert error(part[1].sum(0), 8 * p.double().sum(1)) < 1e-6
+    assert error(part[0].sum(0), reference._rowsums.pop(sums.data_ptr())) < 1e-6
+
+
+@seeds
+@pytest.mark.parametrize("R,C,Vp", [(208, 592, 640), (128, 64, 128)])
+def test_fp8_classifier_dx_matches_float64(rng, R, C, Vp, seed):
+    """An odd number of steps of 128 columns, tiles with and without a right half."""
+    (p, p_scale), (wte8, wte_scale) = fp8(rng(R, Vp).exp(), 1 / 8, E5M2), fp8(rng(C, Vp) * C**-0.5, 256.0)
+    wte, rs, ks = rng(Vp, C, dtype=BF16), rng(R), rng(R)
+    targets = torch.randint(-1, Vp, (R,), generator=rng.generator, dtype=torch.int32)
+    dln = poisoned(R, C, dtype=BF16)
+    with simulated(classifier_dx, seed):
+        classifier_dx.classifier_dx(dln, p, p_scale, wte8, wte_scale, wte, rs, ks, targets)
+    rows = wte.double()[targets.clamp(min=0)] * (targets >= 0)[:, None]
+    product = exact_product(p, p_scale, wte8, wte_scale)
+    assert error(dln, rs.double()[:, None] * product + ks.double()[:, None] * rows) < EPS[BF16]
+
+
+@seeds
+def test_fp8_classifier_lns_is_exact(rng, seed):
+    lnf, rs, scale = rng(272, 144, dtype=BF16), rng(272).exp(), torch.tensor([64.0])
+    columns = poisoned(144, 272).to(E5M2)
+    with simulated(classifier_lns, seed):
+        classifier_lns.classifier_lns(columns, lnf, rs, scale)
+    want, _ = fp8(lnf.float() * (rs * scale)[:, None], 1.0, E5M2)
+    assert torch.equal(columns.view(torch.uint8), in_pairs(want))
 
 
 @seeds
@@ -272,7 +312,7 @@ def test_classifier_fwd_matches_float64(rng, seed, stored):
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
     p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, part, lnf, None, wte, None, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, None, None, part, lnf, None, wte, None, zt, targets, V)
     want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))

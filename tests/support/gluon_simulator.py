@@ -203,7 +203,7 @@ class Shared:
 
     def __init__(self, memory: Memory, places: torch.Tensor):
         self.memory, self.places = memory, places
-        self.shape = tuple(places.shape)
+        self.shape, self.dtype = tuple(places.shape), memory.data.dtype
 
     @staticmethod
     def view(memory: Memory, shape: list[int]) -> "Shared":
@@ -407,7 +407,8 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
 
 def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
     at, mask = pointer.places(mask)
-    pointer.flat[at[mask]] = torch.broadcast_to(x, at.shape)[mask].as_subclass(torch.Tensor).to(pointer.flat.dtype)
+    x = torch.broadcast_to(torch.as_tensor(x), at.shape)[mask]
+    pointer.flat[at[mask]] = x.as_subclass(torch.Tensor).to(pointer.flat.dtype)
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -422,6 +423,10 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _e5m2(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-57344, 57344).to(torch.float8_e5m2)
 
 
 def _quantise(x: Value, scale: Pointer, amax: Pointer | None) -> torch.Tensor:
@@ -466,9 +471,10 @@ def _inline_asm(asm: str, constraints: str, arguments: list[Value], **_: Any) ->
     return function(*arguments)
 
 
-def _paired_columns(x: Value) -> torch.Tensor:
+def _paired_columns(x: Value, E5M2: bool = False) -> torch.Tensor:
     rows, columns = x.shape
-    low, high = _e4m3(x).view(torch.uint8).to(torch.int16).view(rows // 16, 2, 8, columns).unbind(1)
+    bytes_ = (_e5m2(x) if E5M2 else _e4m3(x)).view(torch.uint8).to(torch.int16)
+    low, high = bytes_.view(rows // 16, 2, 8, columns).unbind(1)
     return (low | (high << 8)).view(rows // 2, columns).T
 
 
@@ -501,6 +507,7 @@ LANGUAGE = dict(
     bfloat16=torch.bfloat16,
     float16=torch.float16,
     float8e4nv=torch.float8_e4m3fn,
+    float8e5=torch.float8_e5m2,
     int64=torch.int64,
     int32=torch.int32,
     int16=torch.int16,
@@ -535,6 +542,8 @@ NAMES: dict[str, Any] = dict(
     warpgroup_mma_init=lambda acc: acc,
     warpgroup_mma_wait=mma_wait,
     quantise=_quantise,  # in e4m3.py written for bits of registers; test_fp8.py tests them
+    to_e5m2=_e5m2,
+    nearest_e5m2=lambda x: value(_e5m2(x).float()),
     paired_columns=_paired_columns,
     range=lambda *bounds: map(Int, range(*bounds)),
     min=lambda *numbers: Int(min(numbers)),

@@ -18,8 +18,8 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module that computes an output [M, N] of operands in `dtype`; None: the generic kernel.
 
     `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_dw", "classifier_fwd",
-    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose" and
-    "cast_weight".  Attention's M and N are tokens and columns of a head.
+    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose",
+    "cast_weight" and "classifier_lns".  Attention's M and N are tokens and columns of a head.
     """
     if not tuning.is_hopper() or dtype == "fp32":  # fp32 has no wgmma
         return None
@@ -44,6 +44,7 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
     if op in ("transpose", "cast_weight") and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
         return None
     own = dict(transpose="transpose", cast_weight="cast", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
+    own |= {op: op for op in ("classifier_dx", "classifier_lns")}
     return own.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 

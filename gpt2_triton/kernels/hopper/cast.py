@@ -82,13 +82,14 @@ def _cast_weights_kernel(
 
 def cast_weights(weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]) -> None:
     """Write each x[R, C], bf16, times its scale, fp32 [1], in e4m3 to rows [R, C] and columns [C, R].  Record the amax
-    in int32 [AMAX_CELLS] unless amax is None.  `weights` has four (rows, columns, x, scale, amax); sizes are multiples
-    of 16.
+    in int32 [AMAX_CELLS] unless amax is None.  `weights` has one to four (rows, columns, x, scale, amax); sizes are
+    multiples of 16.
     """
     arguments, blocks = [], 0
-    for rows, columns, x, scale, amax in weights:
+    for i in range(4):  # a weight that is not there has no blocks
+        rows, columns, x, scale, amax = weights[min(i, len(weights) - 1)]
         down, across = (triton.cdiv(size, SIDE) for size in x.shape)
-        blocks += down * across
+        blocks += down * across if i < len(weights) else 0
         described = describe(rows, SIDE, SIDE), describe(columns.view(int16), SIDE, SIDE // 2), describe(x, SIDE, SIDE)
         arguments += [*described, scale, amax, across, blocks]
     _cast_weights_kernel[(blocks,)](*arguments, **OPTIONS)

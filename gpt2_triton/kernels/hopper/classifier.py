@@ -1,14 +1,15 @@
 """The classifier's first product for Hopper, of bf16 or fp8 operands: p[R, Vp] and its row sums per tile (see
-kernels/classifier.py).
+kernels/classifier.py).  In fp8, p is stored in e5m2, as rows and as columns.
 """
 
 import triton
-from torch import Tensor
+from torch import Tensor, int16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile
+from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile
+from gpt2_triton.kernels.e4m3 import nearest_e5m2, paired_columns, to_e5m2
 from gpt2_triton.kernels.hopper.fp8_matmul import TILE_K as FP8_TILE_K
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
 from gpt2_triton.kernels.hopper.mainloop import load_partition
@@ -33,18 +34,24 @@ from gpt2_triton.kernels.hopper.pipeline import LAYOUT as BF16_LAYOUT
 from gpt2_triton.kernels.tuning import programs
 
 FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))  # of an accumulator
-P_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], gl.bfloat16))  # in shared memory
 
 
 @gluon.jit
 def classifier_partition(
-    p_desc, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring, c_buf, R, C, V, Vp
+    p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring,
+    p_buf, columns_buf, R, C, V, Vp,
 ):  # fmt: skip
-    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding."""
-    LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
+    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding, in fp8 followed
+    by those of the rounded p.
+    """
+    FP8: gl.constexpr = lnf_scale_ptr is not None
+    LAYOUT: gl.constexpr = FP8_LAYOUT if FP8 else BF16_LAYOUT
+    SHIFT: gl.constexpr = P_SHIFT if FP8 else 0
     factor = LOG2E
-    if lnf_scale_ptr is not None:
+    if FP8:
         factor = LOG2E * unscale_of(lnf_scale_ptr, wte_scale_ptr)
+        if p_scale_ptr is not None:
+            gl.store(p_scale_ptr, 2.0**-SHIFT)
     step = 0
     for tile in range(gl.program_id(0), tiles(R, Vp, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, R, Vp, BLOCK_N)
@@ -56,42 +63,59 @@ def classifier_partition(
         zt = gl.load(zt_ptr + r, mask=r < R, other=0.0)
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         z, step = mma_loop(accs, ring, step + 1, gl.cdiv(C, ring.a.shape[2]), False, True)
-        p = exp_relative_tile(z, factor, zt, target, j, V)
-        gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1), mask=r < R)
+        p = exp_relative_tile(z, factor, zt + SHIFT, target, j, V)  # times 2^-SHIFT
+        gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
+            if FP8:
+                stored = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
+                gl.store(part_ptr + (gl.cdiv(Vp, BLOCK_N) + n // BLOCK_N) * R + r, stored, mask=r < R)
             tma.store_wait(0)
-            c_buf.store(p.to(gl.bfloat16))
-            fence_async_shared()
-            tma_store(p_desc, [m, n], c_buf)
+            if FP8:
+                p_buf.store(to_e5m2(p))
+                columns_buf.store(paired_columns(p, E5M2=True))
+                fence_async_shared()
+                tma_store(columns_desc, [n, m // 2], columns_buf)
+            else:
+                p_buf.store(p.to(gl.bfloat16))
+                fence_async_shared()
+            tma_store(p_desc, [m, n], p_buf)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _classifier_kernel(
-    p_desc, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp
+    p_desc, columns_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr,
+    R, C, V, Vp,
 ):  # fmt: skip
     DEPTH: gl.constexpr = lnf_desc.block_type.shape[1]
     a_bufs = gl.allocate_shared_memory(lnf_desc.dtype, [STAGES, BLOCK_M, DEPTH], lnf_desc.layout)
     w_bufs = gl.allocate_shared_memory(wte_desc.dtype, [STAGES, BLOCK_N, DEPTH], wte_desc.layout)
-    c_buf = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], P_LAYOUT)
+    p_buf, columns_buf = None, None
+    if p_desc is not None:
+        p_buf = gl.allocate_shared_memory(p_desc.dtype, [BLOCK_M, BLOCK_N], p_desc.layout)
+    if columns_desc is not None:
+        columns_buf = gl.allocate_shared_memory(gl.int16, [BLOCK_N, BLOCK_M // 2], columns_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     # fmt: off
     gl.warp_specialize([
-        (classifier_partition, (p_desc, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring, c_buf,
-                                R, C, V, Vp)),
+        (classifier_partition, (p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr,
+                                wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp)),
         (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
     ], [1], [24])
     # fmt: on
 
 
 def classifier_fwd(
-    p: Tensor | None, part: Tensor, lnf: Tensor, lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None,
-    zt: Tensor, targets: Tensor, V: int,
+    p: Tensor | None, columns: Tensor | None, p_scale: Tensor | None, part: Tensor, lnf: Tensor,
+    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor, targets: Tensor, V: int,
 ) -> None:  # fmt: skip
-    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile; fp8 operands have scales."""
+    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have scales.  Then p has a
+    scale and columns [Vp, R] in pairs too, R is a multiple of 16, and part also has the sums of p as it is stored.
+    """
     (R, C), Vp = lnf.shape, wte.shape[0]
     tile_k = TILE_K if lnf_scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
-        describe(p, TILE_M, TILE_N), part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k),
+        describe(p, TILE_M, TILE_N), describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2),
+        p_scale, part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k),
         zt, targets, lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
     )  # fmt: skip

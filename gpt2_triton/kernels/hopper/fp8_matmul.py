@@ -2,8 +2,8 @@
 
 Tensor cores add 32 fp8 products to the sum so far, and cut all terms 14 bits below the largest term's first bit.  The
 cut biases long sums of one sign: by 17% over 65,536 terms if an operand's mean is half its standard deviation.  So
-partial sums of 128 terms are added in fp32.  Each of two warpgroups computes 64 x 256 of a tile, in two halves: while
-one warpgroup adds a half, the other multiplies.
+partial sums of 128 terms are added in fp32, in the head's gradients of 256.  Each of two warpgroups computes 64 x 256
+of a tile, in two halves: while one warpgroup adds a half, the other multiplies.
 """
 
 import triton
@@ -50,18 +50,28 @@ def unscale_of(a_scale_ptr, w_scale_ptr):
 
 
 @gluon.jit
-def multiply(ring, stage, GROUP: gl.constexpr, FIRST: gl.constexpr):
-    """Return a @ w.T, fp32 [64, 128], of a's 64 rows from 64 * GROUP on and w's 128 rows from FIRST on."""
-    a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
-    w = ring.w[0].index(stage).slice(FIRST, HALF, 0).permute((1, 0))
-    zero = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
-    product = warpgroup_mma(a, w, zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(product,))
+def multiply(ring, step, GROUP: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr, FREE: gl.constexpr):
+    """Return a @ w.T, fp32 [64, 128], of a's 64 rows from 64 * GROUP on and w's 128 rows from FIRST on, over DEEP
+    stages.  With FREE, give each stage back when it has been read.
+    """
+    STAGES: gl.constexpr = ring.a.shape[0]
+    part = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
+    for i in gl.static_range(DEEP):
+        stage = (step + i) % STAGES
+        a = ring.a.index(stage).slice(ROWS_OF_GROUP * GROUP, ROWS_OF_GROUP, 0)
+        w = ring.w[0].index(stage).slice(FIRST, HALF, 0).permute((1, 0))
+        part = warpgroup_mma(a, w, part, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(DEEP):
+        if FREE or i == DEEP - 1:
+            part = warpgroup_mma_wait(DEEP - 1 - i, deps=(part,))
+        if FREE:
+            mbarrier.arrive(ring.empty.index((step + i) % STAGES), count=1)
+    return part
 
 
 @gluon.jit
-def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr):
-    """Multiply `count` steps of 128 columns of a and w, and free their stages.
+def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.constexpr = 1):
+    """Multiply `count` steps of 128 columns of a and w, and free their stages.  Sums over DEEP steps are added in fp32.
 
     Returns the left and right half, fp32 [64, 128], of a tile's 64 rows from 64 * GROUP on, and the next step.
     The right half of a tile that is not `whole` lies outside of the matrix: it is 0, and not multiplied.
@@ -70,20 +80,20 @@ def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr):
     left = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
     right = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
     whole_steps = count if whole else 0
-    for _ in range(0, whole_steps):
+    for _ in range(0, whole_steps // DEEP):
+        for i in gl.static_range(DEEP):
+            wait_full(ring.full, step + i, STAGES)
+        left += multiply(ring, step, GROUP, 0, DEEP, False)
+        right += multiply(ring, step, GROUP, HALF, DEEP, True)
+        step += DEEP
+    for _ in range(0, whole_steps % DEEP):
         wait_full(ring.full, step, STAGES)
-        stage = step % STAGES
-        left += multiply(ring, stage, GROUP, 0)
-        part = multiply(ring, stage, GROUP, HALF)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        right += part
+        left += multiply(ring, step, GROUP, 0, 1, False)
+        right += multiply(ring, step, GROUP, HALF, 1, True)
         step += 1
     for _ in range(whole_steps, count):
         wait_full(ring.full, step, STAGES)
-        stage = step % STAGES
-        part = multiply(ring, stage, GROUP, 0)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        left += part
+        left += multiply(ring, step, GROUP, 0, 1, True)
         step += 1
     return left, right, step
 

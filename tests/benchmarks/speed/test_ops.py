@@ -95,21 +95,25 @@ def test_moved_bytes_of_a_step(record):
 
 @pytest.mark.slow
 def test_bytes_and_products_of_a_step_in_fp8(record):
-    """Rows and columns are a byte an element.  GELU's output and its gradient are written in both orders, weights too;
-    the head's gradients, and attention's backward pass, read bf16.
+    """Rows and columns are a byte an element.  GELU's output and its gradient are written in both orders, weights and
+    the head's exponentials too; attention's backward pass reads bf16.  The head takes all 32 rows at once.
     """
     d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none"))
     x, square, stats = d.R * d.C, d.C * d.C, 2 * 4 * d.R
     assert calls(operations, "layernorm_fwd") == [(3 * x + stats + 4 * d.C, 2 * d.L), (5 * x + stats + 4 * d.C, 1)]
     # inp, w, bias; rows, columns, and a byte of the slope
     assert calls(operations, "matmul_gelu") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
-    # read in bf16, written in both orders; the head's only as rows
+    # read in bf16, written in both orders
     assert calls(operations, "cast_weights") == [(12 * 4 * square, d.L)]
-    assert calls(operations, "cast_operand") == [(3 * d.Vp * d.C, 1)]
+    exponentials, wte = d.R * d.Vp, d.Vp * d.C
+    assert calls(operations, "cast_operand") == [(4 * wte, 1)]
+    assert calls(operations, "classifier_fwd") == [(2 * exponentials + x + wte + 2 * 4 * d.R, 1)]
+    assert calls(operations, "classifier_dx") == [(exponentials + wte + 2 * x + 3 * 4 * d.R, 1)]
+    assert (exponentials + x + 4 * wte, 1) in calls(operations, "matmul_dw")
     in_fp8 = {op.name for op in operations if op.fp8}
     assert {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "classifier_fwd"} <= in_fp8
-    assert not {"classifier_dx", "attention_bwd", "adamw"} & in_fp8
-    assert {op.fp8 for op in operations if op.name == "matmul_dw"} == {True, False}  # the head's is in bf16
+    assert {"classifier_dx", "matmul_dw"} <= in_fp8 and not {"attention_bwd", "adamw"} & in_fp8
+    assert all(op.fp8 for op in operations if op.name == "matmul_dw")
 
 
 # ---- floors and tables ----
