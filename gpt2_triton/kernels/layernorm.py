@@ -32,9 +32,11 @@ from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 def _normalise(x, mean, rstd, w, b):
     """Return the norm's output; forward and recomputation share this function and so give the same bits."""
     if mean is None:
-        return x * rstd[:, None] * w[None, :]
-    xhat = (x - mean[:, None]) * rstd[:, None]
-    return xhat * w[None, :] + b[None, :]
+        out = x * rstd[:, None] * w[None, :]
+    else:
+        xhat = (x - mean[:, None]) * rstd[:, None]
+        out = xhat * w[None, :] + b[None, :]
+    return out
 
 
 @triton.jit
