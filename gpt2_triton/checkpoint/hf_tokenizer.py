@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.data.tokenizer import END_OF_TEXT, Tokenizer, byte_spelling
+from gpt2_triton.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, Tokenizer, byte_spelling
 from gpt2_triton.errors import CheckpointError
 
 GPT2_THE = ("Ġthe", 262)  # a token of GPT-2's, by which its tokenizer is known
+STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
 KEPT = ("pad_token", "chat_template")  # of tokenizer_config.json
 
 
@@ -59,33 +60,52 @@ def _special(number: int, text: str) -> dict[str, Any]:
 
 def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, beside: Path | None) -> int:
     """Write a tokenizer's files, with the tokens added in `beside`; return how many of `rows` tokens have a text."""
-    tokens, spelling = tokenizer.token_bytes(), byte_spelling()
+    tokens, spelling, llama = tokenizer.token_bytes(), byte_spelling(), tokenizer.name == "llama3"
+    special = {tokenizer.eot: END_OF_TEXT}
+    if llama:
+        special = {i: tokens[i].decode() for i in range(tokenizer.delimiter, len(tokens))}
 
     def spell(token: bytes) -> str:
         return "".join(spelling[b] for b in token)
 
-    ordinary = [token for i, token in enumerate(tokens) if i != tokenizer.eot]
-    pairs = [f"{spell(left)} {spell(right)}" for left, right in merges(ordinary)]
+    ordinary = [token for i, token in enumerate(tokens) if i not in special]
+    parts = every_merge(ordinary) if llama else merges(ordinary)
+    pairs = [f"{spell(left)} {spell(right)}" for left, right in parts]
     # for bytes too, since the spelling of byte 0 is Ā, a letter that texts may have
-    vocabulary = {END_OF_TEXT if i == tokenizer.eot else spell(token): i for i, token in enumerate(tokens)}
+    vocabulary = {special.get(i) or spell(token): i for i, token in enumerate(ordinary if llama else tokens)}
     added = [] if beside is None else [t for t in _added_tokens(beside) if len(tokens) <= t["id"] < rows]
     theirs = {} if beside is None else _read_if_there(beside / "tokenizer_config.json")
-    write_json(directory / "vocab.json", vocabulary)
-    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
-    write_json(directory / "tokenizer.json", _whole(vocabulary, pairs, [_special(tokenizer.eot, END_OF_TEXT), *added]))
-    ours = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": block_size}
-    ours |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    begin, end = special[tokenizer.delimiter], special[tokenizer.eot]
+    ours: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
+    if llama:
+        ours |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+        steps = _llama3_steps(tokenizer.delimiter, begin)
+    else:
+        ours |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
+        steps = dict.fromkeys(STEPS, _bytes_level())
+        write_json(directory / "vocab.json", vocabulary)
+        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
+    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [*itertools.starmap(_special, special.items()), *added]}
+    whole |= dict.fromkeys(("truncation", "padding", "normalizer")) | steps
+    whole["model"] = {"type": "BPE", "ignore_merges": llama, "vocab": vocabulary, "merges": pairs}
+    write_json(directory / "tokenizer.json", whole)
     write_json(directory / "tokenizer_config.json", ours | {key: theirs[key] for key in KEPT if key in theirs})
     return len(tokens) + len(added)
 
 
-def _whole(vocabulary: dict[str, int], pairs: list[str], added: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of tokenizer.json: byte-pair encoding in GPT-2's spelling of bytes."""
-    bytes_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    steps = {"pre_tokenizer": bytes_level, "post_processor": bytes_level, "decoder": bytes_level}
-    absent = dict.fromkeys(("truncation", "padding", "normalizer"))
-    model = {"type": "BPE", "vocab": vocabulary, "merges": pairs}
-    return {"version": "1.0", "added_tokens": added} | absent | steps | {"model": model}
+def _bytes_level(splits: bool = True) -> dict[str, Any]:
+    """Return a step of tokenizer.json: bytes in GPT-2's spelling, and GPT-2's pattern if it splits a text."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
+
+
+def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
+    """Return the steps of tokenizer.json with Llama 3's pattern, and the token `begin` before a text."""
+    pattern = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    text = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    two, ids = [*text, {"Sequence": {"id": "B", "type_id": 1}}], {"id": begin, "ids": [number], "tokens": [begin]}
+    template = {"type": "TemplateProcessing", "single": text, "pair": two, "special_tokens": {begin: ids}}
+    splits = {"type": "Sequence", "pretokenizers": [pattern, _bytes_level(splits=False)]}
+    return dict(zip(STEPS, (splits, template, _bytes_level()), strict=True))
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
@@ -102,3 +122,11 @@ def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         if len(parts) == 2:
             yield parts
+
+
+def every_merge(tokens: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield all pairs of tokens that make a token, as transformers does: Llama 3's were not all made by merges."""
+    rank = {token: i for i, token in enumerate(tokens)}
+    for token in tokens:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        yield from sorted((cut for cut in cuts if rank.keys() >= {*cut}), key=lambda cut: [rank[part] for part in cut])

@@ -123,7 +123,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> int:
     """Write configuration, weights in dtype "fp32" or "bf16", and tokenizer; return the tokenizer's size."""
-    eot = {} if tokenizer is None else {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+    eot = {} if tokenizer is None else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
     write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
     read = weights.read_all("exporting")

@@ -12,6 +12,7 @@ from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
 from gpt2_triton.errors import CheckpointError
+from tests.data.prepare.test_text import llama3
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -66,6 +67,21 @@ def test_exported_generation_config_has_our_end_of_text(exported):
     ours, directory = exported
     generation = transformers.GenerationConfig.from_pretrained(directory)
     assert generation.bos_token_id == generation.eos_token_id == ours.eot
+
+
+@pytest.mark.slow
+def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
+    """As transformers and the tokenizers library read it, and we ourselves."""
+    ours = llama3()
+    assert hf_tokenizer.write(tmp_path, ours, 2048, 128256, None) == 128256
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (128256, 128000, 128001)
+    for text in (*TEXTS, "I'LL  pay 12345.\n\n Việt\r\n\t!?\n x"):
+        ids = ours.encode(text).tolist()
+        assert tokenizer.encode(text) == [128000, *ids] and tokenizer.decode(ids) == text
+    assert tokenizer.decode([128009]) == "<|eot_id|>" and not (tmp_path / "vocab.json").exists()
+    monkeypatch.setenv("LLAMA3_TOKENIZER", str(tmp_path))
+    get_tokenizer.__wrapped__("llama3")
 
 
 @pytest.fixture
