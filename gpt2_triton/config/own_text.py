@@ -25,7 +25,7 @@ from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
 Number = Callable[[str, int], int]  # (key, default) -> the number given for the key, else the default
-CHARACTERS = {"bytes": 1, "gpt2": 4}  # of a token, about; outside the Latin alphabet a character has two or three bytes
+CHARACTERS = {"bytes": 1, "gpt2": 4, "llama3": 4}  # of a token, about; not in Latin script, two or three bytes each
 
 
 class Preset(NamedTuple):

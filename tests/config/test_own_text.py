@@ -86,7 +86,8 @@ def test_other_keys_follow_the_given_ones():
     assert (sized.model.n_layer, sized.model.n_embd, sized.model.vocab_size) == (6, 384, 256)
     long = config_for(1_000_000, train__seq_len="512", train__batch_size="1")
     assert (long.model.block_size, long.total_batch_tokens) == (512, 2048)  # a batch accumulates to a step
-    assert config_for(1_000_000, data__tokenizer="gpt2").model.vocab_size == 50257
+    gpt2, llama3 = (config_for(1_000_000, data__tokenizer=name) for name in ("gpt2", "llama3"))
+    assert (gpt2.model.vocab_size, llama3.model.vocab_size) == (50257, 128256) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
 
 

@@ -22,7 +22,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
-from tests.data.prepare.test_text import gpt2
+from tests.data.prepare.test_text import gpt2, llama3
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
 
@@ -168,13 +168,15 @@ def test_harness_questions_equal_lm_evaluation_harness(tmp_path):
     assert asked.lengths.tolist() == [8.0, 3.0, 1.0, 2.0]
 
 
-def test_endings_have_the_same_tokens_alone_and_after_their_context(rows_file):
+@pytest.mark.parametrize("tokenizer, begin", [(gpt2, []), (llama3, [128000])])
+def test_endings_have_the_same_tokens_alone_and_after_their_context(rows_file, tokenizer, begin):
     """lm-evaluation-harness tokenises both together and cuts; here each ending is tokenised alone."""
-    asked = data.load_questions(rows_file, gpt2(), 0, ("harness",))["harness"]
-    for i, ending in enumerate(asked.endings):
-        context = asked.contexts[i]
-        whole = gpt2().encode(gpt2().decode(context) + gpt2().decode(ending))
-        assert whole.tolist() == [*context.tolist(), *ending.tolist()]
+    t = tokenizer()
+    asked = data.load_questions(rows_file, t, 0, ("harness",))["harness"]
+    for context, ending in zip(asked.contexts, asked.endings, strict=True):
+        context, ending = context.tolist(), ending.tolist()
+        whole = t.encode(t.decode(context[len(begin) :]) + t.decode(ending))
+        assert begin + whole.tolist() == context + ending
 
 
 def test_empty_context_becomes_an_end_of_text(tmp_path):
