@@ -8,7 +8,8 @@ import gpt2_triton.model.memory_plan
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.kernels.contract import LAUNCHERS
 from gpt2_triton.model import arena, schedule
-from gpt2_triton.model.gpt2 import schedule as layers
+from gpt2_triton.model.gpt2 import schedule as gpt2_layers
+from gpt2_triton.model.llama import schedule as llama_layers
 from gpt2_triton.model.model import Model
 from tests.model.test_launches import SOME_LAYERS
 from tests.support.launchers import WrappedKernels
@@ -41,8 +42,8 @@ def wrap_phases(monkeypatch, before=lambda phase: None, after=lambda phase: None
         return run
 
     for phase in STEP:
-        module = schedule if phase in ("head", "update") else layers
-        monkeypatch.setattr(module, phase, wrapped(phase, getattr(module, phase)))
+        for module in [schedule] if phase in ("head", "update") else [gpt2_layers, llama_layers]:
+            monkeypatch.setattr(module, phase, wrapped(phase, getattr(module, phase)))
 
 
 def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[Model, list]:
@@ -60,7 +61,7 @@ def violations(model: Model, launches: list) -> list[str]:
     lifetime began.
     """
     buffers, base, found, before = model.plan.buffers, model.arena.data_ptr(), [], None
-    inputs_of_step = ("step_in", "step_key", "batch")
+    inputs_of_step = ("step_in", "step_key", "batch", "rope")
     written = {(name, 0) for name in ("params", "m", "v", "master_low", "window", *inputs_of_step)}
 
     def home(tensor: Tensor) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.llama import rope
 from gpt2_triton.model.tables import matrix_shapes
 from gpt2_triton.model.tensor_stats import format_summary
+from tests.model.test_lifetimes import poison, recorded_step, violations
 from tests.model.test_muon import MUON, muon_step
 from tests.support.helpers import error, max_error
 from tests.support.models import batches, exact_model, kernel_model, train_steps
@@ -136,3 +137,14 @@ def test_statistics_name_the_parts_of_a_layer():
     gate_and_value = model.train_view.g.fcw[1].square().mean().sqrt().item()
     assert record["parameters"]["fcw"]["grad_rms"][1] == pytest.approx(gate_and_value, rel=1e-4)
     assert "largest activation" in format_summary(record)
+
+
+@pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
+def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
+    model, launches = recorded_step(level, monkeypatch, **llama())
+    assert len(launches) > 40 and violations(model, launches) == []
+
+
+def test_nan_in_dead_buffers_changes_no_bit(monkeypatch):
+    right = train_steps(exact_model("gelu", **llama()), 1)
+    assert train_steps(poison(exact_model("gelu", **llama()), monkeypatch), 1) == right
