@@ -24,6 +24,8 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
         if value not in known:
             raise ConfigError(f"{name}: expected {' or '.join(known)}, got {value}")
     weights = open_weights(source) if isinstance(source, str) else source
+    if format == "llmc" and weights.model.arch != "gpt2":
+        raise ConfigError(f"format: llm.c's files hold a GPT-2, not model.arch {weights.model.arch}; take hf")
     tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:

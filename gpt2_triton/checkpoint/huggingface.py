@@ -1,4 +1,4 @@
-"""Read and write GPT-2 in Hugging Face's format: config.json, safetensors and the tokenizer's files.
+"""Read and write GPT-2 and Llama in Hugging Face's format: config.json, safetensors and the tokenizer's files.
 
 The weights are in model.safetensors, or in the files that an index names.  An export has a layer's
 four matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint import hf_tokenizer
+from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama
 from gpt2_triton.checkpoint.hf_tokenizer import read_json, write_json
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
@@ -58,13 +58,16 @@ def read(name: str) -> Weights:
         except (OSError, SafetensorError) as error:
             todo = "download it again (in a clone: git lfs pull)"
             raise CheckpointError(f"{path}: not safetensors, or incomplete ({error}); {todo}") from None
-    config = _read_config(directory / "config.json")
-    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in CONFIG_KEYS.items()})
 
     def load(stored: str) -> Tensor:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
+    path = directory / "config.json"
+    if (given := read_json(path)).get("model_type") == "llama":
+        return huggingface_llama.read(f"hf:{name}", path, given, places, load)
+    config = _read_config(path)
+    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in CONFIG_KEYS.items()})
     tied = config.get("tie_word_embeddings", True)
     weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
     tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
@@ -127,7 +130,8 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
     read = weights.read_all("exporting")
-    tensors = {f"transformer.{name}": _tensor(values, name, dtype) for name, values in read}
+    prefix = "" if weights.model.arch == "llama" else "transformer."
+    tensors = {prefix + name: _tensor(values, name, dtype) for name, values in read}
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     shutil.copymode(directory / "config.json", directory / MODEL)  # safetensors makes it private
     if tokenizer is None:
@@ -137,10 +141,12 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json, with dropout as in training here."""
+    stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    if model.arch == "llama":
+        return huggingface_llama.config(model, stored)
     sizes = {theirs: getattr(model, ours) for ours, theirs in CONFIG_KEYS.items()} | {"n_ctx": model.block_size}
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": model.dropout, "resid_pdrop": model.dropout}
-    stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     rest = {"n_inner": None, "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": stored}
     return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest
 

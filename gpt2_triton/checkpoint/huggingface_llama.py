@@ -1,0 +1,71 @@
+"""config.json of a Llama in Hugging Face's format, in both directions; huggingface.py reads and writes the files."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, to_fp32, tokenizer_of
+from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.errors import CheckpointError
+
+# our name: the key in config.json
+KEYS = {
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size", "n_inner": "intermediate_size", "vocab_size": "vocab_size",
+    "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+}  # fmt: skip
+# keys that change what a model computes, with the supported value, also the default
+REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read(
+    where: str, path: Path, config: Mapping[str, Any], stored: Mapping[str, Path], load: Callable[[str], Tensor]
+) -> Weights:
+    """Return the Llama of config.json at `path`, whose tensors `load` reads; CheckpointError if it cannot run here."""
+    required = REQUIRED | {
+        "tie_word_embeddings": True,
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+    }
+    for key, value in required.items():
+        default = False if key == "tie_word_embeddings" else value
+        if (got := config.get(key, default)) not in (value, None):
+            raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
+    sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
+    model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
+
+    def tensor(name: str) -> np.ndarray:
+        values = to_fp32(load(name))
+        if values.shape != weights.shapes[name]:
+            raise CheckpointError(f"{where}: {name} is {values.shape}, expected {weights.shapes[name]}")
+        return values
+
+    weights = Weights(where, model, tokenizer_of(model), tensor, path.parent)
+    if absent := [name for name in weights.shapes if name not in stored]:
+        raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
+    return weights
+
+
+def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
+    """Return theta and factor, from transformers 5's rope_parameters or from the keys of earlier versions."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta, kind = given.get("rope_theta", config.get("rope_theta", 10_000.0)), given.get("rope_type", "default")
+    other = {key: given[key] for key, value in SCALING.items() if kind == "llama3" and given[key] != value}
+    if kind not in ("default", "llama3") or other:
+        raise CheckpointError(
+            f"{path}: rotary positions of type {kind} {other or ''}, and only Llama 3's are supported"
+        )
+    return {"rope_theta": float(theta), "rope_factor": float(given["factor"]) if kind == "llama3" else 1.0}
+
+
+def config(model: ModelConfig, stored: str) -> dict[str, Any]:
+    """Return the content of config.json, in the form that all versions of transformers read."""
+    scaling = {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
+    sizes = {theirs: getattr(model, ours) for ours, theirs in KEYS.items()}
+    sizes |= {"num_key_value_heads": model.n_kv_head or model.n_head, "intermediate_size": model.inner}
+    rope = {"rope_theta": model.rope_theta, "rope_scaling": scaling if model.rope_factor > 1 else None}
+    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": stored}
+    return named | sizes | rope | REQUIRED | {"tie_word_embeddings": True, "initializer_range": 0.02}

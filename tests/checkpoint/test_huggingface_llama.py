@@ -1,0 +1,51 @@
+"""Llama in Hugging Face's format: transformers computes our logits from an export, and an import has every bit."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from gpt2_triton.checkpoint import huggingface
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.weights import from_checkpoint, to_flat_buffers
+from gpt2_triton.errors import CheckpointError, ConfigError
+from tests.support.helpers import error
+from tests.support.models import batches, kernel_model
+
+SIZES = dict(arch="llama", n_layer=2, n_head=3, n_kv_head=1, n_embd=192, n_inner=176, vocab_size=256, block_size=32)
+
+
+def exported(tmp_path, **more):
+    model = kernel_model(model=SIZES | more, sample=dict(every=1))
+    model.initialise(seed=1)
+    weights = from_checkpoint("ours", {"params": model.state.params.clone()}, model.config)
+    export(weights, tmp_path / "out", "hf", "fp32")
+    return model, weights, tmp_path / "out"
+
+
+@pytest.mark.parametrize("factor", [1.0, 32.0])
+def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, factor):
+    model, _, out = exported(tmp_path, rope_factor=factor, norm_eps=1e-6)
+    [(ids, _)] = batches(model.config, 1)
+    theirs = LlamaForCausalLM.from_pretrained(out)(ids.long()).logits.detach()
+    T = model.config.train.seq_len
+    assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), theirs) < 1e-5
+    found = huggingface.read(str(out))
+    assert found.model == model.config.model
+    assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
+    LlamaForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again", max_shard_size="200KB")
+    assert len([*(tmp_path / "again").glob("*.safetensors")]) > 2
+    again = huggingface.read(str(tmp_path / "again"))
+    assert torch.equal(to_flat_buffers(again, model.config)["params"], model.state.params)
+
+
+@pytest.mark.parametrize("change", [dict(tie_word_embeddings=False), dict(attention_bias=True), dict(head_dim=32)])
+def test_other_models_are_refused(tmp_path, change):
+    _, weights, out = exported(tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=[*change][0]):
+        huggingface.read(str(out))
+    with pytest.raises(ConfigError, match="not model.arch llama"):
+        export(weights, tmp_path / "llmc", "llmc", "fp32")
