@@ -26,6 +26,8 @@ def read(
     where: str, path: Path, config: Mapping[str, Any], stored: Mapping[str, Path], load: Callable[[str], Tensor]
 ) -> Weights:
     """Return the Llama of config.json at `path`, whose tensors `load` reads; CheckpointError if it cannot run here."""
+    if absent := [key for key in KEYS.values() if key not in config]:
+        raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
     required = REQUIRED | {
         "tie_word_embeddings": True,
         "head_dim": config["hidden_size"] // config["num_attention_heads"],

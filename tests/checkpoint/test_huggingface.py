@@ -239,7 +239,8 @@ def test_adapters_are_refused_with_the_command_that_merges_them(tmp_path):
 
 REFUSED_CONFIGS = [
     (dict(activation_function="gelu"), "activation_function is 'gelu', and only 'gelu_new' or"),
-    (dict(model_type="llama"), "model_type is 'llama'"),
+    (dict(model_type="gpt_neox"), "model_type is 'gpt_neox'"),
+    (dict(model_type="llama"), "has no num_hidden_layers"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     (dict(n_inner=100), "n_inner is 100"),
     (dict(n_embd="absent"), "n_embd is None, expected a whole number"),
