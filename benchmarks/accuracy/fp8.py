@@ -99,11 +99,16 @@ def products(R: int, C: int) -> Iterator[Comparison]:
 def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
     for N, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C)):
         dout, inp, dw = activation(R, N, 1e-3), activation(R, k), empty32(N, k)
-        scratch, want = empty32(max(1, K.matmul_dw_scratch(N, k, R, "fp8"))), exact(dout).T @ exact(inp)
+        scratch, want = empty32(max(1, K.matmul_dw_scratch(R, "fp8", (N, k)))), exact(dout).T @ exact(inp)
         for acc in (False, True):
             K.matmul_dw(dw, scratch, dout, inp, acc)
             output = f"dw{' added' * acc}"
             yield Comparison("fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED)
+    pair, dout, inp = (empty32(3 * C, C), empty32(C, 4 * C)), activation(R, 3 * C, 1e-3), activation(R, C)
+    dout2, inp2, scratch = activation(R, C, 1e-3), activation(R, 4 * C), empty32(1 << 24)
+    K.matmul_dw_pair(*pair, scratch, dout, inp, dout2, inp2, False)
+    for i, (dw, want) in enumerate(zip(pair, (exact(dout).T @ exact(inp), exact(dout2).T @ exact(inp2)))):
+        yield Comparison("fp8 matmul_dw", f"pair {i}", dw, None, want, limit=SUMMED)
 
 
 def gelu(R: int, C: int) -> Iterator[Comparison]:
@@ -130,7 +135,7 @@ def norms(R: int, C: int) -> Iterator[Comparison]:
     dx = operand(R, C, 16.0, value=empty(R, C))
     K.layernorm_fwd(out, mean, rstd, x, w, b)
     K.layernorm_fwd(dataclasses.replace(operand(R, C, 16.0), value=plain), mean, rstd, x, w, b)
-    K.layernorm_bwd(dx, None, *sums, again, scratch, dout, x, w, b, mean, rstd, None, False, add_dx=False)
+    K.layernorm_bwd(dx, None, *sums, again, scratch, dout, x, w, b, mean, rstd, None, None, False)
     wide = x.double().requires_grad_()
     want = F.layer_norm(wide, (C,), w.double(), b.double())
     yield from of_operand("fp8 layernorm", "out", out, want.detach())

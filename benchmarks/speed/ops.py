@@ -35,7 +35,7 @@ Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
 # outputs that the launch also reads
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropout": ("x",)}
-ACCUMULATED = {"dw", "db", "dbias", "dwpe", "losses"}  # outputs that the launch also reads if `acc` is true
+ACCUMULATED = {"dw", "dw2", "db", "dbias", "dwpe", "losses"}  # outputs that the launch also reads if `acc` is true
 WARMUP = 10  # steps that are not counted: the clock settles within a second
 GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # operations that touch only the tokens' rows of wte
 
@@ -59,12 +59,14 @@ def is_fp8(name: str, a: Arguments) -> bool:
     return name not in READ_IN_FULL and any(isinstance(value, kernels.Fp8) for value in a.values())
 
 
-def product(name: str, a: Arguments) -> tuple[str, int, int, int] | None:
-    """Return the layout of a launch's product and its M, N, K; None for a launch without a product."""
+def products(name: str, a: Arguments) -> list[tuple[str, int, int, int]]:
+    """Return the layout, M, N and K of each product of a launch."""
+    if name == "matmul_dw_pair":
+        return [("dw", *a[dw].shape, a["inp"].shape[0]) for dw in ("dw", "dw2")]
     if name not in PRODUCTS:
-        return None
+        return []
     sizes, layout = PRODUCTS[name]
-    return layout, *sizes(a)
+    return [(layout, *sizes(a))]
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
@@ -79,19 +81,16 @@ def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
 
 def flops(name: str, a: Arguments) -> int:
     """Return multiplications plus additions.  Causal attention takes 2 half products, its backward pass 5."""
-    if name in PRODUCTS:
-        return 2 * math.prod(PRODUCTS[name][0](a))
     if name.startswith("attention"):
         B, NH, T = a["lse"].shape
         return (2 if name == "attention_fwd" else 5) * B * T * T * a["out"].shape[1]
-    return 0
+    return sum(2 * math.prod(sizes) for _, *sizes in products(name, a))
 
 
 def moved_bytes(name: str, a: Arguments) -> int:
     """Return the bytes that are read and written.  A tensor counts twice if it is updated in place or added to."""
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if a.get("acc") else set()
-    updated |= {"dx"} if name == "layernorm_bwd" and a.get("add_dx", True) else set()
     total = 0
     outputs = getattr(kernels, name).outputs
     for position, (argument, value) in enumerate(a.items()):
@@ -114,7 +113,7 @@ class Operation:
     shapes: str
     flops: int
     nbytes: int
-    product: tuple[str, int, int, int] | None
+    products: list[tuple[str, int, int, int]]
     attention: tuple[int, int, int, int] | None
     fp8: bool = False  # the operands are fp8
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
@@ -161,18 +160,18 @@ class Timed:
         if key not in self.operations:
             sizes = (*a["lse"].shape, a["out"].shape[1] // a["lse"].shape[1]) if name.startswith("attention") else None
             fp8 = is_fp8(name, a)
-            self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, product(name, a), sizes, fp8)
+            self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, products(name, a), sizes, fp8)
         return self.operations[key]
 
 
 def floor(op: Operation) -> tuple[float, str]:
     """Return the floor of a call on this GPU in milliseconds, and the name of what sets it."""
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
-    if op.product and op.fp8:
-        layout, *sizes = op.product
-        found.append((floors.scaled_product_ms(*sizes, fast=layout != "dw"), f"{floors.PRODUCTS_BY} fp8"))
-    elif op.product:
-        found.append((floors.product_ms(*op.product), floors.PRODUCTS_BY))
+    if op.products and op.fp8:
+        times = [floors.scaled_product_ms(*sizes, fast=layout != "dw") for layout, *sizes in op.products]
+        found.append((sum(times), f"{floors.PRODUCTS_BY} fp8"))
+    elif op.products:
+        found.append((sum(floors.product_ms(*product) for product in op.products), floors.PRODUCTS_BY))
     if op.attention:
         found.append((floors.attention_ms(op.name, *op.attention), floors.ATTENTION_BY))
     return max(found)
@@ -235,7 +234,7 @@ def table(rows: list[OpTime], step: Step) -> str:
     head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
     lines = [[*head, "floor/ms", "of step"]]
     for op, calls, ms, least, by in rows:
-        shape = "x".join(map(str, op.product[1:])) if op.product else op.shapes.split(" ")[0]
+        shape = " ".join("x".join(map(str, sizes)) for _, *sizes in op.products) or op.shapes.split(" ")[0]
         line = [op.name, shape, str(calls), f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
         line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", by]

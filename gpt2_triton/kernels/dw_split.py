@@ -1,5 +1,6 @@
 """The split of dW's long sums into items, whole tiles or parts of a tile's sum, that fill a GPU."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
@@ -10,14 +11,21 @@ IDLE_STEPS = 6  # start and end of a tile, when nothing is multiplied
 PARTIALS_PER_STEP = 10  # partial sums read and added in the time of a step
 
 
-class TileSplit(NamedTuple):
-    """The items of dW: `whole_tiles` of `steps` steps each, then `split_tiles` in `k_parts` of `part_steps` steps each.
-
-    A tile is `rows` x `columns` of dW: BLOCK_M x BLOCK_N, or turned if fewer turned tiles cover dW.
-    """
+class Grid(NamedTuple):
+    """The tiles of one dW, `rows` x `columns`: BLOCK_M x BLOCK_N, or turned if fewer turned tiles cover dW."""
 
     rows: int
     columns: int
+    first: int  # tile, after those of the matrices before it
+    tiles: int
+
+
+class TileSplit(NamedTuple):
+    """The items of some dW: `whole_tiles` of `steps` steps each, then `split_tiles` in `k_parts` of `part_steps` steps
+    each.
+    """
+
+    grids: list[Grid]
     whole_tiles: int
     split_tiles: int
     k_parts: int
@@ -31,7 +39,7 @@ class TileSplit(NamedTuple):
     @property
     def scratch(self) -> int:
         """Return the fp32 elements of all partial sums."""
-        return self.split_tiles * self.k_parts * self.rows * self.columns
+        return self.split_tiles * self.k_parts * self.grids[0].rows * self.grids[0].columns
 
 
 def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, wave: int) -> float:
@@ -42,17 +50,19 @@ def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, 
     return whole_time + split_time + partials / PARTIALS_PER_STEP
 
 
-def split_tiles(N: int, K: int, R: int, row: dict[str, int]) -> TileSplit:
-    """Return the split that takes the least time for dW[N, K], a sum over R.  Tiles that fill whole waves are never
-    split.  WAVE, the number of items that run at once, comes from the table, not from the GPU at hand.  So the same
-    sizes are summed in the same order everywhere.
+def split_tiles(sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int]) -> TileSplit:
+    """Return the split that takes the least time for matrices dW[N, K], sums over R.  Tiles that fill whole waves are
+    never split.  WAVE, the number of items that run at once, comes from the table, not from the GPU at hand.  So the
+    same sizes are summed in the same order everywhere.
     """
-    rows, columns = row["BLOCK_M"], row["BLOCK_N"]
-    tiles, turned = (triton.cdiv(N, r) * triton.cdiv(K, c) for r, c in ((rows, columns), (columns, rows)))
-    if turned < tiles:
-        rows, columns, tiles = columns, rows, turned
+    grids, tiles = [], 0
+    for N, K in sizes:
+        shapes = (row["BLOCK_M"], row["BLOCK_N"]), (row["BLOCK_N"], row["BLOCK_M"])
+        covers = [Grid(*shape, tiles, triton.cdiv(N, shape[0]) * triton.cdiv(K, shape[1])) for shape in shapes]
+        grids.append(min(covers, key=lambda grid: grid.tiles))
+        tiles += grids[-1].tiles
     steps, wave = triton.cdiv(R, row["BLOCK_K"]), row["WAVE"]
-    unsplit = TileSplit(rows, columns, tiles, 0, 1, steps, steps)
+    unsplit = TileSplit(grids, tiles, 0, 1, steps, steps)
     whole = tiles // wave * wave
     if whole == tiles:
         return unsplit
@@ -64,4 +74,4 @@ def split_tiles(N: int, K: int, R: int, row: dict[str, int]) -> TileSplit:
     if time_in_steps(tiles, 0, 1, steps, wave) <= time(k_parts):
         return unsplit
     part_steps = triton.cdiv(steps, k_parts)
-    return TileSplit(rows, columns, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps)
+    return TileSplit(grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps)

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1910.07467) over C channels, forward and backward, for R r
 
 forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
            xhat = (x - mean) * rstd,  out = xhat * w + b
-backward   g = dout * w,  dx (+)= rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
+backward   g = dout * w,  dx = (more +) rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
 
 RMSNorm is the same with mean 0, no b and no db, and without the term sum_C(g).
@@ -78,9 +78,9 @@ def _layernorm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["i"])
 def _layernorm_bwd_kernel(
-    dx_ptr, dbranch_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
+    dx_ptr, dbranch_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, more_ptr,
     dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, step_key_ptr, i, R, C,
-    ADD_DX: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
+    DROPPED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
@@ -119,8 +119,8 @@ def _layernorm_bwd_kernel(
             xhat = x * rstd[:, None]
             mean_gx = tl.sum(g * xhat, 1) / C
             dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
-        if ADD_DX:
-            dx += tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if more_ptr is not None:
+            dx += tl.load(more_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
         if DROPPED:
             dx = masked_rows(dx, r, C, step_key_ptr, i, DROPPED)
@@ -167,17 +167,17 @@ def _launch_fwd(
 
 @contract(
     "dx[R,C]+ dbranch[R,C]? dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <-"
-    "dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R] step_key[4]?"
+    "dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R] more[R,C]? step_key[4]?"
 )
 def layernorm_bwd(
     dx: Operand, dbranch: Tensor | None, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Operand | None,
     scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor,
-    step_key: Tensor | None, acc: bool, add_dx: bool = True, i: int = 0, p: float = 0.0,
+    more: Operand | None, step_key: Tensor | None, acc: bool, i: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out.
+    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out.
     dbranch, if given, is dx masked with probability p at point i of the residual stream.
     """
-    programs = _launch_bwd(dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, step_key, add_dx, i, p)
+    programs = _launch_bwd(dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, i, p)
     column_sums(dw, db, dbias, scratch, programs, acc)
 
 
@@ -187,13 +187,13 @@ def rmsnorm_bwd(
     dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
 ) -> None:  # fmt: skip
     """dx (+)= gradient through the norm; dw (+)= column sums; ln, if given, is the recomputed out."""
-    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, None, add_dx)
+    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, dx if add_dx else None, None)
     column_sums(dw, None, None, scratch, programs, acc)
 
 
 def _launch_bwd(
     dx: Operand, dbranch: Tensor | None, ln: Operand | None, scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor,
-    b: Tensor | None, mean: Tensor | None, rstd: Tensor, step_key: Tensor | None, add_dx: bool, i: int = 0,
+    b: Tensor | None, mean: Tensor | None, rstd: Tensor, more: Operand | None, step_key: Tensor | None, i: int = 0,
     p: float = 0.0,
 ) -> int:  # fmt: skip
     """Launch the backward kernel; return the number of its programs, and so of the rows of partial sums."""
@@ -203,8 +203,8 @@ def _launch_bwd(
     row = _bwd_row(R, C, dtype_name(x))
     programs = row.pop("PROGRAMS")
     _layernorm_bwd_kernel[(programs,)](
-        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, *dx8, ln_scale, step_key, i if p else None, R, C,
-        ADD_DX=add_dx, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
+        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, None if more is None else full(more),
+        *dx8, ln_scale, step_key, i if p else None, R, C, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
     return programs
 

@@ -7,6 +7,7 @@ matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
 matmul_dx        dinp = dout @ w
 matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
 matmul_dw        dw (+)= dout.T @ inp
+matmul_dw_pair   dw of two layers: on Hopper one launch, whose tiles together leave less of the GPU idle
 
 R = B*T rows.  Operands reach shared memory through TMA descriptors, which read zeros and write nothing outside a
 matrix: no edge needs a mask, and R is arbitrary.  N and K are multiples of 16: TMA needs rows that begin on 16 bytes.
@@ -22,6 +23,8 @@ fixed order, so that two runs agree bit for bit.  This is the hybrid of Stream-K
 with parts of equal length: parts that run at the same time then read the same rows.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +34,7 @@ from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
-from gpt2_triton.kernels.fp8 import Fp8, Operand
+from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
@@ -152,23 +155,21 @@ def _matmul_dw_kernel(
 
 @triton.jit
 def _add_dw_partials_kernel(
-    out_ptr, part_ptr, N, K, whole_tiles, k_parts, ACC: tl.constexpr,
+    out_ptr, part_ptr, N, K, first_tile, split_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS rows of a split tile: out (+)= its partial sums, added from the first to the last."""
-    tiles_n = tl.cdiv(N, BLOCK_M)
-    tiles_k = tl.cdiv(K, BLOCK_N)
+    """Write ROWS rows of a split tile, first_tile or a later one: out (+)= its partial sums, from first to last."""
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
-    stride = (tiles_n * tiles_k - whole_tiles).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    stride = split_tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
     part_ptr += slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
     at = rows[:, None] * BLOCK_N + cols[None, :]
     total = tl.load(part_ptr + at)
     for _ in range(1, k_parts):
         part_ptr += stride
         total += tl.load(part_ptr + at)
-    first_n, first_k = tile_corner(whole_tiles + slot, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+    first_n, first_k = tile_corner(first_tile + slot, N, K, BLOCK_M, BLOCK_N, GROUP_M)
     n = first_n + rows
     k = first_k + cols
     at = n.to(tl.int64)[:, None] * K + k[None, :]
@@ -271,24 +272,45 @@ def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")
 def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: bool) -> None:
     """Write dw (+)= dout.T @ inp, in fp32."""
-    (N, K), R = dw.shape, dout.shape[0]
-    operands, scales = fp8_matmul.dw_operands(dout, inp)
-    dtype = dtype_name(operands[0])
+    _multiply_dw([dw], scratch, [dout], [inp], acc)
+
+
+@contract("dw[N,K]+ dw2[M,J]+ scratch[*] <- dout[R,N] inp[R,K] dout2[R,M] inp2[R,J]")
+def matmul_dw_pair(
+    dw: Tensor, dw2: Tensor, scratch: Tensor, dout: Operand, inp: Operand, dout2: Operand, inp2: Operand, acc: bool
+) -> None:
+    """Write dw (+)= dout.T @ inp and dw2 (+)= dout2.T @ inp2, in fp32."""
+    if hopper.takes("matmul_dw", *dw.shape, dtype_name(stored(dout)[0])):
+        return _multiply_dw([dw, dw2], scratch, [dout, dout2], [inp, inp2], acc)
+    _multiply_dw([dw], scratch, [dout], [inp], acc)
+    _multiply_dw([dw2], scratch, [dout2], [inp2], acc)
+
+
+def _multiply_dw(
+    dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Operand], inps: Sequence[Operand], acc: bool
+) -> None:
+    """Write each dw (+)= dout.T @ inp, in fp32; on Hopper there may be two."""
+    (N, K), R = dws[0].shape, douts[0].shape[0]
+    operands, scales = zip(*map(fp8_matmul.dw_operands, douts, inps))
+    dtype = dtype_name(operands[0][0])
     row = _dw_row(N, K, R, dtype)
-    split = split_tiles(N, K, R, row)
+    split = split_tiles([(dw.shape[0], dw.shape[1]) for dw in dws], R, row)
     assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"
     kernel = hopper.takes("matmul_dw", N, K, dtype)
     if kernel and dtype == "fp8":
-        hopper_fp8_matmul_dw.matmul_dw(dw, scratch, *operands, *scales, split, acc)
+        hopper_fp8_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), scales, split, acc)
     elif kernel:
-        hopper_matmul_dw.matmul_dw(dw, scratch, *operands, split, acc)
+        hopper_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), split, acc)
     else:
-        _launch_dw(dw, scratch, *operands, *scales, split, acc, row)
-    if split.split_tiles:
-        rows = split.rows if INTERPRET else 8
-        _add_dw_partials_kernel[(split.split_tiles * split.rows // rows,)](
-            dw, scratch, N, K, split.whole_tiles, split.k_parts,
-            ACC=acc, BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
+        _launch_dw(dws[0], scratch, *operands[0], *scales[0], split, acc, row)
+    for dw, grid in zip(dws, split.grids):
+        first = max(split.whole_tiles, grid.first)
+        if (count := grid.first + grid.tiles - first) <= 0:
+            continue
+        rows, size = grid.rows if INTERPRET else 8, grid.rows * grid.columns
+        _add_dw_partials_kernel[(count * grid.rows // rows,)](
+            dw, scratch[(first - split.whole_tiles) * size :], *dw.shape, first - grid.first, split.split_tiles,
+            split.k_parts, ACC=acc, BLOCK_M=grid.rows, BLOCK_N=grid.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
         )  # fmt: skip
 
 
@@ -296,7 +318,7 @@ def _launch_dw(
     dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor | None, inp_scale: Tensor | None,
     split: TileSplit, acc: bool, row: dict[str, int],
 ) -> None:  # fmt: skip
-    (N, K), block_m, block_n, block_k = dw.shape, split.rows, split.columns, row["BLOCK_K"]
+    (N, K), (block_m, block_n, _, _), block_k = dw.shape, split.grids[0], row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
     part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
@@ -309,6 +331,6 @@ def _launch_dw(
     )  # fmt: skip
 
 
-def matmul_dw_scratch(N: int, K: int, R: int, dtype: str) -> int:
-    """Return the fp32 elements of scratch: the partial sums of the split tiles."""
-    return split_tiles(N, K, R, _dw_row(N, K, R, dtype)).scratch
+def matmul_dw_scratch(R: int, dtype: str, *sizes: tuple[int, int]) -> int:
+    """Return the fp32 elements of scratch: the partial sums of the split tiles of dw[N, K], or of a pair."""
+    return split_tiles(sizes, R, _dw_row(*sizes[0], R, dtype)).scratch

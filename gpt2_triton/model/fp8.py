@@ -72,22 +72,23 @@ def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, 
 
     record   whether kernels record the tensors' amax, as in training
     """
-    L, R, index = dims["L"], len(a.x[0]), {scale: i for i, scale in enumerate(scales(dims))}
+    L, index = dims["L"], {scale: i for i, scale in enumerate(scales(dims))}
 
     def operand(name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None) -> Any:
         i = index[name, layer]
         written = columns is not None and len(columns) > 0  # together with the rows
         if columns is None:  # made by matmul_dw, in memory that operands share
-            shared = q.dout8t if name[0] == "d" else q.inp8t
-            columns = shared.view(-1)[: rows.numel()].view(-1, R)
+            columns = q.dout8t if name[0] == "d" else q.ln8t
         return K.Fp8(rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value)
 
     a.ln = [operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i]) for i in range(2 * L)]
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
     a.dqkv = [operand("dqkv", l, q.dqkv8, q.dqkv8t) for l in range(L)]
-    a.att = [operand("att", l, q.att8[l], q.inp8t, a.att[l]) for l in range(L)]  # attention_bwd writes the columns
-    a.dx[1:] = [operand(("datt", "dfcg")[i % 2], i // 2, q.dx8, value=dx) for i, dx in enumerate(a.dx[1:])]
+    a.att = [operand("att", l, q.att8[l], q.att8t, a.att[l]) for l in range(L)]  # attention_bwd writes the columns
+    a.dx[1:] = [
+        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx) for i, dx in enumerate(a.dx[1:])
+    ]
     a.fch = q.slope
     for name in WEIGHTS:
         tensors = zip(getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True)

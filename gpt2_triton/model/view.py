@@ -87,11 +87,14 @@ def make_view(
         weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
     again = [weights[l] if redo.ln else [] for l, redo in enumerate(recompute)]
     biases = zip(getattr(g, "attprojb", ()), getattr(g, "fcprojb", ()))
+    branch_grads = a.dx if a.dbranch is None else [a.dbranch] * d["S"]
+    if not fp8 and getattr(a, "dmid", None) is not None:
+        branch_grads = [(branch_grads[0], a.dmid)[i % 2] for i in range(d["S"])]
+        a.dx = branch_grads if a.dbranch is None else a.dx
     return ModelView(
         w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
-        branch_bias_grads=[None, *(b for pair in biases for b in pair)],
-        branch_grads=a.dx if a.dbranch is None else [a.dbranch] * d["S"],
+        branch_bias_grads=[None, *(b for pair in biases for b in pair)], branch_grads=branch_grads,
         norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,

@@ -162,7 +162,7 @@ def head(lnf, wte, targets, V, chunk):
     for first in range(0, R, chunk):
         rows = slice(first, first + chunk)
         losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
-        matmul_dw(dwte, poisoned(max(1, matmul_dw_scratch(Vp, C, len(p), dtype_name(p)))), p, lns, first > 0)
+        matmul_dw(dwte, poisoned(max(1, matmul_dw_scratch(len(p), dtype_name(p), (Vp, C)))), p, lns, first > 0)
         parts.append((losses, dln, ks))
     losses, dln, ks = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = torch.randint(V, (R,), dtype=torch.int32)

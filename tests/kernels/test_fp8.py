@@ -238,7 +238,7 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
         ln = operand(R, C, 16.0) if quantised else poisoned(R, C, dtype=BF16)
         sums = [poisoned(C) for _ in range(3)]
         scratch = poisoned(layernorm_bwd_scratch(R, C, "bf16"))
-        K.layernorm_bwd(out, None, *sums, ln, scratch, dout, x, w, b, mean, rstd, None, False)
+        K.layernorm_bwd(out, None, *sums, ln, scratch, dout, x, w, b, mean, rstd, out, None, False)
         results.append((value, *sums))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()
@@ -378,7 +378,7 @@ def test_an_infinite_bias_is_seen(value, rng):
 def test_weight_gradients_equal_float64(transposed, rng):
     dout, inp = (operand(R, n, s, transposed, value=rng(R, n)) for n, s in ((48, 8.0), (C, 32.0)))
     dw = poisoned(48, C)
-    scratch = poisoned(max(1, matmul_dw_scratch(48, C, R, "fp8")))
+    scratch = poisoned(max(1, matmul_dw_scratch(R, "fp8", (48, C))))
     want = dequantised(dout).T @ dequantised(inp)
     for acc in (False, True):
         K.matmul_dw(dw, scratch, dout, inp, acc)
@@ -455,7 +455,7 @@ def test_the_head_s_gradients_equal_float64(n, rng):
     in_full, valid = wte.value.double()[targets[:n].clamp(min=0).long()], (targets[:n] >= 0)[:, None]
     want = rs.double()[:, None] * (dequantised(p) @ dequantised(wte)) + ks.double()[:, None] * in_full * valid
     assert error(dln, want) < 4e-3  # the rounding to bf16, which the interpreter truncates
-    dw, scratch = poisoned(VP, C), poisoned(max(1, matmul_dw_scratch(VP, C, n, "fp8")))
+    dw, scratch = poisoned(VP, C), poisoned(max(1, matmul_dw_scratch(n, "fp8", (VP, C))))
     want = dequantised(p).T @ (stored.double() / lns.scale.double())
     for acc in (False, True):
         K.matmul_dw(dw, scratch, p, lns, acc)

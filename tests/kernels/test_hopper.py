@@ -27,8 +27,12 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
     backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
     dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, EPILOGUE="dgelu")
-    dw = dict(out_ptr=F32, part_ptr=F32, a_desc=(64, 128), w_desc=(64, 256), N=I32, K=I32)
-    dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32, ROWS=128, COLUMNS=256)
+    dw = dict(out_ptr=F32, out2_ptr=F32, part_ptr=F32, first2=I32, N=I32, N2=I32, K=I32, K2=I32, turned=I32, add=I32)
+    dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32)
+    a, w = (128, 128, "fp8e4nv"), (256, 128, "fp8e4nv")
+    fp8_dw = dw | dict(a_desc=a, w_desc=w, a2_desc=a, w2_desc=w, dout_scale_ptr=F32, inp_scale_ptr=F32)
+    fp8_dw |= dict(dout2_scale_ptr=F32, inp2_scale_ptr=F32)
+    dw |= dict(a_desc=(64, 128), w_desc=(64, 256), a2_desc=(64, 128), w2_desc=(64, 256))
     head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
     head |= dict(R=I32, C=I32, V=I32, Vp=I32, lnf_scale_ptr=None, wte_scale_ptr=None)
     head |= dict(columns_desc=None, p_scale_ptr=None)
@@ -48,10 +52,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     fp8_gelu = dict(a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")) | sizes
     fp8_gelu |= dict(columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None)
     fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
-    fp8_dw = dw | dict(a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"))
-    fp8_dw |= dict(dout_scale_ptr=F32, inp_scale_ptr=F32)
-    head_dw = fp8_dw | dict(a_desc=(128, 128, "fp8e5"), w_desc=(256, 128, "fp8e5"))
-    turned = dict(ROWS=256, COLUMNS=128, ACC=True)
+    e5 = dict(a_desc=(128, 128, "fp8e5"), w_desc=(256, 128, "fp8e5"))
+    head_dw = fp8_dw | e5 | dict(a2_desc=e5["a_desc"], w2_desc=e5["w_desc"])
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
     attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, SPAN=1024)
@@ -71,11 +73,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul_gelu": ("_fp8_gelu_kernel", fp8_gelu),
         "fp8 matmul_gelu, evaluation": ("_fp8_gelu_kernel", fp8_gelu | dict(amax_ptr=None)),
         "fp8 matmul_dx_dgelu": ("_fp8_gelu_kernel", fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True)),
-        "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw | dict(ACC=False)),
-        "fp8 matmul_dw, acc": ("_fp8_dw_kernel", fp8_dw | dict(ACC=True)),
-        "fp8 matmul_dw, acc, turned": ("_fp8_dw_kernel", fp8_dw | turned),
-        "head's fp8 matmul_dw": ("_fp8_dw_kernel", head_dw | dict(ACC=False)),
-        "head's fp8 matmul_dw, acc": ("_fp8_dw_kernel", head_dw | dict(ACC=True)),
+        "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw),
+        "head's fp8 matmul_dw": ("_fp8_dw_kernel", head_dw),
         "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
         "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
         "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
@@ -97,9 +96,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul_dx": ("_matmul_kernel", backward),
         "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
         "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
-        "matmul_dw": ("_dw_kernel", dw | dict(ACC=False)),
-        "matmul_dw, acc": ("_dw_kernel", dw | dict(ACC=True)),
-        "matmul_dw, acc, turned": ("_dw_kernel", dw | dict(ROWS=256, COLUMNS=128, ACC=True)),
+        "matmul_dw": ("_dw_kernel", dw),
         "classifier_dx, wide": ("_wide_kernel", wide_backward | factors),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import gpt2_triton.kernels as K
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
@@ -23,7 +24,6 @@ from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
-from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, poisoned
@@ -89,26 +89,33 @@ def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
     assert error(added, want + b.double() + res.double()) < EPS[BF16]
 
 
+def quantised(x, dtype):
+    columns, scale = fp8(x.T.contiguous(), 32.0, dtype)
+    return K.Fp8(fp8(x, 32.0, dtype)[0], columns, scale, None, True)
+
+
+def exact(operand):
+    return operand.columns.T.double() / operand.scale.double() if isinstance(operand, K.Fp8) else operand.double()
+
+
 @seeds
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("N,K,R,wave", [(304, 320, 640, 2), (272, 128, 400, 1), (128, 256, 128, 4)])
-def test_fp8_matmul_dw_matches_float64(rng, N, K, R, wave, dtype, seed):
-    """Whole tiles and parts of split ones, in both orientations, overwritten and added to; odd numbers of steps."""
-    (dout, dout_scale), (inp, inp_scale) = fp8(rng(N, R), 32.0, dtype), fp8(rng(K, R), 64.0, dtype)
-    want = exact_product(dout, dout_scale, inp, inp_scale)
-    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP_M=8, WAVE=wave)
-    split = split_tiles(N, K, R, row)
-    dw, scratch = poisoned(N, K), poisoned(max(1, split.scratch))
+@pytest.mark.parametrize("R,wave", [(640, 3), (400, 5), (128, 100)])
+@pytest.mark.parametrize("sizes", [[(304, 320), (528, 144)], [(528, 144), (144, 400)], [(304, 320)]], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, BF16])
+def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, wave, dtype, seed):
+    """Whole tiles and parts of split ones, upright and turned, overwritten and added to; odd numbers of steps."""
+    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64 if dtype == BF16 else 128, GROUP_M=8, WAVE=wave)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
+    monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
+    pairs = [[rng(R, width, dtype=BF16) for width in size] for size in sizes]
+    if dtype != BF16:
+        pairs = [[quantised(x, dtype) for x in pair] for pair in pairs]
+    want = [exact(dout).T @ exact(inp) for dout, inp in pairs]
+    dws, scratch = [poisoned(*size) for size in sizes], poisoned(max(1, split_tiles(sizes, R, row).scratch))
     for acc in (False, True):
-        with simulated(fp8_matmul_dw, seed):
-            fp8_matmul_dw.matmul_dw(dw, scratch, dout, inp, dout_scale, inp_scale, split, acc)
-        if split.split_tiles:
-            tiles = split.split_tiles * split.rows // 8
-            mm._add_dw_partials_kernel[(tiles,)](
-                dw, scratch, N, K, split.whole_tiles, split.k_parts, ACC=acc,
-                BLOCK_M=split.rows, BLOCK_N=split.columns, GROUP_M=8, ROWS=8,
-            )  # fmt: skip
-        assert error(dw, want * (1 + acc)) < 1e-6
+        with simulated(hopper_matmul_dw if dtype == BF16 else fp8_matmul_dw, seed):
+            mm._multiply_dw(dws, scratch, *zip(*pairs), acc)
+        assert all(error(dw, exact * (1 + acc)) < 1e-6 for dw, exact in zip(dws, want, strict=True))
 
 
 def gelu_and_byte(rng, M, N, K, seed, **replaced):
@@ -277,31 +284,6 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
     assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of rounded terms, whose errors cancel in part
     if again is not None:
         assert error(again, reference.gelu(x.detach())) < EPS[BF16]
-
-
-# N, K, R, tiles that fill the GPU; rows of a tile, whole tiles, split tiles
-@seeds
-@pytest.mark.parametrize(
-    "N,K,R,wave,split",
-    [
-        (304, 240, 200, 3, (128, 3, 0)),
-        (304, 240, 1100, 2, (128, 2, 1)),
-        (400, 80, 520, 8, (256, 0, 2)),
-        (784, 80, 520, 3, (256, 3, 1)),
-    ],
-)
-@pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
-def test_matmul_dw_matches_float64(rng, monkeypatch, N, K, R, wave, split, acc, seed):
-    row = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"] | dict(WAVE=wave)
-    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
-    monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
-    planned = mm.split_tiles(N, K, R, row)
-    assert (planned.rows, planned.whole_tiles, planned.split_tiles) == split
-    dout, inp, dw = rng(R, N, dtype=BF16), rng(R, K, dtype=BF16), rng(N, K) if acc else poisoned(N, K)
-    want = dout.double().T @ inp.double() + (dw.double() if acc else 0)
-    with simulated(hopper_matmul_dw, seed):
-        mm.matmul_dw(dw, poisoned(max(1, mm.matmul_dw_scratch(N, K, R, "bf16"))), dout, inp, acc)
-    assert error(dw, want) < 1e-6  # products of bf16 are exact in fp32, whose sums of some hundred lose no more
 
 
 @seeds

@@ -47,17 +47,19 @@ def scratch(R, C, dtype):
     return poisoned(layernorm_bwd_scratch(R, C, dtype_name(torch.empty(0, dtype=dtype))))
 
 
-def check_backward(rng, R, C, dtype, acc, add_dx, with_dbias=True, with_ln=True, p=0.0):
+def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p=0.0):
     x, w, b = draw(rng, R, C, dtype)
     dout, (mean, rstd) = rng(R, C, dtype=dtype), (t.float() for t in exact_forward(x, w, b)[1:])
-    dx = rng(R, C, dtype=dtype) if add_dx else poisoned(R, C, dtype=dtype)
+    dx = rng(R, C, dtype=dtype) if more == "dx" else poisoned(R, C, dtype=dtype)
+    added = rng(R, C, dtype=dtype) if more == "another" else dx if more else None
     dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
     dbranch, ln = (poisoned(R, C, dtype=dtype) if wanted else None for wanted in (p, with_ln))
     outputs = [dx, dbranch, dw, db, dbias if with_dbias else None, ln]
     want = [None if t is None else t.double() for t in outputs]
+    exact_added = None if added is None else want[0] if added is dx else added.double()
     inputs, key = [dout, x, w, b, mean, rstd], torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE)
-    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), key, acc, add_dx, 4, p)
-    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, key, acc, add_dx, 4, p)
+    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), exact_added, key, acc, 4, p)
+    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, added, key, acc, 4, p)
     one = tolerance(dtype)  # sums are of unrounded values in both dtypes
     limits = dict(dx=one, dbranch=one, dw=SUMS, db=SUMS, dbias=SUMS, ln=one)
     for (name, limit), got, expected in zip(limits.items(), outputs, want, strict=True):
@@ -91,19 +93,19 @@ def test_layernorm_eps_bounds_the_scale_of_a_constant_row(rng):
 @dtypes
 @pytest.mark.parametrize("R,C", [*SHAPES, (1100, 1040)])
 def test_layernorm_bwd_matches_float64(rng, R, C, dtype, acc):
-    check_backward(rng, R, C, dtype, acc, add_dx=True)
+    check_backward(rng, R, C, dtype, acc, more="another")
 
 
 @dtypes
-@pytest.mark.parametrize("changes", [dict(add_dx=False), dict(with_dbias=False, with_ln=False)], ids=str)
+@pytest.mark.parametrize("changes", [dict(more=""), dict(with_dbias=False, with_ln=False)], ids=str)
 def test_layernorm_bwd_overwrites_dx_and_leaves_out_dbias_and_ln(rng, dtype, changes):
-    check_backward(rng, 33, 48, dtype, **dict(acc="add_dx" in changes, add_dx=True) | changes)
+    check_backward(rng, 33, 48, dtype, **dict(acc="more" in changes, more="dx") | changes)
 
 
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (7, 1600)])
 def test_layernorm_bwd_masks_the_gradient_of_the_branch_and_of_its_bias(rng, R, C, dtype):
-    check_backward(rng, R, C, dtype, acc=False, add_dx=True, p=0.3)
+    check_backward(rng, R, C, dtype, acc=False, more="dx", p=0.3)
 
 
 def run_all(R, C, dtype, outputs):
@@ -115,7 +117,7 @@ def run_all(R, C, dtype, outputs):
     layernorm_fwd(out, mean, rstd, x, w, b)
     dx, ln, (dw, db, dbias) = outputs(R, C, dtype=dtype), outputs(R, C, dtype=dtype), (outputs(C) for _ in range(3))
     slots = outputs(layernorm_bwd_scratch(R, C, dtype_name(x)))
-    layernorm_bwd(dx, None, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, None, False, False)
+    layernorm_bwd(dx, None, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, None, None, False)
     return out, ln, mean, rstd, dx, dw, db, dbias
 
 
@@ -130,7 +132,7 @@ def test_layernorm_gives_the_same_bits_recomputes_them_and_writes_only_its_outpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("R,C", [(8192, 768), (8192 + 3, 1600)], ids=["124M", "1558M-ragged"])
 def test_layernorm_bwd_of_gpt2_on_gpu(rng, R, C):
-    check_backward(rng, R, C, torch.bfloat16, acc=True, add_dx=True)
+    check_backward(rng, R, C, torch.bfloat16, acc=True, more="dx")
     first, second = (run_all(R, C, torch.bfloat16, poisoned) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(first[0], first[1])

@@ -33,14 +33,14 @@ def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
     row = dict(read_table(TABLES / "h200.json").rows[WIDTHS[C], "bf16"])
     row.pop("PROGRAMS")
     options = dict(num_warps=row.pop("num_warps"))
-    types = dict.fromkeys(("dx_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
+    types = dict.fromkeys(("dx_ptr", "more_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
     types |= dict.fromkeys(("part_ptr", "mean_ptr", "rstd_ptr"), "*fp32") | dict.fromkeys(("R", "C"), "i32")
     types |= dict(ln_ptr=ln) if ln else {}
     types |= dict(ln_scale_ptr="*fp32") if "fp8" in ln else {}
     types |= dict(dx8_ptr=dx8, dx_scale_ptr="*fp32", dx_amax_ptr="*i32") if dx8 else {}
     types |= dict(step_key_ptr="*i32", i="i32") if dropped else {}
     types |= dict(dbranch_ptr="*bf16") if dropped and not dx8 else {}
-    constants = row | dict(ADD_DX=True, DROPPED=dropped, BLOCK_C=next_power_of_2(C))
+    constants = row | dict(DROPPED=dropped, BLOCK_C=next_power_of_2(C))
     kernel = layernorm._layernorm_bwd_kernel
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

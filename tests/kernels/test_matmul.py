@@ -136,13 +136,31 @@ HEAD = pytest.param(16384, 50304, 768, torch.bfloat16, marks=pytest.mark.gpu)
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
     name = dtype_name(torch.empty(0, dtype=dtype))
     if INTERPRET:  # whole tiles, split tiles, and both in one launch
-        split = split_tiles(N, K, R, mm._dw_row(N, K, R, name))
+        split = split_tiles([(N, K)], R, mm._dw_row(N, K, R, name))
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
     dw = rng(N, K) if acc else poisoned(N, K)
     expected = want("matmul_dw", [dw], None, dout, inp, acc)
-    mm.matmul_dw(dw, scratch(mm.matmul_dw_scratch(N, K, R, name)), dout, inp, acc)
+    mm.matmul_dw(dw, scratch(mm.matmul_dw_scratch(R, name, (N, K))), dout, inp, acc)
     assert error(dw, expected[0]) < SUMS
+
+
+@dtypes
+def test_dw_of_a_pair_matches_float64(rng, dtype):
+    """And has the bits of two launches where it is two."""
+    R, sizes, dw = 2144, [(48, 80), (320, 48)], [poisoned(48, 80), poisoned(320, 48)]
+    dout, inp = ([rng(R, size[i], dtype=dtype) for size in sizes] for i in (0, 1))
+    part = scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), *sizes))
+    part = max(part, *(scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), size)) for size in sizes), key=len)
+    for acc in (False, True):
+        mm.matmul_dw_pair(*dw, part, dout[0], inp[0], dout[1], inp[1], acc)
+        for i, got in enumerate(dw):
+            assert error(got, (1 + acc) * dout[i].double().T @ inp[i].double()) < SUMS
+    if not is_hopper():
+        alone = poisoned(320, 48)
+        mm.matmul_dw(alone, part, dout[1], inp[1], False)
+        mm.matmul_dw_pair(*dw, part, dout[0], inp[0], dout[1], inp[1], False)
+        assert torch.equal(dw[1], alone)
 
 
 def run_all(R, N, K, dtype, outputs):
@@ -159,7 +177,7 @@ def run_all(R, N, K, dtype, outputs):
     mm.matmul_dx(dx, dout, w)
     dbias, dw = outputs(K), outputs(N, K)
     mm.matmul_dx_dgelu(dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K, name)), dout, w, pre, False)
-    mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(N, K, R, name))), dout, inp, False)
+    mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(R, name, (N, K)))), dout, inp, False)
     return y, g, z, a, dx, dpre, again, dbias, dw
 
 
@@ -182,29 +200,39 @@ BF16_DW = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"]
 WIDTHS = (768, 1024, 1280, 1600)
 
 
+def launches(C):
+    """Return the sizes of each launch of a layer's dW: two of a pair on Hopper, else four."""
+    singles = [[(n * C, k * C)] for n, k in LINEAR]
+    return [*singles, [(C, 4 * C), (4 * C, C)], [(C, C), (3 * C, C)]]
+
+
 def test_split_tiles_of_gpt2_on_h200():
     """Fixed, as a split decides the order of dW's sums and so the bits of a run."""
     splits = {
-        (2304, 768, 65536): (128, 256, 0, 54, 7, 1024, 147),
-        (768, 768, 65536): (128, 256, 0, 18, 7, 1024, 147),
-        (3072, 768, 65536): (128, 256, 0, 72, 7, 1024, 147),
-        (768, 3072, 65536): (128, 256, 0, 72, 7, 1024, 147),
-        (50304, 768, 11264): (128, 256, 1179, 0, 1, 176, 176),
-        (4800, 1600, 16384): (256, 128, 247, 0, 1, 256, 256),
-        (1600, 1600, 16384): (128, 256, 0, 91, 4, 256, 64),
-        (6400, 1600, 16384): (256, 128, 264, 61, 2, 256, 128),
-        (50304, 1600, 10112): (256, 128, 2508, 53, 2, 158, 79),
+        (65536, (2304, 768)): ([128], 0, 54, 7, 1024, 147),
+        (65536, (3072, 768)): ([128], 0, 72, 7, 1024, 147),
+        (65536, (768, 3072), (3072, 768)): ([128, 128], 132, 12, 11, 1024, 94),
+        (65536, (768, 768), (2304, 768)): ([128, 128], 0, 72, 7, 1024, 147),
+        (11264, (50304, 768)): ([128], 1179, 0, 1, 176, 176),
+        (16384, (1600, 1600)): ([128], 0, 91, 4, 256, 64),
+        (16384, (6400, 1600)): ([256], 264, 61, 2, 256, 128),
+        (16384, (1600, 6400), (6400, 1600)): ([128, 256], 650, 0, 1, 256, 256),
+        (16384, (1600, 1600), (4800, 1600)): ([128, 256], 264, 74, 3, 256, 86),
+        (10112, (50304, 1600)): ([256], 2508, 53, 2, 158, 79),
     }
-    for (N, K, R), split in splits.items():
-        assert split_tiles(N, K, R, BF16_DW) == split, (N, K, R)
+    for (R, *sizes), (rows, *split) in splits.items():
+        grids, *planned = split_tiles(sizes, R, BF16_DW)
+        assert ([grid.rows for grid in grids], planned) == (rows, split), (R, sizes)
 
 
 @pytest.mark.parametrize("R", [1, 200, 1024, 16384, 65536])
 def test_split_tiles_covers_every_row_of_every_tile_once(R):
     for C in WIDTHS:
-        for n, k in LINEAR:
-            split = split_tiles(n * C, k * C, R, BF16_DW)
-            tiles = -(-n * C // split.rows) * -(-k * C // split.columns)
+        for sizes in launches(C):
+            split, tiles = split_tiles(sizes, R, BF16_DW), 0
+            for (N, K), (rows, columns, *numbers) in zip(sizes, split.grids, strict=True):
+                assert numbers == [tiles, -(-N // rows) * -(-K // columns)]
+                tiles += numbers[1]
             assert split.whole_tiles + split.split_tiles == tiles
             assert (split.steps - 1) * BF16_DW["BLOCK_K"] < R <= split.steps * BF16_DW["BLOCK_K"]
             if split.split_tiles:  # none empty, none missing
@@ -218,8 +246,8 @@ def test_split_tiles_turns_tiles_only_where_fewer_cover_dw():
             row = read_table(TABLES / f"{name}.json").rows["matmul_dw", dtype]
             for C in WIDTHS:
                 for N, K in [(n * C, k * C) for n, k in LINEAR] + [(50304, C)]:
-                    split = split_tiles(N, K, 16384, row)
-                    if (split.rows, split.columns) != (row["BLOCK_M"], row["BLOCK_N"]):
+                    split = split_tiles([(N, K)], 16384, row)
+                    if split.grids[0][:2] != (row["BLOCK_M"], row["BLOCK_N"]):
                         upright = -(-N // row["BLOCK_M"]) * -(-K // row["BLOCK_N"])
                         assert split.whole_tiles + split.split_tiles < upright, (name, dtype, N, K)
                         turned.add((name, dtype, N, K))
@@ -230,12 +258,12 @@ def test_split_tiles_turns_tiles_only_where_fewer_cover_dw():
 def test_split_tiles_keeps_a_hopper_gpu_busy():
     """Multiprocessors are busy at least 85% of the time; unsplit, attproj of C 768 keeps 14% of 132 busy."""
     for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
-        for n, k in LINEAR:
-            split, wave = split_tiles(n * C, k * C, R, BF16_DW), BF16_DW["WAVE"]
+        for sizes in launches(C):
+            split, wave = split_tiles(sizes, R, BF16_DW), BF16_DW["WAVE"]
             waves = -(-split.whole_tiles // wave), -(-split.split_tiles * split.k_parts // wave)
             time = waves[0] * split.steps + waves[1] * split.part_steps
             assert (split.whole_tiles + split.split_tiles) * split.steps / (time * wave) > 0.85
-    assert split_tiles(50304, 768, 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
+    assert split_tiles([(50304, 768)], 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
 
 
 # op, M, N, the module that computes it on a Hopper GPU of 132 multiprocessors

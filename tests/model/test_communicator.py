@@ -141,7 +141,7 @@ def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, ro
 def test_collectives_reduce_each_layer_after_its_backward_pass(zero, sums, micro_steps):
     sent = [call for call in transfers(False, zero, micro_steps) if call[0] == sums]
     layers = [(sums, 3, NEXT_LAYER), (sums, 2, NEXT_LAYER)]
-    assert sent == [*layers, (sums, 0, "matmul_dw"), (sums, REST, "matmul_dw"), (sums, 1, "loss_sum")]
+    assert sent == [*layers, (sums, 0, "matmul_dw_pair"), (sums, REST, "matmul_dw_pair"), (sums, 1, "loss_sum")]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -155,7 +155,7 @@ def test_peer_copies_reduce_layers_together_between_barriers(monkeypatch, zero, 
     before = [("barrier", None)]
     after = before * (zero == 0)
     want = [(call, NEXT_LAYER) for call in [*before, ("add_partials", 3), ("add_partials", 2), *after]]
-    want += [(call, "matmul_dw") for call in [*before, ("add_partials", 0), ("add_partials", REST), *after]]
+    want += [(call, "matmul_dw_pair") for call in [*before, ("add_partials", 0), ("add_partials", REST), *after]]
     want += [(call, "loss_sum") for call in [*before, ("add_partials", 1), *after]]
     gathers = [(before[0], launch) for launch in ("embedding_fwd", "adamw", "adamw")] if zero else []
     assert [((name, bucket), launch) for name, bucket, launch in sent] == gathers[:1] + want + gathers[1:]
@@ -172,7 +172,7 @@ def test_gather_of_layers_begins_a_step_and_that_of_other_parameters_ends_it(zer
 
 def test_zero_2_reduces_layers_in_every_micro_step():
     sent = [launch for name, _, launch in transfers(False, 2, micro_steps=2) if name == "reduce_scatter"]
-    first, last = [NEXT_LAYER, NEXT_LAYER, "embedding_fwd"], [NEXT_LAYER, NEXT_LAYER, "matmul_dw", "loss_sum"]
+    first, last = [NEXT_LAYER, NEXT_LAYER, "embedding_fwd"], [NEXT_LAYER, NEXT_LAYER, "matmul_dw_pair", "loss_sum"]
     assert sent == [*first, *last[:3], *last[2:]]  # embedding, norms and biases are two buckets, before layer 0's
     barriers = [launch for name, _, launch in transfers(True, 2, micro_steps=2) if name == "barrier"]
     twice = [launch for launch in first + last for _ in range(2)]  # the second one lets the buffer be overwritten

@@ -83,15 +83,15 @@ def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
 
 
 def layernorm_bwd(
-    dx, dbranch, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, step_key, acc, add_dx=True, i=None, p=0.0
+    dx, dbranch, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, acc, i=None, p=0.0
 ):
-    """dx (+)= gradient through the norm; dbranch, if given, is the new dx, masked if p > 0; dbias = its column sums;
-    ln, if given, is the norm's output recomputed.
+    """dx = (more +) gradient through the norm; dbranch, if given, is dx, masked if p > 0; dbias = its column sums; ln,
+    if given, is the norm's output recomputed.
     """
     xhat = (x - mean[:, None]) * rstd[:, None]
     g = dout * w
     grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    dx.copy_(dx + grad if add_dx else grad)
+    dx.copy_(grad if more is None else more + grad)
     _give(dw, (dout * xhat).sum(0), acc)
     _give(db, dout.sum(0), acc)
     branch = mask(dx, step_key, i, p) if p else dx
@@ -171,6 +171,11 @@ def matmul_dx_dgelu(dpre, dbias, gelu_out, scratch, dout, w, pre, acc):
 
 def matmul_dw(dw, scratch, dout, inp, acc):
     _give(dw, dout.to(dw.dtype).T @ inp.to(dw.dtype), acc)
+
+
+def matmul_dw_pair(dw, dw2, scratch, dout, inp, dout2, inp2, acc):
+    matmul_dw(dw, scratch, dout, inp, acc)
+    matmul_dw(dw2, scratch, dout2, inp2, acc)
 
 
 # ---- attention: qkv is packed [B*T, NH + 2*NKV, HS]; lse in the log2 domain ----

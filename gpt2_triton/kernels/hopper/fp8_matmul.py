@@ -2,7 +2,7 @@
 
 Tensor cores add 32 fp8 products to the sum so far, and cut all terms 14 bits below the largest term's first bit.  The
 cut biases long sums of one sign: by 17% over 65,536 terms if an operand's mean is half its standard deviation.  So
-partial sums of 128 terms are added in fp32, in the head's gradients of 256.  Each of two warpgroups computes 64 x 256
+partial sums of 128 terms are added in fp32, in dW and the head's dX of 256.  Each of two warpgroups computes 64 x 256
 of a tile, in two halves: while one warpgroup adds a half, the other multiplies.
 """
 
@@ -111,7 +111,7 @@ def fp8_partition(
         if ADD:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
-        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP)
+        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP, 1)
         if ADD:
             mbarrier.wait(c.full, turn & 1)
         else:

@@ -47,6 +47,7 @@ class LayerActs:
     fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")
     fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", again="block",
                            only="bf16")
+    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx, dbranch: odd i
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
     dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True,
@@ -68,11 +69,13 @@ class Fp8Buffers:
     fcg8t:      Tensors = buf("L | F R",   "e4m3", "block..block_bwd", "activations", drop="block")
     slope:      Tensors = buf("L | R G",   "u8",   "block..block_bwd", "activations", drop="block")
     dx8:        Tensor  = buf("R C",       "e4m3", "head..block_bwd",  "backward")
+    dmid8:      Tensor  = buf("R C",       "e4m3", "block_bwd",        "backward")  # dx8 for an odd i
     dfch8:      Tensor  = buf("R G",       "e4m3", "block_bwd",        "backward")
     dfch8t:     Tensor  = buf("G R",       "e4m3", "block_bwd",        "backward")
     dqkv8:      Tensor  = buf("R D",       "e4m3", "block_bwd",        "backward", within="dfch8")
     dqkv8t:     Tensor  = buf("D R",       "e4m3", "block_bwd",        "backward", within="dfch8t")
-    inp8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
+    ln8t:       Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
+    att8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
     dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
     lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",        only="fp8 head")
     p8:         Tensor  = buf("Rp Vp",     "e5m2", "head",             "head",        only="fp8 head")

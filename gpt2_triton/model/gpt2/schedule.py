@@ -79,26 +79,28 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
 
 
-def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
-    """dx[i] (+)= dln through the norm of x[i]; also write the gradients of the norm, the branch and the bias."""
+def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
+    """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the norm, the branch and the bias."""
     w, g, a = m.w, m.g, m.a
+    more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
     p = m.dropout if i else 0.0  # no branch ends at x[0]; embed_bwd masks dx[0]
+    dbranch = m.branch_grads[i] if p and not m.fp8 else None
     K.layernorm_bwd(
-        a.dx[i], a.dbranch if p else None, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, a.x[i],
-        w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i], m.s.step_key if p else None, acc, add_dx, i, p,
+        a.dx[i], dbranch, g.lnw[i], g.lnb[i], m.branch_bias_grads[i], ln, a.scratch, a.dln, a.x[i],
+        w.lnw[i], w.lnb[i], a.mean[i], a.rstd[i], more, m.s.step_key if p else None, acc, i, p,
     )  # fmt: skip
 
 
 def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
-    norm_bwd(K, m, 2 * m.L, None, acc, add_dx=False)
+    norm_bwd(K, m, 2 * m.L, None, acc)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
-    """Run the layers' backward pass; the embedding's comes before layer 0's last product.
+    """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
-    dx[i] is the gradient at x[i].  All dx are one buffer: layernorm_bwd adds to dx[i+1] to make dx[i].  branch_grads[i]
-    is the gradient of the branch that ends at x[i], which is dx[i] without dropout.  The branch has a bias, and
-    branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
+    dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i], which is dx[i]
+    without dropout.  Its products read it from two buffers in turn: a branch's dW comes after the next branch_grads.
+    The branch has a bias, and branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
     """
     w, g, a, dout, acc_layer = m.w, m.g, m.a, m.branch_grads, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
@@ -112,24 +114,26 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dx_dgelu(
             a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, dout[i + 2], w.fcprojw[l], a.fch[l], acc
         )
-        K.matmul_dw(g.fcprojw[l], a.scratch, dout[i + 2], fcg, acc_layer)
         K.matmul_dx(a.dln, a.dfch[l], w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
-        K.matmul_dw(g.fcw[l], a.scratch, a.dfch[l], a.ln[i + 1], acc_layer)
+        K.matmul_dw_pair(
+            g.fcprojw[l], g.fcw[l], a.scratch, dout[i + 2], fcg, a.dfch[l], a.ln[i + 1], acc_layer
+        )  # fmt: skip
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, dout[i + 1], w.attprojw[l])
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
         K.attention_bwd(a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
-        K.matmul_dw(g.attprojw[l], a.scratch, dout[i + 1], a.att[l], acc_layer)  # in fp8, attention_bwd wrote att.T
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
-        if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
+        if l == 0:  # before the last products, which hide the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
-        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
+        K.matmul_dw_pair(
+            g.attprojw[l], g.qkvw[l], a.scratch, dout[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer
+        )  # fmt: skip
         m.comm.reduce_grads(l)
 
 
