@@ -58,16 +58,17 @@ def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int
     matrices   (rows, columns, count) of the matrices that Muon orthogonalises at once
     """
     R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("A") else dtype
+    head = "fp8" if d.get("head8") else dtype
     qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])
     layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]  # singly if not on Hopper
     return max(
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dgelu_scratch(R, d["F"], dtype),
         attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
-        classifier_fwd_scratch(Rc, Vp, products),
+        classifier_fwd_scratch(Rc, Vp, head),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
         *(muon_normalise_scratch(count, rows, columns) for rows, columns, count in matrices),
-        *(matmul_dw_scratch(rows, form, (Vp, C)) for rows in (Rc, R % Rc or Rc) for form in {dtype, products}),
+        *(matmul_dw_scratch(rows, head, (Vp, C)) for rows in (Rc, R % Rc or Rc)),
         *(matmul_dw_scratch(R, products, *sizes) for sizes in layer),
     )

@@ -19,7 +19,7 @@ near 1: a loss of 1e-6 has full precision.
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
 They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
 
-With fp8 logits the gradients' products are in fp8 too.  p / 8 and lns are rounded to e5m2, whose range holds p from
+With fp8.head_gradients the gradients' products are in fp8.  p / 8 and lns are rounded to e5m2, whose range holds p from
 6e-5 to 5e5: losses up to 13.  The target's part is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row
 of dlogits still sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  The scale of
 lns follows from lnf's: |lns| is at most s |lnf|, and small where a loss is large, for which e5m2 has 30 binades.
@@ -81,12 +81,12 @@ def _classifier_fwd_kernel(
     """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed by those of the rounded p."""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
-    SHIFT: tl.constexpr = 0 if lnf_scale_ptr is None else P_SHIFT
+    SHIFT: tl.constexpr = 0 if p_scale_ptr is None else P_SHIFT
     factor = LOG2E
     if lnf_scale_ptr is not None:
         factor = LOG2E / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr))
-        if p_scale_ptr is not None:
-            tl.store(p_scale_ptr, 2.0**-SHIFT)
+    if p_scale_ptr is not None:
+        tl.store(p_scale_ptr, 2.0**-SHIFT)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
@@ -197,8 +197,8 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 def classifier_fwd(
     p: Operand | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
 ) -> None:
-    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.  With an fp8 lnf, p
-    is an Fp8, with rows and columns, and its scale is written too.
+    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.  If p is
+    an Fp8, its rows, columns and scale are written.
     """
     (R, C), Vp = lnf.shape, wte.shape[0]
     (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
@@ -258,7 +258,7 @@ def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor,
     """Write dln = rs * (p @ wte) + ks * wte[target]; the target's row is read in full precision."""
     (R, Vp), C, target_rows = p.shape, wte.shape[1], full(wte)
     p, p_scale, _ = stored(p)
-    w, wte_scale = (wte.columns, wte.scale) if isinstance(wte, Fp8) else (wte, None)
+    w, wte_scale = (wte.columns, wte.scale) if isinstance(wte, Fp8) and p_scale is not None else (target_rows, None)
     kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
     if kernel == "classifier_dx":
         return hopper_classifier_dx.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets)

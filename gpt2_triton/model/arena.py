@@ -29,7 +29,7 @@ class BufferSpec:
     drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
     again: str = ""  # the first level at which the backward pass writes the shared copy again; "": the same as `drop`
     within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
-    only: str = ""  # "bf16": only if the layers' operands are in bf16; "bf16 head", "fp8 head": the head's
+    only: str = ""  # "bf16": only if the layers' operands are in bf16; see fp8.formats
     one_copy: bool = False  # all entries of the list use one copy
 
     @property

@@ -231,11 +231,14 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
     p, columns, part = poisoned(R, Vp).to(E5M2), poisoned(Vp, R).to(E5M2), poisoned(2, 2, R)
-    scale, want, sums = poisoned(1), poisoned(R, Vp).double(), poisoned(R)
+    scale, want, sums, plain = poisoned(1), poisoned(R, Vp).double(), poisoned(R), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, columns, scale, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
+        operands = lnf, lnf_scale, wte, wte_scale, zt, targets, V
+        hopper_classifier.classifier_fwd(p, columns, scale, part, *operands)
+        hopper_classifier.classifier_fwd(plain, None, None, poisoned(2, R), *operands)
     exact = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     reference.classifier_fwd(want, sums, *exact, zt.double(), targets, V)
+    assert error(plain, want) < EPS[BF16]
     other = p.view(torch.uint8) != fp8(want.float(), 1 / 8, E5M2)[0].view(torch.uint8)
     assert scale.item() == 1 / 8 and other.float().mean() < 1e-4  # rounded the other way
     assert torch.equal(columns.view(torch.uint8), in_pairs(p))

@@ -24,10 +24,11 @@ from tests.support.tiny import tiny_config
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, **train):
+def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, gradients="bf16", **train):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
-    sections = dict(train=train, memory=dict(recompute=level, head_rows=16), fp8=dict(keep_bf16=keep))
+    sections = dict(train=train, memory=dict(recompute=level, head_rows=16))
+    sections["fp8"] = dict(keep_bf16=keep, head_gradients=gradients)
     model = dict(vocab_size=300, dropout=dropout)
     return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
@@ -54,7 +55,7 @@ def bits(model):
 
 @functools.cache
 def bits_of_none(dropout):
-    return bits(fp8_model(dropout=dropout))
+    return bits(fp8_model(dropout=dropout, gradients="fp8"))
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ def bits_of_none(dropout):
 )
 def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, monkeypatch):
     """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
-    history, *tensors = bits(poison(fp8_model(level, dropout=dropout), monkeypatch))
+    history, *tensors = bits(poison(fp8_model(level, dropout=dropout, gradients="fp8"), monkeypatch))
     wanted, *others = bits_of_none(dropout)
     assert history == wanted
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
@@ -81,11 +82,13 @@ def gradients_in_bf16(dropout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep, dropout", [("none", 0), ("head", 0), ("none", 0.3)])
-def test_gradients_are_those_of_bf16_but_for_rounding(keep, dropout):
+@pytest.mark.parametrize(
+    "keep, head, dropout", [("none", "bf16", 0), ("none", "fp8", 0), ("head", "bf16", 0), ("none", "bf16", 0.3)]
+)
+def test_gradients_are_those_of_bf16_but_for_rounding(keep, head, dropout):
     """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row."""
     loss, want = gradients_in_bf16(dropout)
-    got_loss, got = gradients(fp8_model(keep=keep, dropout=dropout))
+    got_loss, got = gradients(fp8_model(keep=keep, gradients=head, dropout=dropout))
     off = ((got - want).norm() / want.norm()).item()
     assert 0.012 < off <= 0.12 and abs(got_loss / loss - 1) < 1e-3
 
@@ -197,13 +200,12 @@ def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
 
 
 def test_plan_has_no_buffer_that_no_precision_needs():
-    everything, head, bf16 = (
-        plan_of(config).buffers.keys()
-        for config in (fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16"))
-    )
+    configs = fp8_config(gradients="fp8"), fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
+    everything, logits, head, bf16 = (plan_of(config).buffers.keys() for config in configs)
     assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything
-    assert everything - head == {"lnf8", "wte8", "wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
-    assert head - everything == {"p", "lns"}
+    assert logits - head == {"lnf8", "wte8"} and not head - logits
+    assert everything - logits == {"wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
+    assert logits - everything == {"p", "lns"}
     assert not bf16 & (Fp8Buffers.__dataclass_fields__.keys() | {"scale", "history", "amax"})
 
 
@@ -233,6 +235,7 @@ def test_forward_pass_between_steps_overlaps_no_state():
         (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "needs train.dtype bf16, got fp32"),
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
         (dict(fp8=dict(keep_bf16="head,mlp:0")), "fp8.keep_bf16", "'head' or 'none'"),
+        (dict(fp8=dict(head_gradients="fp8")), "fp8.head_gradients", "set fp8.keep_bf16 to none"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(sections, key, what):

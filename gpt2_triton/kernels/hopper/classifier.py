@@ -1,5 +1,5 @@
 """The classifier's first product for Hopper, of bf16 or fp8 operands: p[R, Vp] and its row sums per tile (see
-kernels/classifier.py).  In fp8, p is stored in e5m2, as rows and as columns.
+kernels/classifier.py).  In fp8, p is stored as rows and as columns.
 """
 
 import triton
@@ -41,17 +41,17 @@ def classifier_partition(
     p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring,
     p_buf, columns_buf, R, C, V, Vp,
 ):  # fmt: skip
-    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding, in fp8 followed
-    by those of the rounded p.
+    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding.  If p is fp8,
+    also store the row sums of the rounded p.
     """
-    FP8: gl.constexpr = lnf_scale_ptr is not None
-    LAYOUT: gl.constexpr = FP8_LAYOUT if FP8 else BF16_LAYOUT
+    LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
+    FP8: gl.constexpr = p_scale_ptr is not None  # p
     SHIFT: gl.constexpr = P_SHIFT if FP8 else 0
     factor = LOG2E
-    if FP8:
+    if lnf_scale_ptr is not None:
         factor = LOG2E * unscale_of(lnf_scale_ptr, wte_scale_ptr)
-        if p_scale_ptr is not None:
-            gl.store(p_scale_ptr, 2.0**-SHIFT)
+    if FP8:
+        gl.store(p_scale_ptr, 2.0**-SHIFT)
     step = 0
     for tile in range(gl.program_id(0), tiles(R, Vp, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, R, Vp, BLOCK_N)
@@ -109,8 +109,8 @@ def classifier_fwd(
     p: Tensor | None, columns: Tensor | None, p_scale: Tensor | None, part: Tensor, lnf: Tensor,
     lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor, targets: Tensor, V: int,
 ) -> None:  # fmt: skip
-    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have scales.  Then p has a
-    scale and columns [Vp, R] in pairs too, R is a multiple of 16, and part also has the sums of p as it is stored.
+    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have scales.  If p
+    is fp8, it has a scale and columns [Vp, R] in pairs, R is a multiple of 16, and part also has the rounded p's sums.
     """
     (R, C), Vp = lnf.shape, wte.shape[0]
     tile_k = TILE_K if lnf_scale is None else FP8_TILE_K
