@@ -185,7 +185,7 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     want = rs.double()[:, None] * (exact(p) @ exact(wte)) + ks.double()[:, None] * full(wte)[targets.long()].double()
     yield Comparison(op, "dln", dln, None, want, limit=ROUNDED)
-    K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(Vp, C, R, "fp8"))), p, lns, False)
+    K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(R, "fp8", (Vp, C)))), p, lns, False)
     want = exact(p).T @ (stored.double() / lns.scale.double())
     yield Comparison(op, "dwte", dw, None, want, limit=2 * SUMMED)
 
