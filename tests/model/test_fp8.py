@@ -199,6 +199,11 @@ def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
     assert fp8.choose_precision(fp8_config(), architecture) == (fp8_config(), [])
 
 
+def test_auto_is_bf16_for_llama():
+    config = tiny_config(train=dict(precision="auto"), model=dict(arch="llama"))
+    assert fp8.choose_precision(config, "9.0")[0].train.precision == "bf16"
+
+
 def test_plan_has_no_buffer_that_no_precision_needs():
     configs = fp8_config(gradients="fp8"), fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
     everything, logits, head, bf16 = (plan_of(config).buffers.keys() for config in configs)
