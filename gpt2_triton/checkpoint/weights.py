@@ -134,7 +134,11 @@ def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
     too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
     if too_small or weights.tokenizer != tokenizer_of(weights.model):
         raise no_tokenizer(weights)
-    theirs, now = weights.model.model_dump(), ours.model_dump(exclude={"dropout"})
+    theirs, now = (
+        m.model_dump(exclude={"dropout"})
+        | ({"n_kv_head": m.n_kv_head or m.n_head, "n_inner": m.inner} if m.arch == "llama" else {})
+        for m in (weights.model, ours)
+    )
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:
         has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))

@@ -40,6 +40,11 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     assert torch.equal(to_flat_buffers(again, model.config)["params"], model.state.params)
 
 
+def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
+    model, _, out = exported(tmp_path, n_kv_head=None, n_inner=None)
+    assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
+
+
 @pytest.mark.parametrize("change", [dict(tie_word_embeddings=False), dict(attention_bias=True), dict(head_dim=32)])
 def test_other_models_are_refused(tmp_path, change):
     _, weights, out = exported(tmp_path)
