@@ -55,7 +55,7 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
     """Return theta and factor, from transformers 5's rope_parameters or from the keys of earlier versions."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = given.get("rope_type", given.get("type", "default"))  # type: before transformers 4.43
+    kind = given.get("rope_type", given.get("type", "default"))  # the latter before transformers 4.43
     other = {key: given[key] for key, value in SCALING.items() if kind == "llama3" and given[key] != value}
     if kind not in ("default", "llama3") or other:
         raise CheckpointError(
