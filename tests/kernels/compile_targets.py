@@ -59,6 +59,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16, muon": dict(optim=dict(name="muon")),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
+    "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
     "fp32": dict(train=dict(dtype="fp32"), optim=dict(master="none")),
     "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
     "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
