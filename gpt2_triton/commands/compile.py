@@ -26,8 +26,9 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of a training run, on a machine that needs no GPU, as in the build of a container.
 
-    They go to Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache; the folder may be moved. A run with the same
-    configuration, package, Triton and Python finds them there. Kernels that it misses it compiles as usual.
+    They go to Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache; the folder may be moved.
+
+    A run with the same configuration, package, Triton and Python finds them. It compiles others as usual.
 
     Parameters
     ----------

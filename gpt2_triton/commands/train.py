@@ -171,7 +171,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton.commands.plan import plan_report
 
     if picked and not gpu and not device.present():
-        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine", None)
+        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
     here = "this GPU" if device.present() else "the GPU h200 (--gpu names another)"
     own = device.present() and not gpu
     architecture = device.architecture() if own else device.GPUS[gpu or "h200"].architecture
