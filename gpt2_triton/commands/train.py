@@ -172,8 +172,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
 
     if picked and not gpu and not device.present():
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
-    here = "this GPU" if device.present() else "the GPU h200 (--gpu names another)"
     own = device.present() and not gpu
+    where = f"the GPU {gpu}" if gpu else "this GPU" if own else "the GPU h200 (--gpu names another)"
     architecture = device.architecture() if own else device.GPUS[gpu or "h200"].architecture
-    where = f"the GPU {gpu}" if gpu else here
     return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)
