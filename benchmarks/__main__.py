@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.")
 app.help_epilogue = (
     "Further programs have --help and are run by name, such as python -m benchmarks.speed.multi_gpu: "
-    "speed.multi_gpu, speed.torch_ddp, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
+    "speed.multi_gpu, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
     "losses.loss_compare, losses.vs_torch, results."
 )
+Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
 ALL_SIZES = "d12,d24,d36,d48"
 
 
@@ -43,22 +44,19 @@ class Runs:
         memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
     precision: str
         train.precision of gpt2_triton; bf16,fp8 runs both.
-    keep_bf16: str
-        fp8.keep_bf16 of gpt2_triton; by default the configuration's value.
     """
 
     sizes: str = ALL_SIZES
     batch: Annotated[int, AT_LEAST_1] | None = None
     recompute: str | None = None
     precision: Literal["bf16", "fp8", "bf16,fp8"] = "bf16"
-    keep_bf16: Literal["head", "none"] | None = None
 
-    def works(self, optim: str = "adamw") -> "list[Work]":
+    def works(self, keys: tuple[str, ...], optim: str = "adamw") -> "list[Work]":
         """Return the work of each size, precision and optimizer; ConfigError if a configuration is wrong."""
         from benchmarks.speed.sizes import work_of
 
         names, precisions = _sizes(self.sizes), self.precision.split(",")
-        arms = [(precision, self.keep_bf16, name) for precision in precisions for name in optim.split(",")]
+        arms = [(precision, name, keys) for precision in precisions for name in optim.split(",")]
         found = [work_of(size, self.batch, self.recompute, *arm) for size in names for arm in arms]
         try:
             levels = [work.config().memory.recompute for work in found]
@@ -80,7 +78,7 @@ def verify() -> int:
 
 @app.command
 def steps(
-    *,
+    *keys: Keys,
     runs: Runs = Runs(),
     steps: Annotated[int, Parameter(validator=Number(gte=6))] = 30,
     baseline: Literal["torch", "muon", "torchao", "none"] = "torch",
@@ -91,6 +89,8 @@ def steps(
 
     Parameters
     ----------
+    keys: str
+        Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
     steps: int
         Steps per run, at least 6; the first five are not counted.
     baseline: str
@@ -102,7 +102,7 @@ def steps(
         File for the figures of the runs.
     """
     require_directory("json", json)
-    works = runs.works(optim)
+    works = runs.works(keys, optim)
     _require_gpu("steps")
     from benchmarks.speed.steps import compare
 
@@ -110,16 +110,18 @@ def steps(
 
 
 @app.command
-def ops(*, runs: Runs = Runs(), json: Path | None = None) -> None:
+def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None) -> None:
     """Time each operation of a training step, and compare it with its floor on this GPU.
 
     Parameters
     ----------
+    keys: str
+        Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
     json: Path
         File for a list of each step's figures.
     """
     require_directory("json", json)
-    works = runs.works()
+    works = runs.works(keys)
     _require_gpu("ops")
     from benchmarks.speed.ops import report
 

@@ -128,7 +128,7 @@ COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
     "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
     "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".0%"),
-    "cold_s": ("s, empty cache", ".1f"), "warm_s": ("s, filled cache", ".1f"),
+    "cold_s": ("s, empty cache", ".1f"), "compile_s": ("s of `compile`", ".1f"), "warm_s": ("s, filled cache", ".1f"),
 }  # fmt: skip
 
 
@@ -156,21 +156,25 @@ def group(section: dict[str, Any], kind: str) -> Group:
 def programs(section: dict[str, Any], *kinds: str) -> str:
     """Return a row for each size and program, in the order of NAMES, and a column for each figure that a row has.
 
-    `speed` is PyTorch's time in bf16 divided by the program's.
+    `speed` is PyTorch's time divided by the program's; `of_alone` compares joint steps with the slowest GPU alone.
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for kind in kinds:
         for (size, arm), found in group(section, kind).items():
-            torch = section.get(f"steps.{size}.torch.ms")
+            torch = section.get(f"{kind}.{size}.torch.ms", section.get(f"steps.{size}.torch.ms"))
             if torch and "ms" in found:
                 found["speed"] = torch / found["ms"]
             if "alone_ms" in found:
-                found["of_alone"] = found["alone_ms"] / found["together_ms"]
-            rows[NAMES[size], NAMES[arm or kind]] = found
+                found["of_alone"] = found.get("slowest_ms", found["alone_ms"]) / found["together_ms"]
+            if "absent" not in found:
+                rows[size, arm or kind] = found
     columns = {name: column for name, column in COLUMNS.items() if any(name in found for found in rows.values())}
     cells = [
-        [*row, *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items())]
-        for row, found in sorted(rows.items(), key=lambda row: [*map([*NAMES.values()].index, row[0])])
+        [
+            *map(NAMES.__getitem__, row),
+            *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items()),
+        ]
+        for row, found in sorted(rows.items(), key=lambda row: [*map([*NAMES].index, row[0])])
     ]
     return markdown(["model", "program", *(head for head, _ in columns.values())], cells)
 
@@ -224,8 +228,10 @@ def prices(record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "steps": measured(programs, "steps"),
     "peers": measured(programs, "peer"),
-    "first_step": measured(programs, "first_step", "first_step_torch"),
+    "first_step": measured(programs, "first_step", "first_step_compiled", "first_step_torch"),
     "multi": measured(programs, "multi"),
+    "muon": measured(programs, "muon"),
+    "levels": measured(programs, "levels"),
     "ops": measured(operations, "ops"),
     "memory": memory,
     "prices": prices,

@@ -15,9 +15,12 @@ MINUTES = LOSSES / "minutes_d12.jsonl"
 MACHINE = "h100"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
-    "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon",
-    "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
-    "first_step": "gpt2_triton", "first_step_torch": "PyTorch",
+    "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_all": "fp8, head's gradients too",
+    "fp8_head": "fp8, logits in bf16", "muon": "bf16, Muon", "fp8_muon": "fp8, Muon",
+    "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise",
+    "torchao_rowwise": "torchao, rowwise", "first_step": "gpt2_triton",
+    "first_step_compiled": "gpt2_triton after `compile`", "first_step_torch": "PyTorch",
+    "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
 CURVES = {  # arms of minutes_d12

@@ -1,6 +1,6 @@
 """Measures the record of figures, docs/results/current.json, and renders it into pages, recipes and pictures.
 
-    python -m benchmarks.results run [--parts steps,ops] [--sizes d12,d48] [--seconds 540]
+    python -m benchmarks.results run [--parts steps,ops] [--sizes d12,d48] [--seconds 540] [--plan]
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
@@ -8,19 +8,22 @@ The record has a section for each kind of machine (h100, or h100x2 for two GPUs)
 (benchmarks/losses).  A section holds `meta`, which describes machine and commit, and figures such as steps.d12.fp8.ms.
 benchmarks/pages.py explains the markers that `render` fills.
 
-`run` measures the missing figures of this machine's section, and writes each part at once.  If the commit has changed,
-it empties the section first.  On several GPUs `run` times joint training; CUDA_VISIBLE_DEVICES=0 selects a single GPU.
+`run` measures the missing figures of this machine's sections, and writes each part at once.  If the commit has changed,
+it empties a section first.  Parts are compared within a group, so one GPU measures a group in turn.  Several GPUs take
+groups from one queue, each with its share of the CPUs; then all of them train together.
 """
 
-import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, T, work_of
-from benchmarks.speed.steps import PYTORCH, TORCH_MUON, TORCHAO, Program, ours, run_program
+from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.errors import ConfigError, DataError
@@ -36,12 +39,16 @@ from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
-KINDS = "steps,first_step,ops,peer,first_step_torch,multi"
-MULTI_GPU, TORCH_DDP = "benchmarks.speed.multi_gpu", "benchmarks.speed.torch_ddp"
-BATCH_OF_TWO = {"d24": 32, "d36": 16, "d48": 8}  # sequences with which two models fit into 80 GB
+KINDS = "steps,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi"
+MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
+LOGITS = ("--fp8.keep_bf16", "none")  # fp8 for the logits, and for their gradients
+HEAD = (*LOGITS, "--fp8.head_gradients", "fp8")
+LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
+MUON_STEP = 131_072  # tokens of a step with Muon, and fp32 weights
+MUON_KEYS = ("--optim.master", "fp32", "--train.total_batch_tokens", str(MUON_STEP))
 
-Figures = dict[str, Any]
+Figures, Env = dict[str, Any], dict[str, str]
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 
@@ -49,31 +56,49 @@ class Part(NamedTuple):
     """One measurement.  The keys of its figures are `key`.NAME."""
 
     key: str
-    seconds: int  # the most that the measurement takes
-    measure: Callable[[float], Figures]  # takes a limit in seconds
+    seconds: int  # about what the measurement takes on an H100
+    measure: Callable[[float, Env], Figures]  # takes a limit in seconds and variables of the environment
 
 
 # ---- measuring ----
 
 
-def steps(program: Program, size: str, limit: float) -> Figures:
-    found = run_program(program, size, MODELS[size].batch, STEPS, limit)
+def steps(program: Program, size: str, tokens: int, limit: float, env: Env) -> Figures:
+    found = run_program(program, size, MODELS[size].batch, STEPS, limit, env)
     figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name)}
-    figures["tok_s"] = 1e3 * MODELS[size].batch * T / found["ms"]
+    figures["tok_s"] = 1e3 * tokens / found["ms"]
     return figures | ({"recompute": program.recompute} if program.recompute else {})
 
 
-def first_step(program: Program, size: str, limit: float) -> Figures:
+def steps_or_absence(*words: Any) -> Figures:
+    """Return the figures of torchao, or the fact that it does not run with this torch."""
+    try:
+        return steps(*words)
+    except subprocess.CalledProcessError as error:
+        return dict(absent=f"exit code {error.returncode}")
+
+
+def first_step(program: Program, size: str, limit: float, env: Env) -> Figures:
     """Return the seconds from the start of a process to the end of its first step, with empty and filled caches."""
-    with tempfile.TemporaryDirectory() as cache:
-        caches = dict(TRITON_CACHE_DIR=f"{cache}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor")
-        cold, warm = (run_program(program, size, MODELS[size].batch, FEWEST, limit, **caches) for _ in range(2))
+    cold, warm = (run_program(program, size, MODELS[size].batch, FEWEST, limit, env) for _ in range(2))
     return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
-def operations(size: str, options: list[str], limit: float) -> Figures:
+def first_step_compiled(size: str, gpu: str, limit: float, env: Env) -> Figures:
+    """Return the seconds of `compile` without a GPU, and of a first step with the cache that it fills."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, env = Path(folder) / "config.yaml", env | dict(TRITON_CACHE_DIR=folder)
+        config.write_text(work_of(size).config().to_yaml())
+        command, begin = [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu], time.monotonic()
+        subprocess.run(command, check=True, timeout=limit, env=os.environ | env | dict(CUDA_VISIBLE_DEVICES=""))
+        seconds = time.monotonic() - begin
+        found = run_program(ours(work_of(size)), size, MODELS[size].batch, FEWEST, limit - seconds, env)
+    return dict(compile_s=seconds, warm_s=found["first_step"])
+
+
+def operations(size: str, options: tuple[str, ...], limit: float, env: Env) -> Figures:
     """Return the milliseconds of a step's operations and their floors."""
-    found = json_of(["benchmarks", "ops", "--sizes", size, *options], limit)[0]
+    found = json_of(["benchmarks", "ops", "--sizes", size, *options], limit, env)[0]
     figures = dict(ms=found["step_ms"], floor_ms=found["floors_ms"])
     figures |= {} if found["joules"] is None else dict(joules=found["joules"])
     for op in found["operations"]:
@@ -81,54 +106,86 @@ def operations(size: str, options: list[str], limit: float) -> Figures:
     return figures
 
 
-def together(module: str, size: str, options: list[str], batch: int, gpus: int, limit: float) -> Figures:
+def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -> Figures:
     """Return median milliseconds of the three kinds of steps (multi_gpu.py), and the tokens/s of all GPUs together."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", module]
-    ranks = json_of([*launcher, size, *options], limit)["ranks"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", MULTI_GPU]
+    ranks = json_of([*launcher, size, "--steps", "20", *options], limit, env)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
     figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
-    return figures | dict(batch=batch, tok_s=1e3 * gpus * batch * T / medians["together"])
+    figures["slowest_ms"] = max(statistics.median(rank["alone"]) for rank in ranks)
+    tokens = gpus * MODELS[size].batch * T
+    return figures | dict(batch=MODELS[size].batch, tok_s=1e3 * tokens / medians["together"])
 
 
-def json_of(module: list[str], limit: float) -> Any:
+def json_of(module: list[str], limit: float, env: Env) -> Any:
     """Run a module with --json FILE, and return the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        subprocess.run([sys.executable, "-m", *module, "--json", str(file)], check=True, timeout=limit)
+        command = [sys.executable, "-m", *module, "--json", str(file)]
+        subprocess.run(command, check=True, timeout=limit, env=os.environ | env)
         return json.loads(file.read_text())
 
 
-def parts_of(sizes: list[str], gpus: int) -> list[Part]:
-    """Return the parts for this number of GPUs, the most important first.  Only the first size has all parts."""
-    found, first = list[Part](), sizes[0]
+def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> Part:
+    return Part(key, seconds, lambda limit, env: measure(*words, limit, env))
 
-    def add(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> None:
-        found.append(Part(key, seconds, lambda limit: measure(*words, limit)))
 
-    if gpus > 1:
-        for size in sizes:
-            batch = BATCH_OF_TWO.get(size, MODELS[size].batch)
-            for precision in ("bf16", "fp8"):
-                options = ["--precision", precision, "--batch", str(batch)]
-                add(f"multi.{size}.{precision}", 120, together, MULTI_GPU, size, options, batch, gpus)
-        add(f"multi.{first}.torch", 240, together, TORCH_DDP, first, [], MODELS[first].batch, gpus)
-        return found
-    for size in sizes:
-        slow = 1 if size == "d12" else 2
-        add(f"steps.{size}.bf16", 30 * slow, steps, ours(work_of(size)), size)
-        add(f"steps.{size}.fp8", 30 * slow, steps, ours(work_of(size, None, "none", "fp8", "none")), size)
-        add(f"steps.{size}.torch", 75 * slow, steps, PYTORCH, size)
-        add(f"steps.{size}.fp8_head", 30 * slow, steps, ours(work_of(size, precision="fp8")), size)
-        if size == first:
-            add(f"first_step.{size}", 40, first_step, ours(work_of(size)), size)
-    add(f"ops.{first}.bf16", 45, operations, first, [])
-    add(f"ops.{first}.fp8", 45, operations, first, ["--precision", "fp8", "--keep_bf16", "none"])
-    add(f"peer.{first}.muon", 30, steps, ours(work_of(first, optim="muon")), first)
-    add(f"peer.{first}.torch_muon", 75, steps, TORCH_MUON, first)
-    for program in TORCHAO if importlib.util.find_spec("torchao") else ():
-        add(f"peer.{first}.{slug(program.name)}", 110, steps, program, first)
-    add(f"first_step_torch.{first}", 110, first_step, PYTORCH, first)
-    return found
+def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
+    """Return groups of parts, the most important first.  Only the first size has all groups."""
+    first, compile_s = sizes[0], dict(d12=60, d24=90, d36=120, d48=150)  # torch.compile
+    tokens = MODELS[first].batch * T
+
+    def step(kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0) -> Part:
+        seconds = (12 if size == "d12" else 20) + more
+        return part(f"{kind}.{size}.{arm}", seconds, steps, program, size, tokens or MODELS[size].batch * T)
+
+    def fp8(size: str, *keys: str, level: str = "none", optim: str = "adamw") -> Program:
+        return ours(work_of(size, None, level, "fp8", optim, keys))
+
+    def group(size: str) -> list[Part]:
+        ends = size in (sizes[0], "d48")
+        return [
+            *([part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size)] if size == first else ()),
+            step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
+            step("steps", size, "fp8", fp8(size, *LOGITS), more=8),
+            step("steps", size, "fp8_all", fp8(size, *HEAD), more=4),
+            *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
+            step("steps", size, "torch", PYTORCH, more=20 if size == first else compile_s[size]),
+            *([step("steps", size, "fp8_head", ours(work_of(size, precision="fp8")), more=4)] if ends else ()),
+            *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
+        ]
+
+    def muon(arm: str, program: Program, more: int) -> Part:
+        program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
+        return step("muon", first, arm, program, more, MUON_STEP)
+
+    words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens))
+    torch_muon = PYTORCH._replace(name="PyTorch muon", arguments=words)
+    d, *rest = (group(size) for size in sizes)
+    return [
+        d,
+        *rest[:1],
+        [
+            muon("bf16", ours(work_of(first, optim="muon")), 15),
+            muon("fp8", fp8(first, *LOGITS, optim="muon"), 15),
+            step("muon", first, "torch", torch_muon, 80, MUON_STEP),
+        ],
+        [
+            part(f"ops.{first}.bf16", 35, operations, first, ()),
+            part(f"ops.{first}.fp8", 35, operations, first, ("--precision", "fp8", *LOGITS)),
+        ],
+        *rest[1:],
+        [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
+        [step("levels", first, slug(level), fp8(first, *LOGITS, level=level), 6) for level in LEVELS],
+        *([part(f"peer.{first}.{slug(p.name)}", 90, steps_or_absence, p, first, tokens)] for p in TORCHAO[::-1]),
+    ]
+
+
+def joint_parts(size: str, gpus: int) -> list[Part]:
+    """Return the parts for which all GPUs train together."""
+    fp8 = ["--precision", "fp8", "--recompute", "none", *LOGITS]
+    arms = {"fp8": fp8, "fp8_muon": [*fp8, "--optimizer", "muon"], "bf16": []}
+    return [part(f"multi.{size}.{arm}", 55, together, size, more, gpus) for arm, more in arms.items()]
 
 
 def commit_of_code() -> str:
@@ -148,7 +205,7 @@ def commit_of_code() -> str:
 
 
 def machine(commit: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of this machine's section, and its meta."""
+    """Return the name of this machine's section for one GPU, and its meta with the number of GPUs."""
     if not device.present():
         raise ConfigError("run: needs a CUDA GPU, found none")
     import torch
@@ -161,14 +218,66 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name")
     meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
     meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
-    return kinds[0] + (f"x{gpus}" if gpus > 1 else ""), meta | dict(command="python -m benchmarks.results run")
+    return kinds[0], meta | dict(command="python -m benchmarks.results run")
+
+
+class Measuring:
+    """One run of parts, which writes the record after each."""
+
+    def __init__(self, out: Path, end: float):
+        self.out, self.end, self.record, self.failed = out, end, read(out), 0
+        self.lock, self.caches = threading.Lock(), tempfile.TemporaryDirectory()
+
+    def section(self, name: str, meta: dict[str, Any]) -> dict[str, Any]:
+        """Return a section of the record, emptied if its commit is another."""
+        if self.record.get(name, {}).get("meta", {}).get("commit") != meta["commit"]:
+            self.record[name] = {"meta": meta}
+        return self.record[name]
+
+    def queue(self, groups: list[list[Part]], section: dict[str, Any], envs: list[Env], end: float) -> None:
+        """Measure groups until `end`, with a worker for each of the environments."""
+        todo, cpus = iter(groups), sorted(os.sched_getaffinity(0))
+        share = len(cpus) // len(envs)
+
+        def work(i: int) -> None:
+            os.sched_setaffinity(0, cpus[i * share : (i + 1) * share])  # of this thread and its processes
+            while group := next(todo, None):
+                for each in group:
+                    self.measure(each, section, envs[i], end)
+
+        with ThreadPoolExecutor(len(envs)) as pool:
+            list(pool.map(work, range(len(envs))))
+
+    def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
+        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[1]}"
+        if begin + part.seconds > end:
+            print(f"{part.key}: left for another run, because it takes about {part.seconds} s", flush=True)
+            return
+        env = env | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+        try:
+            found = part.measure(self.end - begin, env)
+        except (subprocess.SubprocessError, OSError, LookupError, ValueError) as error:
+            print(f"{part.key}: failed: {error}", file=sys.stderr, flush=True)
+            self.failed = 1
+            return
+        with self.lock:
+            for key, value in found.items():
+                section[f"{part.key}.{key}"] = float(f"{value:.5g}") if isinstance(value, float) else value
+            write(self.record, self.out)
+        print(f"{part.key}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 @app.command
 def run(
-    *, out: Path = RECORD, parts: str = KINDS, sizes: str = "d12,d48", seconds: float = 86_400, commit: str = ""
+    *,
+    out: Path = RECORD,
+    parts: str = KINDS,
+    sizes: str = "d12,d48,d24,d36",
+    seconds: float = 86_400,
+    commit: str = "",
+    plan: bool = False,
 ) -> int:
-    """Measure the missing figures of this machine's section; return 1 if a part failed.
+    """Measure the missing figures of this machine's sections; return 1 if a part failed.
 
     Parameters
     ----------
@@ -179,36 +288,36 @@ def run(
     sizes: str
         Comma-separated sizes; the first size has all parts.
     seconds: float
-        Time limit; a part that may exceed it is left for another run.
+        Time limit; a part that would exceed it is left for another run.
     commit: str
         Commit of the code; give it where there is no git checkout.
+    plan: bool
+        Print the missing parts and about how many seconds they take, and measure nothing.
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
         raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
-    end, record, failed = time.monotonic() + seconds, read(out), 0
     name, meta = machine(commit or commit_of_code())
-    section = record.get(name, {})
-    if section.get("meta", {}).get("commit") != meta["commit"]:
-        section = record[name] = {"meta": meta}
-    for part in parts_of(names, meta["gpus"]):
-        begin = time.monotonic()
-        if part.key.partition(".")[0] not in kinds or any(key.startswith(f"{part.key}.") for key in section):
-            continue
-        if begin + part.seconds > end:
-            print(f"{part.key}: left for another run, because it may take {part.seconds} s", flush=True)
-            continue
-        try:
-            found = part.measure(end - begin)
-        except (subprocess.SubprocessError, OSError) as error:
-            print(f"{part.key}: failed: {error}", file=sys.stderr, flush=True)
-            failed = 1
-            continue
-        for key, value in found.items():
-            section[f"{part.key}.{key}"] = float(f"{value:.5g}") if isinstance(value, float) else value
-        write(record, out)
-        print(f"{part.key}: {time.monotonic() - begin:.0f} s", flush=True)
-    return failed
+    gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
+    one = measuring.section(name, meta | dict(gpus=1))
+    several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 else {}
+
+    def missing(group: list[Part], section: dict[str, Any]) -> list[Part]:
+        todo = [part for part in group if part.key.partition(".")[0] in kinds]
+        return [part for part in todo if not any(key.startswith(f"{part.key}.") for key in section)]
+
+    groups = [group for parts in parts_of(names, name) if (group := missing(parts, one))]
+    joint = missing(joint_parts(names[0], gpus), several) if gpus > 1 else []
+    for group in [*groups, *([joint] if joint else ())]:
+        print(*(f"{part.key} {part.seconds} s" for part in group), sep=", ")
+    reserve, work = sum(part.seconds for part in joint), sum(part.seconds for group in groups for part in group)
+    print(f"about {work / gpus + reserve:.0f} s on {gpus} GPUs", flush=True)
+    if not plan:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        each = [dict(CUDA_VISIBLE_DEVICES=gpu) for gpu in visible]
+        measuring.queue(groups, one, each, measuring.end - reserve)
+        measuring.queue([joint], several, [{}], measuring.end)
+    return measuring.failed
 
 
 # ---- the record ----

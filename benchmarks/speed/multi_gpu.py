@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and jointly, by turns.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--json FILE]
+    [--precision fp8] [--optimizer muon] [--json FILE] [--fp8.keep_bf16 none] ...
 
 The GPUs of a machine differ in speed by some percent, and at the power limit their clocks vary.  A joint step waits for
 the slowest GPU, even if nothing is exchanged.  So three kinds of steps are timed:
@@ -88,9 +88,10 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     return "\n".join(lines)
 
 
-def configured(given: argparse.Namespace) -> Config:
+def configured(given: argparse.Namespace, keys: list[str]) -> Config:
     """Return the configuration of one GPU alone, from the command line."""
-    config = work_of(given.size, given.batch, given.recompute, given.precision, optim=given.optimizer).config()
+    words = given.size, given.batch, given.recompute, given.precision, given.optimizer
+    config = work_of(*words, tuple(keys)).config()
     return config.replace(train={"total_batch_tokens": given.micro_steps * config.total_batch_tokens})
 
 
@@ -130,7 +131,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
-    given = parser.parse_args()
+    given, keys = parser.parse_known_args()
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    main(configured(given), given.zero, given.steps, given.rounds, given.json)
+    main(configured(given, keys), given.zero, given.steps, given.rounds, given.json)

@@ -1,6 +1,8 @@
 """Times steps of this package for steps.py, with the trainer's order of launches.  Prints one JSON line.
 
 python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
+
+Further options are keys of a configuration, such as --fp8.keep_bf16 none.
 """
 
 # ruff: noqa: E402, torch is imported as by a run
@@ -90,8 +92,8 @@ if __name__ == "__main__":
     parser.add_argument("start", type=float, help="time.time() when the process was started")
     parser.add_argument("--recompute", help="memory.recompute")
     parser.add_argument("--precision", default="bf16", help="train.precision")
-    parser.add_argument("--keep_bf16", help="fp8.keep_bf16")
     parser.add_argument("--optim", default="adamw", help="optim.name")
-    given = vars(parser.parse_args())
+    known, keys = parser.parse_known_args()
+    given = vars(known)
     steps, start = given.pop("steps"), given.pop("start")
-    main(work_of(**given), steps, start)
+    main(work_of(**given, keys=tuple(keys)), steps, start)

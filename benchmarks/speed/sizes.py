@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
 
@@ -24,14 +25,14 @@ MODELS = {  # by model.size
 
 
 class Work(NamedTuple):
-    """The work of a step: model.size, sequences, memory.recompute, train.precision, fp8.keep_bf16, optim.name."""
+    """The work of a step: model.size, sequences, memory.recompute, train.precision, optim.name, and further keys."""
 
     size: str
     batch: int
     recompute: str
     precision: str = "bf16"
-    keep_bf16: str | None = None  # the configuration's default
     optim: str = "adamw"
+    keys: tuple[str, ...] = ()  # words of a command line, as --fp8.keep_bf16 none
 
     def config(self, n_layer: int | None = None) -> Config:
         """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's n_layer."""
@@ -39,21 +40,21 @@ class Work(NamedTuple):
             dict(
                 model=dict(size=self.size),
                 train=dict(batch_size=self.batch, seq_len=T, precision=self.precision),
-                fp8={} if self.keep_bf16 is None else dict(keep_bf16=self.keep_bf16),
                 optim=dict(name=self.optim, lr=3e-4, warmup=0, schedule="constant"),
                 memory=dict(recompute=self.recompute),
             )
         )
+        config = Config.load(config.to_dict(), parse_overrides(self.keys)) if self.keys else config
         return config.replace(model={"n_layer": n_layer}) if n_layer else config
 
 
 def work_of(
     size: str, batch: int | None = None, recompute: str | None = None, precision: str = "bf16",
-    keep_bf16: str | None = None, optim: str = "adamw",
+    optim: str = "adamw", keys: tuple[str, ...] = (),
 ) -> Work:  # fmt: skip
     """Return the work of a size, with the batch and recompute level of MODELS unless others are given."""
     default = MODELS[size]
-    return Work(size, batch or default.batch, recompute or default.recompute, precision, keep_bf16, optim)
+    return Work(size, batch or default.batch, recompute or default.recompute, precision, optim, keys)
 
 
 def tokens_of(batch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +32,15 @@ class Program(NamedTuple):
 
 
 PYTORCH = Program("PyTorch", "benchmarks.speed.torch_gpt2")
-TORCH_MUON = Program("PyTorch muon", PYTORCH.module, ("muon",))
-TORCHAO = [Program(f"torchao {r}", PYTORCH.module, (r,)) for r in ("tensorwise", "rowwise")]
+TORCH_MUON = Program("PyTorch muon", PYTORCH.module, ("--optim", "muon"))
+TORCHAO = [Program(f"torchao {r}", PYTORCH.module, ("--fp8", r)) for r in ("tensorwise", "rowwise")]
 BASELINES = dict(none=[], torch=[PYTORCH], muon=[PYTORCH, TORCH_MUON], torchao=[PYTORCH, *TORCHAO])
 
 
 def ours(work: Work) -> Program:
     words = ["--recompute", work.recompute, "--precision", work.precision, "--optim", work.optim]
-    words += ["--keep_bf16", work.keep_bf16] if work.keep_bf16 and work.precision == "fp8" else []
     name = f"ours {work.precision}" + ("" if work.optim == "adamw" else f" {work.optim}")
-    return Program(name, "benchmarks.speed.our_gpt2", tuple(words), work.recompute)
+    return Program(name, "benchmarks.speed.our_gpt2", (*words, *work.keys), work.recompute)
 
 
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
@@ -59,22 +59,21 @@ def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> i
 
 
 def run_program(
-    program: Program, size: str, batch: int, steps: int, limit: float | None = None, **env: str
+    program: Program, size: str, batch: int, steps: int, limit: float | None = None, env: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Run the program, with more variables in its environment, and return its report.
 
     If it fails, print its stderr and raise CalledProcessError.  Raise TimeoutExpired after `limit` seconds.
     """
-    print(f"{program.name} {size} B {batch}: ", end="", flush=True)
-    start = time.time()
+    name, start = f"{program.name} {size} B {batch}", time.time()
     command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *program.arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=limit)
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=limit)
     if run.returncode:
-        print(f"failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
+        print(f"{name}: failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
         print(run.stderr, file=sys.stderr, flush=True)
         raise subprocess.CalledProcessError(run.returncode, command)
     report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    print(f"{report['ms']:.1f} ms per step, {time.time() - start:.0f} s in all", flush=True)
+    print(f"{name}: {report['ms']:.1f} ms per step, {time.time() - start:.0f} s in all", flush=True)
     return report
 
 

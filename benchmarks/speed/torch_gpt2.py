@@ -3,17 +3,18 @@
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
 no host synchronisation between steps.  Prints one JSON line.
 
-    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [VARIANT]
+    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [--fp8 rowwise] [--optim muon] [--weights fp32]
 
-VARIANT tensorwise or rowwise is a recipe of torchao, which computes the layers' products in fp8.  torchao must be built
-for the installed torch.  With VARIANT muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.
+--fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built for the installed
+torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.  --weights fp32 computes
+under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -88,20 +89,22 @@ class MuonAndAdamW:
 
 def run_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer | MuonAndAdamW, batch: tuple[Tensor, Tensor], steps: int,
-    between: Callable[[], None] = lambda: None,
+    micro_steps: int = 1,
 ) -> tuple[list[float], Tensor]:  # fmt: skip
-    """Run steps; return the milliseconds of each and the last loss.  The next step's time includes `between`."""
+    """Run steps; return the milliseconds of each and the last loss."""
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     with sdpa_kernel(ATTENTION):
         marks[0].record()
         for mark in marks[1:]:
-            loss = model(*batch)
-            loss.backward()
+            for _ in range(micro_steps):
+                with autocast:
+                    loss = model(*batch)
+                (loss / micro_steps).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             mark.record()
-            between()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:])], loss
 
@@ -120,17 +123,22 @@ def batch_of(batch: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def main(size: str, batch: int, steps: int, start: float, variant: str | None) -> None:
+def main(
+    size: str, batch: int, steps: int, start: float, fp8: str | None, optim: str, weights: str, micro_steps: int
+) -> None:
     model, adamw = build(size)
-    optimizer = MuonAndAdamW(model) if variant == "muon" else adamw
-    if variant in ("tensorwise", "rowwise"):
-        in_float8(model, variant)
+    if weights == "fp32":
+        model.float()
+    optimizer = MuonAndAdamW(model) if optim == "muon" else adamw
+    if fp8:
+        in_float8(model, fp8)
     compiled, tokens = torch.compile(model), batch_of(batch)
-    run_steps(compiled, optimizer, tokens, 1)
+    run = functools.partial(run_steps, compiled, optimizer, tokens, micro_steps=micro_steps)
+    run(1)
     first_step = time.time() - start
-    run_steps(compiled, optimizer, tokens, 4)
+    run(4)
     with Power() as power:
-        times, loss = run_steps(compiled, optimizer, tokens, steps - 5)
+        times, loss = run(steps - 5)
     ms = statistics.median(times)
     report = dict(ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30)
     print(json.dumps(report | dict(first_step=first_step, loss=loss.item())), flush=True)
@@ -142,7 +150,8 @@ if __name__ == "__main__":
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument(
-        "variant", nargs="?", choices=("tensorwise", "rowwise", "muon"), help="torchao's recipe, or muon"
-    )
+    parser.add_argument("--fp8", choices=("tensorwise", "rowwise"), help="torchao's recipe for the layers' products")
+    parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast")
+    parser.add_argument("--micro_steps", type=int, default=1, help="batches in a step")
     main(**vars(parser.parse_args()))

@@ -18,6 +18,7 @@ MISTAKES = [  # arguments, part of the message
     (["steps", "--steps", "5"], "--steps. Must be >= 6"),
     (["ops", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
     (["steps", "--recompute", "some"], "recompute: Value error, must be auto, none"),
+    (["ops", "--fp8.keep", "none"], "--fp8.keep: unknown option"),
     (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
     (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 names more layers than model.n_layer 12"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
@@ -49,11 +50,11 @@ def test_main_refuses_to_measure_without_a_gpu(monkeypatch, capsys, command):
         ),
         (
             "steps --sizes d12 --optim adamw,muon --steps 9 --baseline muon --precision fp8", "speed.steps", "compare",
-            [([Work("d12", 64, "gelu", "fp8", None, name) for name in ("adamw", "muon")], 9, "muon", None)],
+            [([Work("d12", 64, "gelu", "fp8", name) for name in ("adamw", "muon")], 9, "muon", None)],
         ),
         (
-            "ops --sizes d24 --batch 4 --precision bf16,fp8 --keep_bf16 none", "speed.ops", "report",
-            [([Work("d24", 4, "gelu+ln", p, "none") for p in ("bf16", "fp8")], None)],
+            "ops --sizes d24 --batch 4 --precision bf16,fp8 --fp8.keep_bf16 none", "speed.ops", "report",
+            [([Work("d24", 4, "gelu+ln", p, keys=("--fp8.keep_bf16", "none")) for p in ("bf16", "fp8")], None)],
         ),
         ("tune --sizes d12 --batch 8 --only adamw", "tune.search", "tune", [(["d12"], 8, "adamw", None)]),
         ("tune", "tune.search", "tune", [(None, None, None, None)]),
@@ -77,7 +78,7 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
 
 def test_help_names_programs_that_exist():
     names = re.findall(r"[\w.]+\w", app.help_epilogue.partition("multi_gpu: ")[2])
-    assert len(names) == 9
+    assert len(names) == 8
     for name in names:
         file = Path(benchmarks.__file__).parent / f"{name.replace('.', '/')}.py"
         assert '__name__ == "__main__"' in file.read_text(), name

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,11 @@ FIGURES = {
         **{f"steps.{size}.torch": dict(ms=120.0, tok_s=546_133.0, gib=25.6) for size in ("d12", "d48")},
         **{f"ops.d12.{arm}": OPS for arm in ("bf16", "fp8")},
         **{f"{kind}.d12": dict(cold_s=13.8, warm_s=4.2) for kind in ("first_step", "first_step_torch")},
-        "peer.d12.torch_muon": dict(ms=130.0, tok_s=504_123.0, gib=26.0),
+        "peer.d12.torchao_tensorwise": dict(ms=130.0, tok_s=504_123.0, gib=26.0),
+        "peer.d12.torchao_rowwise": dict(absent="exit code 1"),
+        **{f"levels.d12.{level}": STEP for level in ("gelu_ln", "none")},
+        "muon.d12.fp8": STEP,
+        "muon.d12.torch": dict(ms=160.0),
     }.items()
     for name, value in figures.items()
 }
@@ -86,7 +92,8 @@ def test_an_unknown_key_is_refused_with_the_page(marker):
 def test_tables_have_the_figures_of_each_machine():
     text = {name: table(RECORD) for name, table in pages.TABLES.items()}
     assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50 |" in text["steps"]
-    assert "| 124M | PyTorch, Muon | 130.0 | 504,123 | 26.0 | 0.92 |" in text["peers"]
+    assert text["peers"].endswith("| 124M | torchao, tensorwise | 130.0 | 504,123 | 26.0 | 0.92 |")
+    assert " | 16.3 | 2.00 |" in text["muon"] and text["levels"].count("| 124M | fp8 |") == 2
     assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
     assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 98% |")
@@ -153,52 +160,102 @@ def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
 # ---- measuring ----
 
 
-def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(tmp_path, monkeypatch, capsys):
-    calls, out = [], tmp_path / "record.json"
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """measured(groups, joint, *words) runs parts on two GPUs, and returns the exit code and the record."""
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit=commit, gpus=2)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+
+    def run(groups, joint, *words, commit="one"):
+        monkeypatch.setattr(results, "parts_of", lambda sizes, gpu: groups)
+        monkeypatch.setattr(results, "joint_parts", lambda size, gpus: joint)
+        code = main(results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", commit, *words])
+        return code, json.loads(out.read_text()) if out.exists() else None
+
+    return run
+
+
+def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured, capsys):
+    calls = []
 
     def part(key, seconds=1, fails=False):
-        def measure(limit):
-            calls.append(key)
+        def measure(limit, env):
+            calls.append((key, env.get("CUDA_VISIBLE_DEVICES")))
             if fails:
                 raise OSError("no memory left")
             return dict(ms=80.123456, recompute="gelu")
 
         return results.Part(key, seconds, measure)
 
-    everything = [part("steps.d12.bf16"), part("steps.d12.fp8", fails=True), part("ops.d12.bf16", 1000)]
-    monkeypatch.setattr(results, "parts_of", lambda sizes, gpus: everything)
-    monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit=commit)))
-    words = ["run", "--out", str(out), "--seconds", "500", "--commit"]
-    assert main(results.app, [*words, "one"]) == 1 and calls == ["steps.d12.bf16", "steps.d12.fp8"]
-    first = {"meta": META | dict(commit="one"), "steps.d12.bf16.ms": 80.123, "steps.d12.bf16.recompute": "gelu"}
-    assert json.loads(out.read_text()) == {"h100": first}
+    def keys():
+        found = [key for key, _ in calls]
+        calls.clear()
+        return sorted(found)
+
+    bf16, fp8, ops, two = "steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16", "multi.d12.fp8"
+    groups, joint = [[part(bf16), part(fp8, fails=True)], [part(ops, 450)]], [part(two, 60)]
+    assert measured(groups, joint, "--plan") == (0, None) and keys() == []
+    assert "steps.d12.bf16 1 s, steps.d12.fp8 1 s" in capsys.readouterr().out
+    code, record = measured(groups, joint)
+    assert code == 1 and {gpu for key, gpu in calls if key.startswith("steps")} < {"4", "5"}
+    assert (two, None) == calls[-1] and keys() == [two, bf16, fp8]
+    found = {f"{bf16}.ms": 80.123, f"{bf16}.recompute": "gelu"}
+    assert record["h100"] == {"meta": META | dict(commit="one", gpus=1)} | found
+    assert record["h100x2"][f"{two}.ms"] == 80.123 and record["h100x2"]["meta"]["gpus"] == 2
     text, err = capsys.readouterr()
-    assert "ops.d12.bf16: left for another run" in text and "steps.d12.fp8: failed: no memory left" in err
-    everything[1:] = [part("steps.d12.fp8"), part("ops.d12.bf16")]
-    assert main(results.app, [*words, "one", "--parts", "steps"]) == 0 and calls[2:] == ["steps.d12.fp8"]
-    assert main(results.app, [*words, "two"]) == 0 and calls[3:] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
-    assert json.loads(out.read_text())["h100"]["meta"]["commit"] == "two"
-    assert main(results.app, [*words, "two", "--parts", "step"]) == 2
+    assert f"{ops}: left for another run" in text and f"{fp8}: failed: no memory left" in err  # `two` needs the time
+    groups = [[part(bf16), part(fp8)], [part(ops)]]
+    assert measured(groups, joint, "--parts", "steps")[0] == 0 and keys() == [fp8]
+    code, record = measured(groups, joint, commit="two")
+    assert code == 0 and keys() == sorted([two, ops, bf16, fp8])
+    assert record["h100"]["meta"]["commit"] == "two"
+    assert measured(groups, joint, "--parts", "step")[0] == 2
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_parts_have_different_keys_and_kinds_that_can_be_named(gpus):
-    keys = [part.key for part in results.parts_of(["d12", "d48"], gpus)]
-    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} <= {*results.KINDS.split(",")}
+def test_parts_have_different_keys_and_kinds_that_can_be_named():
+    parts = [part for group in results.parts_of(["d12", "d48", "d24"], "h100") for part in group]
+    keys = [part.key for part in [*parts, *results.joint_parts("d12", 2)]]
+    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
 
 
-def test_parts_keep_what_the_programs_report(monkeypatch):
-    calls, report = [], dict(ms=100.0, joules=None, gib=2.0, planned=1.5, first_step=3.0)
-    monkeypatch.setattr(results, "run_program", lambda program, *more, **env: calls.append(env) or report)
-    parts = {part.key: part for part in results.parts_of(["d12"], 1)}
-    step, first = parts["steps.d12.bf16"], parts["first_step.d12"]
-    assert step.measure(60.0) == dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
-    assert first.measure(60.0) == dict(cold_s=3.0, warm_s=3.0)
-    _, cold, warm = calls
-    assert cold == warm and cold["TRITON_CACHE_DIR"]
-    ranks = [{"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.0, 13.0)]
-    monkeypatch.setattr(results, "json_of", lambda module, limit: dict(ranks=ranks))
-    two = results.parts_of(["d12"], 2)[0].measure(60.0)
-    assert two == dict(batch=64, alone_ms=10.0, in_step_ms=12.0, together_ms=12.5, tok_s=2 * 65_536 / 12.5e-3)
+STANDIN = """
+import json, sys
+words = sys.argv[1:]
+if "rowwise" in words:
+    sys.exit("no torchao")
+if "--json" in words:
+    ranks = [dict([("alone", [ms - 2] * 3), ("in step", [12.0]), ("together", [ms])]) for ms in (12.0, 13.0)]
+    operation = dict(name="matmul", ms=5.0, floor_ms=4.0)
+    step = dict(step_ms=9.0, floors_ms=8.0, joules=6.0, operations=[operation])
+    found = [step] if "ops" in words else dict(ranks=ranks)
+    open(words[words.index("--json") + 1], "w").write(json.dumps(found))
+print(json.dumps(dict(ms=100.0, joules=None, gib=2.0, planned=1.5, first_step=3.0)))
+"""
+
+
+def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
+    """Each program is replaced by one that reports at once."""
+    (tmp_path / "standin.py").write_text(STANDIN)
+    calls, run, env = list[list[str]](), subprocess.run, {"TRITON_CACHE_DIR": "x"}
+
+    def replaced(command, **more):
+        calls.append(command)
+        return run([sys.executable, str(tmp_path / "standin.py"), *command[2:]], **more)
+
+    monkeypatch.setattr(subprocess, "run", replaced)
+    groups = results.parts_of(["d12", "d48"], "h100")
+    parts = {part.key: part for part in [*(part for group in groups for part in group), *results.joint_parts("d12", 2)]}
+    found = {key: part.measure(60.0, env) for key, part in parts.items()}
+    step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
+    assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
+    assert {found[f"muon.d12.{arm}"]["tok_s"] for arm in ("bf16", "fp8", "torch")} == {1_310_720.0}
+    assert found["first_step.d12"] == dict(cold_s=3.0, warm_s=3.0)
+    assert found["first_step_compiled.d12"]["warm_s"] == 3.0
+    assert found["peer.d12.torchao_rowwise"] == dict(absent="exit code 1")
+    assert found["ops.d12.fp8"] == {"ms": 9.0, "floor_ms": 8.0, "joules": 6.0, "matmul.ms": 5.0, "matmul.floor_ms": 4.0}
+    two = dict(batch=64, alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0)
+    assert found["multi.d12.fp8_muon"] == two | dict(tok_s=2 * 65_536 / 12.5e-3)
+    assert [" ".join(call[-4:]) for call in calls].count("--fp8.keep_bf16 none --fp8.head_gradients fp8") == 2

@@ -82,14 +82,14 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
         rows = json.loads(out.read_text())["rows"]
         return {f"{r['size']} {r['program']}": r["report"] and " ".join(r["report"]["saw"]) for r in rows}
 
-    works = [Work("d12", 8, "none", "bf16", "none"), Work("d12", 8, "none", "fp8", "none", "muon")]
+    works = [Work("d12", 8, "none"), Work("d12", 8, "none", "fp8", "muon", ("--fp8.keep_bf16", "none"))]
     assert steps.compare(works, 7, "torchao", out) == 0
     assert saw() == {
         "d12 ours bf16": "d12 8 7 --recompute none --precision bf16 --optim adamw",
-        "d12 ours fp8 muon": "d12 8 7 --recompute none --precision fp8 --optim muon --keep_bf16 none",
+        "d12 ours fp8 muon": "d12 8 7 --recompute none --precision fp8 --optim muon --fp8.keep_bf16 none",
         "d12 PyTorch": "d12 8 7",
-        "d12 torchao tensorwise": "d12 8 7 tensorwise",
-        "d12 torchao rowwise": "d12 8 7 rowwise",
+        "d12 torchao tensorwise": "d12 8 7 --fp8 tensorwise",
+        "d12 torchao rowwise": "d12 8 7 --fp8 rowwise",
     }
     assert steps.compare([work_of(size) for size in ("d24", "d36")], 6, "torch", out) == 1
     assert saw() == {
