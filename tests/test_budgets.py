@@ -25,7 +25,7 @@ BUDGETS = {
     "benchmarks": 1033,
     "benchmarks/accuracy": 756,
     "benchmarks/losses": 1222,
-    "benchmarks/speed": 1030,
+    "benchmarks/speed": 980,
     "benchmarks/tune": 622,
     "tests": 1120,
     "tests/benchmarks": 345,
