@@ -27,6 +27,7 @@ import functools
 import importlib
 import itertools
 import pkgutil
+import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -62,24 +63,24 @@ class Worker:
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []  # issued and not finished
         self.then: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]] = []  # partitions that follow
-        self.go, self.done, self.error = threading.Semaphore(0), False, None
+        self.go, self.done, self.error = queue.SimpleQueue(), False, None
         threading.Thread(target=self._run, args=(function, arguments), daemon=True).start()
 
     def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         local.worker = self
-        self.go.acquire()
+        self.go.get()
         try:
             if not self.turns.over:
                 function(*arguments)
         except BaseException as error:
             self.error = error
         self.done = True
-        self.turns.back.release()
+        self.turns.back.put(None)
 
     def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
         self.ready = ready
-        self.turns.back.release()
-        self.go.acquire()
+        self.turns.back.put(None)
+        self.go.get()
         if self.turns.over:
             raise Race("another partition failed")
 
@@ -90,7 +91,7 @@ class Turns:
     def __init__(self, draws: random.Random, program: tuple[int, ...], programs: tuple[int, ...], most_warps: int):
         self.draws, self.program, self.programs, self.most_warps = draws, program, programs, most_warps
         self.haste = draws.choice((0.02, 0.2, 0.8))  # the probability that a transfer completes next
-        self.back, self.over = threading.Semaphore(0), False
+        self.back, self.over = queue.SimpleQueue(), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
         self.barriers: list[list[Barrier]] = []  # by allocation
@@ -107,8 +108,8 @@ class Turns:
                 kind.pop(i)[2]()
             elif able:
                 worker = self.draws.choice(able)
-                worker.go.release()
-                self.back.acquire()
+                worker.go.put(None)
+                self.back.get()
                 if worker.error:
                     self._end(worker.error)
                 if worker.done and worker.stores:
@@ -122,14 +123,12 @@ class Turns:
     def _end(self, error: BaseException) -> None:
         self.over = True
         for worker in self.workers:
-            worker.go.release()
+            worker.go.put(None)
         raise error
 
     def check(self, what: str, memory: Any, places: torch.Tensor, *kinds: list[Any]) -> None:
-        for kind in kinds:
-            for busy, where, _ in kind:
-                if where is memory and bool(torch.isin(places, busy).any()):
-                    raise Race(f"{local.worker.name} {what} shared memory that a transfer still uses")
+        if overlap(memory, places, [busy for kind in kinds for busy, where, _ in kind if where is memory]):
+            raise Race(f"{local.worker.name} {what} shared memory that a transfer still uses")
 
 
 # ---- values ----
@@ -179,13 +178,15 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.flat, self.at + more)
 
-    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        at = torch.as_tensor(self.at)
-        mask = torch.broadcast_to(torch.as_tensor(True if mask is None else mask), at.shape)
-        inside = (at >= 0) & (at < self.flat.numel())
-        if bool((mask & ~inside).any()):
+    def places(self, mask: Any) -> tuple[torch.Tensor, Any]:
+        """Return the place of each element, 0 where the mask excludes it, and the mask in their shape or None."""
+        at = torch.as_tensor(self.at).as_subclass(torch.Tensor).long()
+        if mask is not None:
+            mask = torch.broadcast_to(torch.as_tensor(mask).as_subclass(torch.Tensor), at.shape)
+            at = at.where(mask, 0)
+        if at.min() < 0 or at.max() >= self.flat.numel():
             raise Race(f"{local.worker.name} reads or writes outside a tensor")
-        return at.where(mask, 0).long(), mask
+        return at, mask
 
 
 class Memory:
@@ -194,6 +195,14 @@ class Memory:
     def __init__(self, count: int, dtype: torch.dtype):
         self.data = torch.full((count,), float("nan")).to(dtype)
         self.unfenced: list[tuple[Worker, torch.Tensor]] = []  # writers and places, until the fence
+
+
+def overlap(memory: Memory, places: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Return True if one of the others has a place of `places`; torch.isin would sort them."""
+    taken = torch.zeros(memory.data.numel() if others else 0, dtype=torch.bool)
+    if others:
+        taken[places] = True
+    return any(bool(taken[other].any()) for other in others)
 
 
 class Shared:
@@ -249,11 +258,10 @@ class Descriptor:
         self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
         self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
 
-    def block(self, corner: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the row numbers and column numbers of a block, and which elements are inside."""
-        r, c = (at + torch.arange(n) for at, n in zip(corner, self.block_type.shape, strict=True))
-        inside = (r < self.tensor.shape[0])[:, None] & (c < self.tensor.shape[1])[None, :]
-        return r.clamp(max=self.tensor.shape[0] - 1)[:, None], c.clamp(max=self.tensor.shape[1] - 1)[None, :], inside
+    def block(self, corner: list[int]) -> torch.Tensor:
+        """Return the part of the matrix that is in a block."""
+        r, c = (slice(at, at + n) for at, n in zip(corner, self.block_type.shape, strict=True))
+        return self.tensor[r, c]
 
 
 class Barrier:
@@ -351,8 +359,10 @@ def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Sha
     barrier.used()
 
     def arrive() -> None:
-        r, c, inside = desc.block(corner)
-        shared.memory.data[shared.places] = desc.tensor[r, c].where(inside, 0)
+        block = torch.zeros(shared.shape, dtype=shared.dtype)
+        part = desc.block(corner)
+        block[: part.shape[0], : part.shape[1]] = part
+        shared.memory.data[shared.places] = block
         barrier.bytes -= desc.block_type.nbytes
         barrier.settle()
 
@@ -362,7 +372,7 @@ def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Sha
 
 def _tma_store(desc: Descriptor, corner: list[int], shared: Shared) -> None:
     worker = local.worker
-    if any(bool(torch.isin(places, shared.places).any()) for _, places in shared.memory.unfenced):
+    if overlap(shared.memory, shared.places, [places for _, places in shared.memory.unfenced]):
         raise Race(f"{worker.name} stores shared memory that was written without a fence")
     worker.turns.check("stores", shared.memory, shared.places, worker.turns.loads)
     number = worker.issued
@@ -370,9 +380,8 @@ def _tma_store(desc: Descriptor, corner: list[int], shared: Shared) -> None:
     worker.stores.add(number)
 
     def leave() -> None:
-        r, c, inside = desc.block(corner)
-        r, c = torch.broadcast_tensors(r, c)
-        desc.tensor[r[inside], c[inside]] = shared.memory.data[shared.places][inside]
+        part = desc.block(corner)
+        part.copy_(shared.memory.data[shared.places[: part.shape[0], : part.shape[1]]])
         worker.stores.remove(number)
 
     worker.turns.stores.append((shared.places, shared.memory, leave))
@@ -402,13 +411,15 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
     at, mask = pointer.places(mask)
-    return value(pointer.flat[at].where(mask, torch.tensor(other, dtype=pointer.flat.dtype)))
+    x = pointer.flat[at]
+    return value(x if mask is None else x.where(mask, torch.tensor(other, dtype=x.dtype)))
 
 
 def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
     at, mask = pointer.places(mask)
-    x = torch.broadcast_to(torch.as_tensor(x), at.shape)[mask]
-    pointer.flat[at[mask]] = x.as_subclass(torch.Tensor).to(pointer.flat.dtype)
+    x = torch.broadcast_to(torch.as_tensor(x).as_subclass(torch.Tensor), at.shape).to(pointer.flat.dtype)
+    kept = ... if mask is None else mask
+    pointer.flat[at[kept]] = x[kept]
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
