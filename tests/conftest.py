@@ -16,6 +16,10 @@ if not torch.cuda.is_available():
 
     device.patch_language_once()
 
+    from tests.support import interpreter
+
+    interpreter.cast_bf16_by_shifts()
+
 import pytest  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
