@@ -29,7 +29,8 @@ def on_hopper(monkeypatch):
         return launch(kernel, grid)
 
     monkeypatch.setattr(simulator.Kernel, "__getitem__", recorded)
-    table = read_table(TABLES / "h200.json")
+    ours, table = tuning.table().rows, read_table(TABLES / "h200.json")
+    table.rows.update({key: ours[key] for key in ours if not key[0].startswith(("matmul", "classifier", "attention"))})
     monkeypatch.setattr(tuning, "table", lambda: table)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: N % 320 == 0)
