@@ -143,17 +143,17 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         return ours(work_of(size, None, level, "fp8", optim, keys))
 
     def group(size: str) -> list[Part]:
-        ends = size in (sizes[0], "d48")
-        return [
-            *([part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size)] if size == first else ()),
+        ends, torch_s = size in (first, "d48"), 20 if size == first else compile_s[size]
+        found = [
             step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
-            step("steps", size, "fp8", fp8(size, *LOGITS), more=8),
-            step("steps", size, "fp8_all", fp8(size, *HEAD), more=4),
-            *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
-            step("steps", size, "torch", PYTORCH, more=20 if size == first else compile_s[size]),
-            *([step("steps", size, "fp8_head", ours(work_of(size, precision="fp8")), more=4)] if ends else ()),
             *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
+            step("steps", size, "fp8", fp8(size, *LOGITS), more=8),
+            *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
+            step("steps", size, "torch", PYTORCH, torch_s),
+            step("steps", size, "fp8_all", fp8(size, *HEAD), more=4),
+            *([step("steps", size, "fp8_head", ours(work_of(size, precision="fp8")), more=4)] if ends else ()),
         ]
+        return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
 
     def muon(arm: str, program: Program, more: int) -> Part:
         program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
@@ -184,7 +184,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
 def joint_parts(size: str, gpus: int) -> list[Part]:
     """Return the parts for which all GPUs train together."""
     fp8 = ["--precision", "fp8", "--recompute", "none", *LOGITS]
-    arms = {"fp8": fp8, "fp8_muon": [*fp8, "--optimizer", "muon"], "bf16": []}
+    arms = {"fp8": fp8, "fp8_muon": [*fp8, "--optimizer", "muon"]}
     return [part(f"multi.{size}.{arm}", 55, together, size, more, gpus) for arm, more in arms.items()]
 
 
