@@ -39,7 +39,8 @@ ROOMS = {
     "__main__": "commands",
 }
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles kernels.device_math kernels.e4m3 kernels.tuning",
+    "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles kernels.device_math kernels.e4m3 kernels.rope "
+    "kernels.tuning",
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
     "kernels.contract": "",

@@ -16,8 +16,8 @@ they are multiplied.  The backward pass is two kernels: the first has a program 
 second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each output has one writer:
 there are no atomics, and two runs have equal bits.  A program of dk and dv adds up a group's heads in their order.
 With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in blocks of 128, with
-zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/, all without groups: bf16 with
-heads of 64 columns, in whole blocks of 64 tokens.
+zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of 64 columns, in
+whole blocks of 64 tokens.
 """
 
 import math
@@ -211,8 +211,8 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     (B, NH, T), HS, dtype = lse.shape, _head_size(out, lse), dtype_name(qkv)
     group = _group(qkv, lse, HS)
     out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
-    if group == 1 and hopper.takes("attention_fwd", T, HS, dtype):
-        return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv)
+    if hopper.takes("attention_fwd", T, HS, dtype):
+        return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv, group)
     row = _row("attention_fwd", dtype, T, HS)
     out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
     out8_desc = None if out8 is None else _rows(out8, lse, HS, row["BLOCK_M"])
@@ -242,8 +242,10 @@ def _launch_dq(
 ) -> int:  # fmt: skip
     """Write dq, delta, out's columns, and part, the column sums of dq for each block of queries; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
-    if part is not None and hopper.takes("attention_bwd_dq", T, HS, dtype):
-        return hopper_dq.attention_bwd_dq(_in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse)
+    if hopper.takes("attention_bwd_dq", T, HS, dtype):
+        return hopper_dq.attention_bwd_dq(
+            _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse, rope, _group(qkv, lse, HS)
+        )
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
     dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, full(out)))
@@ -261,8 +263,8 @@ def _launch_dkdv(
 ) -> int:
     """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
-    if part is not None and hopper.takes("attention_bwd_dkdv", T, HS, dtype):
-        return hopper_dkdv.attention_bwd_dkdv(_in_forms(dqkv), part, dout, qkv, lse, delta)
+    if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
+        return hopper_dkdv.attention_bwd_dkdv(_in_forms(dqkv), part, dout, qkv, lse, delta, rope, _group(qkv, lse, HS))
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))

@@ -187,13 +187,14 @@ def _launch(
     """Launch a product; return the number of rows of tiles, and so of `part`."""
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{epilogue}" if epilogue else "matmul"
-    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype and rope is None else None
+    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
         return hopper_matmul.matmul(
-            out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
-        )
+            out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part,
+            rope=rope, T=T, rotated_columns=rotated_columns,
+        )  # fmt: skip
     row, HS = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
     row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]

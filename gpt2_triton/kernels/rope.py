@@ -11,15 +11,25 @@ import triton.language as tl
 
 
 @triton.jit
+def head_halves(x, HS: tl.constexpr):
+    """Return the halves of the heads of x [rows, heads*HS], each [rows, heads, HS/2]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // HS, 2, HS // 2)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def rotated_halves(x1, x2, cos, sin):
+    """Return heads [rows, heads*HS], rotated, from their halves; cos and sin are [rows, 1, HS/2]."""
+    y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (x1.shape[0], x1.shape[1] * x1.shape[2] * 2))
+
+
+@triton.jit
 def rotated(x, rope_ptr, position, BACK: tl.constexpr, HS: tl.constexpr):
     """Return x [rows, heads*HS] with each row rotated to its position, or if BACK, from there; HS is a power of 2."""
-    ROWS: tl.constexpr = x.shape[0]
-    HEADS: tl.constexpr = x.shape[1] // HS
     at = position[:, None] * HS + tl.arange(0, HS // 2)[None, :]
     cos = tl.load(rope_ptr + at)[:, None, :]
     sin = tl.load(rope_ptr + at + HS // 2)[:, None, :]
     if BACK:
         sin = -sin
-    x1, x2 = tl.split(tl.permute(tl.reshape(x, (ROWS, HEADS, 2, HS // 2)), (0, 1, 3, 2)))
-    y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (ROWS, HEADS * HS))
+    x1, x2 = head_halves(x, HS)
+    return rotated_halves(x1, x2, cos, sin)

@@ -22,7 +22,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     third, or constant).
     """
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
-    nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
+    nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None, rope_ptr=None)
+    nothing |= dict(T=I32, rotated_columns=I32, HS=0)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
     backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
@@ -56,13 +57,14 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     head_dw = fp8_dw | e5 | dict(a2_desc=e5["a_desc"], w2_desc=e5["w_desc"])
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
-    attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, SPAN=1024)
-    attention |= dict(out_columns_desc=None, out_scale_ptr=None)
+    attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1)
+    attention |= dict(out_columns_desc=None, out_scale_ptr=None, rope_ptr=None)
+    attention |= dict(lse_desc=(1, 64, "fp32"), delta_desc=(1, 64, "fp32"))
     attention8 = attention | dict(dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32")
     attention8 |= dict(out_columns_desc=pairs, out_scale_ptr=F32)
     attention_fwd = attention | dict(out_desc=block, out8_desc=None)
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
-    longest = dict(T=2048, SPAN=2048)
+    grouped = dict(part_ptr=None, rope_ptr=F32, T=8192, GROUP=4)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     weight = dict(rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32")
     cast = {f"{name}_{i}": form for i in range(4) for name, form in (weight | dict(across=I32, end=I32)).items()}
@@ -78,17 +80,26 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
         "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
         "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
+        "attention_fwd, grouped": ("_attention_fwd_kernel", attention_fwd | grouped),
         "attention_dq": ("_attention_dq_kernel", attention),
+        "attention_dq, grouped": ("_attention_dq_kernel", attention | grouped),
+        "fp8 attention_dq, grouped": ("_attention_dq_kernel", attention8 | grouped),
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
-        "attention_dkdv, longest": ("_attention_dkdv_kernel", attention | longest),
-        "fp8 attention_dkdv, longest": ("_attention_dkdv_kernel", attention8 | longest),
+        "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
+        "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
+        "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),
         "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
         "fp8 transpose": ("_transpose_kernel", transpose),
         "fp8 cast": ("_cast_weights_kernel", cast),
         "fp8 cast, evaluation": ("_cast_weights_kernel", cast | {f"amax_{i}": None for i in range(4)}),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
+        "matmul_rope": ("_matmul_kernel", forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=64)),
+        "matmul_rope, heads of 128": (
+            "_matmul_kernel",
+            forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=128),
+        ),
         "matmul, wide": ("_wide_kernel", wide_forward),
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),
@@ -122,6 +133,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     module = next(module for module in KERNELS if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
     types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, fp8e5=gl.float8e5, i16=gl.int16, u8=gl.uint8)
+    types |= dict(fp32=gl.float32)
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]

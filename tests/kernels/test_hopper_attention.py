@@ -52,12 +52,12 @@ def draw(rng, B, NH, T):
     return (dout, qkv, out, lse), want
 
 
-def backward(dqkv, dout, qkv, out, lse, acc=False, dbias=None):
+def backward(dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None):
     """Run the launcher; return dbias and delta."""
     (B, NH, T), C = lse.shape, dout.shape[1]
-    dbias, delta = poisoned(3 * C) if dbias is None else dbias, poisoned(B, NH, T)
+    dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
     scratch = poisoned(2 * C * B * T // 64)  # the interpreter's table, with larger blocks, asks for less
-    attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc)
+    attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope)
     return dbias, delta
 
 
@@ -145,14 +145,21 @@ def test_attention_bwd_accumulates_dbias(rng, monkeypatch):
 
 
 @without_gpu
-def test_attention_bwd_of_long_sequences_takes_the_portable_kernel_for_dk_and_dv(rng, monkeypatch):
-    B, NH, T = 1, 2, 192
-    monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
-    monkeypatch.setattr(attention_dkdv, "attention_bwd_dkdv", None)
-    arguments, want = draw(rng, B, NH, T)
-    dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
-    dbias, _ = on_hopper(monkeypatch, 1, dqkv, *arguments)
-    assert error(dqkv, want[0]) < 4 * EPS[BF16] and error(dbias, want[1]) < 4 * EPS[BF16]  # the interpreter truncates
+@pytest.mark.parametrize("B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)])
+def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B, NH, NKV, T):
+    C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
+    qkv, dout = rng(B * T, D, dtype=BF16), rng(B * T, C, dtype=BF16)
+    out, lse, dqkv = poisoned(B * T, C, dtype=BF16), poisoned(B, NH, T), poisoned(B * T, D, dtype=BF16)
+    want = [poisoned(*t.shape).double() for t in (out, lse, dqkv, lse)]
+    forward(out, lse, qkv, 1)
+    reference.attention_fwd(*want[:2], qkv.double())
+    assert error(out, want[0]) < 2 * EPS[BF16] and (lse - want[1]).abs().max() < 1e-5
+    _, delta = on_hopper(monkeypatch, 1, dqkv, dout, qkv, out, lse, rope=rope)
+    exact = [t.double() for t in (dout, qkv, out, lse)]
+    reference.attention_bwd(want[2], None, want[3], None, *exact, False, rope.double())
+    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want[2])), strict=True):
+        assert error(got, expected) < 2 * EPS[BF16]
+    assert error(delta, want[3]) < 2e-6
 
 
 @without_gpu
@@ -238,25 +245,23 @@ def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
             forward(poisoned(64, HS, dtype=BF16), poisoned(1, 1, 64), qkv, 1, mbarrier=barriers)
 
 
-# T, HS, the forward pass's module and dQ's, dK's and dV's
 TAKES = [
-    (64, 64, True, True),
-    (1024, 64, True, True),
-    (2048, 64, True, True),
-    (1088, 64, True, True),
-    (2112, 64, True, False),  # lse and delta leave no room for three programs
-    (1000, 64, False, False),  # a block that is not whole
-    (32, 64, False, False),
-    (1024, 80, False, False),
-    (1024, 128, False, False),
+    (64, 64, True),
+    (1024, 64, True),
+    (8192, 64, True),
+    (1088, 64, True),
+    (1000, 64, False),  # a block that is not whole
+    (32, 64, False),
+    (1024, 80, False),
+    (1024, 128, False),
 ]
 
 
-@pytest.mark.parametrize("T,HS,whole,dkdv", TAKES)
-def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole, dkdv):
+@pytest.mark.parametrize("T,HS,whole", TAKES)
+def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole):
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
         monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
         ours = gpu and dtype == "bf16"
         assert hopper.takes("attention_fwd", T, HS, dtype) == ("attention_fwd" if ours and whole else None)
         assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and whole else None)
-        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and dkdv else None)
+        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and whole else None)

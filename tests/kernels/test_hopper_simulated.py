@@ -44,9 +44,10 @@ def product(rng, M, N, K, w_is_nk):
     return a, w, a.double() @ (w.double().T if w_is_nk else w.double())
 
 
-def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, gelu_out=None, part=None):
+def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, gelu_out=None, part=None, rope=None):
+    rotation = dict(rope=rope, T=0 if rope is None else len(rope), rotated_columns=192)
     hopper_matmul.matmul(
-        out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part
+        out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part, **rotation
     )
 
 
@@ -64,6 +65,17 @@ def test_matmul_forward_matches_float64(rng, M, N, K, seed):
     assert error(added, want + b.double() + res.double()) < EPS[BF16]
     assert error(pre, want + b.double()) < EPS[BF16]
     assert error(out, reference.gelu(pre.double())) < EPS[BF16]
+
+
+@seeds
+def test_matmul_rope_matches_float64(rng, seed):
+    """The rotated heads end within a tile, and a tile's rows begin within a sequence."""
+    a, w, _ = product(rng, 416, 320, 200, w_is_nk=True)
+    rope, out, want = rng(96, 64), poisoned(416, 320, dtype=BF16), poisoned(416, 320).double()
+    with simulated(hopper_matmul, seed):
+        launch(out, a, w, epilogue="rope", rope=rope)
+    reference.matmul_rope(want, a.double(), w.double(), rope.double(), 96, 192)
+    assert error(out, want) < EPS[BF16]
 
 
 def fp8(x, scale, dtype=E4M3):

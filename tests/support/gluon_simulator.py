@@ -38,12 +38,12 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import device_math, e4m3, hopper, tiles, tuning
+from gpt2_triton.kernels import device_math, e4m3, hopper, rope, tiles, tuning
 from gpt2_triton.kernels.hopper import fp8_gelu
 
 HOPPER = [importlib.import_module(f"{hopper.__name__}.{found.name}") for found in pkgutil.iter_modules(hopper.__path__)]
 KERNELS = [module for module in HOPPER if any(name.endswith("_kernel") for name in vars(module))]
-MODULES = (tiles, device_math, *HOPPER)
+MODULES = (tiles, device_math, rope, *HOPPER)
 local = threading.local()  # .worker: the partition of this thread
 
 
@@ -503,6 +503,7 @@ LANGUAGE = dict(
     reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(*order),
     split=lambda x: x.unbind(-1),
+    join=lambda a, b: torch.stack((a, b), -1),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     static_range=lambda *bounds: map(Int, range(*bounds)),
     load=_load,
@@ -530,7 +531,7 @@ LANGUAGE = dict(
     log2=torch.log2,
     maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
     fma=lambda a, b, c: a * b + c,
-    where=lambda mask, a, b: torch.where(mask, a, torch.tensor(b)),
+    where=lambda mask, a, b: torch.where(mask, a, torch.as_tensor(b)),
     minimum=lambda a, b, propagate_nan=None: torch.clamp(a, max=b),
     PropagateNan=SimpleNamespace(ALL=None),
 )

@@ -8,7 +8,6 @@ are the kernels' parts.
 import triton
 
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.hopper import attention_dkdv
 from gpt2_triton.kernels.hopper.activation import SLICE_M, SLICE_N
 from gpt2_triton.kernels.hopper.attention import HEAD
 from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
@@ -17,9 +16,9 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module that computes an output [M, N] of operands in `dtype`; None: the generic kernel.
 
-    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_dw", "classifier_fwd",
-    "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose",
-    "cast_weight" and "classifier_lns".  Attention's M and N are tokens and columns of a head.
+    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_dw",
+    "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also
+    "transpose", "cast_weight" and "classifier_lns".  Attention's M and N are tokens and columns of a head.
     """
     if not tuning.is_hopper() or dtype == "fp32":  # fp32 has no wgmma
         return None
@@ -51,7 +50,7 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
 def _takes_attention(op: str, T: int, HS: int) -> str | None:
     """Return the module for attention over T tokens and heads of HS columns, in whole blocks of 64 tokens."""
     # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 -> 0.346, dK and dV 0.654 -> 0.486
-    if T % HEAD or HS != HEAD or op == "attention_bwd_dkdv" and T > attention_dkdv.LONGEST:
+    if T % HEAD or HS != HEAD:
         return None
     own = dict(attention_fwd="attention_fwd", attention_bwd_dq="attention_dq", attention_bwd_dkdv="attention_dkdv")
     return own[op]

@@ -32,6 +32,7 @@ from gpt2_triton.kernels.hopper.attention import (
     store_gradient,
 )
 from gpt2_triton.kernels.hopper.pipeline import describe, tma_store, wait_full
+from gpt2_triton.kernels.hopper.rope import rotated, rotation
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of out a thread
@@ -70,7 +71,7 @@ def _load_block(ptr, stride, layout: gl.constexpr):
 @gluon.jit
 def _attention_dq_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, out_scale_ptr, part_ptr, delta_ptr, dout_desc,
-    qkv_desc, out_ptr, lse_ptr, NH, T: gl.constexpr,
+    qkv_desc, out_ptr, lse_ptr, rope_ptr, NH, T: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
@@ -78,8 +79,8 @@ def _attention_dq_kernel(
     b = bh // NH
     h = bh % NH
     first = block * SIDE
-    k_column = (NH + h) * SIDE
-    v_column = (2 * NH + h) * SIDE
+    k_column = (NH + h // GROUP) * SIDE
+    v_column = (NH + NH // GROUP + h // GROUP) * SIDE
     ring = ring_of(qkv_desc, STAGES)
     own = ring_of(qkv_desc, 1)
     load_pair(qkv_desc, dout_desc, own, 0, b * T + first, h * SIDE, h * SIDE, True)
@@ -110,9 +111,13 @@ def _attention_dq_kernel(
         row = b * T + (step + STAGES) * SIDE
         load_pair(qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block)
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
-    d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-    # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
-    gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
+    if rope_ptr is not None:
+        cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
+        dq = rotated(dq, cos, -sin, SIDE)
+    if part_ptr is not None:
+        # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
+        d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+        gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
     staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
@@ -123,16 +128,17 @@ def _attention_dq_kernel(
 
 
 def attention_bwd_dq(
-    dqkv: Forms, part: Tensor, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms, out: Tensor, lse: Tensor
-) -> int:
+    dqkv: Forms, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms, out: Tensor, lse: Tensor,
+    rope: Tensor | None, group: int,
+) -> int:  # fmt: skip
     """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums for each block of 64 queries into part, fp32
-    [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse fp32
+    [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T, C], qkv bf16 [B*T, D], lse fp32
     [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dq_kernel[(blocks * B * NH,)](
         *dqkv.described(), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
-        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, NH, T=T, **OPTIONS,
+        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope, NH, T=T, GROUP=group, **OPTIONS,
     )  # fmt: skip
     return B * blocks

@@ -63,7 +63,9 @@ def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, s
 
 
 @gluon.jit
-def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv_desc, NH, T: gl.constexpr):
+def _attention_fwd_kernel(
+    out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv_desc, NH, T: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
@@ -73,8 +75,8 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
     first = block * SIDE
     steps = (first + SIDE) // SIDE
     row = b * T
-    k_column = (NH + h) * SIDE
-    v_column = (2 * NH + h) * SIDE
+    k_column = (NH + h // GROUP) * SIDE
+    v_column = (NH + NH // GROUP + h // GROUP) * SIDE
     ring = ring_of(qkv_desc, 1)
     q = gl.allocate_shared_memory(gl.bfloat16, [SIDE, SIDE], qkv_desc.layout)
     q_full = barriers(1)
@@ -110,13 +112,13 @@ def _attention_fwd_kernel(out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv
 
 
 def attention_fwd(
-    out: Tensor, out8: Tensor | None, scale: Tensor | None, amax: Tensor | None, lse: Tensor, qkv: Tensor
+    out: Tensor, out8: Tensor | None, scale: Tensor | None, amax: Tensor | None, lse: Tensor, qkv: Tensor, group: int
 ) -> None:
-    """Write out, bf16 [B*T, C], and lse, fp32 [B, NH, T], of qkv, bf16 [B*T, 3*C].  With out8, e4m3 [B*T, C], write
+    """Write out, bf16 [B*T, C], and lse, fp32 [B, NH, T], of qkv, bf16 [B*T, D].  With out8, e4m3 [B*T, C], write
     also out times scale, fp32 [1], and record the amax in int32 [AMAX_CELLS] unless amax is None.
     """
     B, NH, T = lse.shape
     _attention_fwd_kernel[(T // HEAD * B * NH,)](
         describe(out, HEAD, HEAD), describe(out8, HEAD, HEAD), scale, amax, lse, describe(qkv, HEAD, HEAD), NH,
-        T=T, **OPTIONS,
+        T=T, GROUP=group, **OPTIONS,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_load,
     tma_store,
 )
+from gpt2_triton.kernels.hopper.rope import rotated, rotation
 
 
 @gluon.jit
@@ -59,25 +60,32 @@ def load_residual(res_desc, c, m, n):
 
 @gluon.jit
 def compute_partition(
-    out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T: gl.constexpr, TO_ACTIVATION: gl.constexpr
+    out_desc, b_ptr, res_desc, rope, ring, c, M, N, K, W_T: gl.constexpr, TO_ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on through c."""
+    """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on through c.  Rotate heads if
+    `rope` is given: (table, columns of a head, tokens of a sequence, columns to rotate).
+    """
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, M, N, BLOCK_N)
-        accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
-        accs = issue_mma(accs, ring, step, False, False, W_T)
+        zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+        accs = issue_mma((zeros,), ring, step, False, False, W_T)
         # while the first product runs
         if b_ptr is not None:
             cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
             b = gl.load(b_ptr + cols, mask=cols < N, other=0.0)
+        if rope[0] is not None:
+            cos, sin = rotation(zeros, rope[0], m, rope[2], rope[1])
         if res_desc is not None:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
         acc, step = mma_loop(accs, ring, step + 1, gl.cdiv(K, ring.a.shape[2]), False, W_T)
         if b_ptr is not None:
             acc += b.to(gl.float32)[None, :]
+        if rope[0] is not None:
+            turned = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)) < rope[3]
+            acc = gl.where(turned[None, :], rotated(acc, cos, sin, rope[1]), acc)
         if TO_ACTIVATION:
             mbarrier.wait(c.empty, (turn & 1) ^ 1)
         elif res_desc is not None:

@@ -45,8 +45,8 @@ from gpt2_triton.kernels.tuning import programs
 
 @gluon.jit
 def _matmul_kernel(
-    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, M, N, K,
-    W_T: gl.constexpr, EPILOGUE: gl.constexpr,
+    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, rope_ptr, M, N, K, T,
+    rotated_columns, W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -54,26 +54,27 @@ def _matmul_kernel(
     c_slices = gl.allocate_shared_memory(gl.bfloat16, [SLICES, SLICE_M, SLICE_N], out_desc.layout)
     c_buf = c_slices.reinterpret(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
-    c = channel(c_buf, res_desc is not None or EPILOGUE != "")
+    c = channel(c_buf, res_desc is not None or pre_desc is not None)
     # fmt: off
     if EPILOGUE == "dgelu":
         pre_bufs = gl.allocate_shared_memory(gl.bfloat16, [RING, SLICE_M, SLICE_N], pre_desc.layout)
         pre = Channel(pre_bufs, barriers(RING), barriers(RING))
         gl.warp_specialize([
-            (compute_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T, True)),
+            (compute_partition, (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True)),
             (derivative_partition, (out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N)),
             (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
             (preactivation_partition, (pre_desc, pre, M, N)),
         ], [2, 1, 1], [184, 184, 184])
     elif EPILOGUE == "gelu":
         gl.warp_specialize([
-            (compute_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T, True)),
+            (compute_partition, (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True)),
             (activation_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
             (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
         ], [2, 1], [104, 104])
     else:
         gl.warp_specialize([
-            (compute_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T, False)),
+            (compute_partition, (out_desc, b_ptr, res_desc, (rope_ptr, HS, T, rotated_columns), ring, c, M, N, K,
+                                 W_T, False)),
             (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
         ], [1], [24])
     # fmt: on
@@ -82,6 +83,7 @@ def _matmul_kernel(
 def matmul(
     out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
     res: Tensor | None, pre: Tensor | None, gelu_out: Tensor | None, part: Tensor | None,
+    rope: Tensor | None, T: int, rotated_columns: int,
 ) -> int:  # fmt: skip
     """Write out[M, N] = epilogue(a[M, K] @ w), like the kernel of kernels/matmul.py and with the same arguments.
     Return the number of rows of tiles, and so of `part`.
@@ -92,6 +94,7 @@ def matmul(
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b, describe(res, TILE_M, TILE_N),
-        describe(pre, *pre_block), gelu_out, part, M, N, K, W_T=w_is_nk, EPILOGUE=epilogue, **OPTIONS,
+        describe(pre, *pre_block), gelu_out, part, rope, M, N, K, T, rotated_columns,
+        W_T=w_is_nk, EPILOGUE=epilogue, HS=0 if rope is None else rope.shape[1], **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)
