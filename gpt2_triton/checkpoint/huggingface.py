@@ -5,6 +5,7 @@ four matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, stat
 """
 
 import dataclasses
+import functools
 import shutil
 import textwrap
 from pathlib import Path
@@ -59,6 +60,7 @@ def read(name: str) -> Weights:
             todo = "download it again (in a clone: git lfs pull)"
             raise CheckpointError(f"{path}: not safetensors, or incomplete ({error}); {todo}") from None
 
+    @functools.lru_cache(maxsize=1)  # parts of a tensor are read one after the other
     def load(stored: str) -> Tensor:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
@@ -129,9 +131,8 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     eot = {} if tokenizer is None else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
     write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
-    read = weights.read_all("exporting")
     prefix = "" if weights.model.arch == "llama" else "transformer."
-    tensors = {prefix + name: _tensor(values, name, dtype) for name, values in read}
+    tensors = {prefix + name: _tensor(weights.read(name), name, dtype) for name in weights.shapes}
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     shutil.copymode(directory / "config.json", directory / MODEL)  # safetensors makes it private
     if tokenizer is None:

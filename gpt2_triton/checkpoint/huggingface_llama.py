@@ -39,13 +39,12 @@ def read(
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
     model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
 
-    def tensor(name: str) -> np.ndarray:
-        values = to_fp32(load(name))
-        if values.shape != weights.shapes[name]:
-            raise CheckpointError(f"{where}: {name} is {values.shape}, expected {weights.shapes[name]}")
-        return values
+    def read(name: str, rows: slice) -> np.ndarray:
+        if (shape := tuple(load(name).shape)) != weights.shapes[name]:
+            raise CheckpointError(f"{where}: {name} is {shape}, expected {weights.shapes[name]}")
+        return to_fp32(load(name)[rows])
 
-    weights = Weights(where, model, tokenizer_of(model), tensor, path.parent)
+    weights = Weights(where, model, tokenizer_of(model), read, path.parent)
     if absent := [name for name in weights.shapes if name not in stored]:
         raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
     return weights

@@ -55,11 +55,11 @@ def read(path: str) -> Weights:
         starts[name] = start
         start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
 
-    def tensor(name: str) -> np.ndarray:
-        values = stored[starts[name] : starts[name] + math.prod(shapes[name])].reshape(shapes[name])
+    def read_rows(name: str, rows: slice) -> np.ndarray:
+        values = stored[starts[name] : starts[name] + math.prod(shapes[name])].reshape(shapes[name])[rows]
         return values if storage == "<f4" else from_bf16(values)
 
-    return Weights(where, model, tokenizer_of(model), tensor)
+    return Weights(where, model, tokenizer_of(model), read_rows)
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> int:
@@ -69,8 +69,8 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     sizes = [getattr(model, name) for name in HEADER_SIZES]
     with open(directory / MODEL, "wb") as file:
         file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
-        for name, values in weights.read_all("exporting", _order(weights.shapes, model.n_layer)):
-            if name == "wte.weight":
+        for name, first, values in weights.read_all("exporting", _order(weights.shapes, model.n_layer)):
+            if name == "wte.weight" and first + len(values) == model.vocab_size:
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
             stored = values if dtype == "fp32" else round_bf16(values)
             file.write(np.ascontiguousarray(stored, STORAGE[dtype]).data)

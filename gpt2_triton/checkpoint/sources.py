@@ -4,6 +4,7 @@
 `hf:`.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from gpt2_triton.checkpoint.weights import (
     Weights,
     first_problem,
     flat_length,
+    flat_parts,
     from_checkpoint,
     no_tokenizer,
     to_flat_buffers,
@@ -23,6 +25,7 @@ from gpt2_triton.checkpoint.weights import (
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.model.tables import Part
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
@@ -63,24 +66,26 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     return "hf" if (Path(source) / "config.json").is_file() else "checkpoint", source
 
 
-def initial_weights(config: Config) -> dict[str, Tensor]:
-    """Return `params`, and `low` if the run keeps fp32 masters, from init_from; nothing for scratch."""
+def initial_weights(config: Config) -> Iterable[Part]:
+    """Return `params`, and `low` if the run keeps fp32 masters, from init_from, to be read part by part; nothing for
+    scratch.
+    """
     kind, _, where = config.init_from.partition(":")
     if kind == "scratch":
-        return {}
+        return []
     if kind in READERS:
-        return to_flat_buffers(READERS[kind](where), config)
+        return flat_parts(READERS[kind](where), config)
     return _weights_of_equal_run(Path(where), config)
 
 
-def _weights_of_equal_run(path: Path, config: Config) -> dict[str, Tensor]:
+def _weights_of_equal_run(path: Path, config: Config) -> list[Part]:
     """Return the weights of one of our checkpoints; CheckpointError if this run needs other tensors."""
     _, saved, tensors = read_checkpoint(path)
     changes, _ = config_differences(saved["config"], config.to_dict())
     for key, (then, now) in changes.items():
         if decides_weights(key):
             raise CheckpointError(f"init_from: {path} has {key} {then}, this run {now}; make them equal")
-    return {name: tensors[name] for name in ("params", "low") if name in tensors}
+    return [(name, 0, tensors[name]) for name in ("params", "low") if name in tensors]
 
 
 def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:

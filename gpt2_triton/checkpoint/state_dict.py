@@ -28,18 +28,18 @@ HEAD, EMBEDDING, QKV = "lm_head.weight", "wte.weight", "h.0.attn.c_attn.weight"
 def find_weights(
     where: str,
     model: ModelConfig,
-    stored: Iterable[str],
+    given: Iterable[str],
     load: Callable[[str], Any],
     biases: bool = True,
     tied: bool = True,
 ) -> Weights:
-    """Return the GPT-2 among the tensors `stored`, which `load` reads; CheckpointError unless it is all there.
+    """Return the GPT-2 among the tensors `given`, which `load` reads; CheckpointError unless it is all there.
 
     A layer's matrices may be [out, in] as ours, or [in, out] as transformers'.  Without `biases`, an absent bias is
     zero.  `tied` counts if no head is stored.  Other heads are left out, with a line that names them.
     """
     shapes = parameter_shapes(model)
-    names = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in stored}
+    names = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in given}
     names = {name: names[name] for name in names if not MASKS.fullmatch(name)}
     head = names.pop(HEAD, None)
     if head is not None:
@@ -47,7 +47,7 @@ def find_weights(
     _check_names(where, model, names, {name for name in shapes if biases or not name.endswith(".bias")})
     conv1d = getattr(load(names[QKV]), "shape", None) == shapes[QKV][::-1]
 
-    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def stored(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = load(name)
         is_tensor = isinstance(tensor, torch.Tensor)
         is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
@@ -55,20 +55,20 @@ def find_weights(
             got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
             wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
             raise CheckpointError(f"{wrong}; correct the sizes in its configuration, or save it in fp32")
-        return to_fp32(tensor)
+        return tensor
 
-    def parameter(name: str) -> np.ndarray:
+    def read(name: str, rows: slice) -> np.ndarray:
         if name not in names:
-            return np.zeros(shapes[name], np.float32)
+            return np.zeros(shapes[name], np.float32)[rows]
         if conv1d and name.endswith(CONV1D):
-            return read(names[name], shapes[name][::-1]).T
-        return read(names[name], shapes[name])
+            return to_fp32(stored(names[name], shapes[name][::-1])[:, rows]).T
+        return to_fp32(stored(names[name], shapes[name])[rows])
 
     if head is not None:
-        tied = np.array_equal(read(head, shapes[EMBEDDING]), parameter(EMBEDDING))
+        tied = np.array_equal(to_fp32(stored(head, shapes[EMBEDDING])), read(EMBEDDING, slice(None)))
     if not tied:
         raise CheckpointError(f"{where}: its output head is not its token embedding; only tied ones are supported")
-    return Weights(where, model, tokenizer_of(model), parameter)
+    return Weights(where, model, tokenizer_of(model), read)
 
 
 def _check_names(where: str, model: ModelConfig, names: dict[str, str], expected: set[str]) -> None:

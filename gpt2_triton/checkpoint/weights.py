@@ -1,7 +1,8 @@
 """A GPT-2's weights under OpenAI's names, between other projects' files and our flat buffers.
 
 Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` maps these names to our
-tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16 and bf16.
+tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16 and bf16.  A model is read
+part by part, since a host may not hold it.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.console import Progress
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model import architecture
-from gpt2_triton.model.tables import param_views
+from gpt2_triton.model.tables import Part, param_views
+
+PART = 1 << 22  # elements that are read at once, unless a row has more
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
@@ -35,20 +38,24 @@ def flat_length(model: ModelConfig) -> int:
     return architecture.dimensions(model)["N"]
 
 
+def _places(model: ModelConfig) -> dict[str, Tensor]:
+    """Return the parameters of `by_name` without memory: their shapes and offsets."""
+    return by_name(torch.empty(flat_length(model), dtype=torch.uint8, device="meta"), model)
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by name, in the order of the forward pass."""
-    flat = torch.empty(flat_length(model), dtype=torch.uint8, device="meta")
-    return {name: tuple(view.shape) for name, view in by_name(flat, model).items()}
+    return {name: tuple(place.shape) for name, place in _places(model).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights in a file; nothing is read before `tensor` is called."""
+    """The weights in a file; nothing is read before `rows` is called."""
 
     where: str  # names the file in errors
     model: ModelConfig
     tokenizer: str | None  # a name in data/tokenizer.py, or None if it is not known
-    tensor: Callable[[str], np.ndarray]  # reads the parameter of this name, fp32
+    rows: Callable[[str, slice], np.ndarray]  # reads these rows of the parameter of this name, fp32
     beside: Path | None = None  # a directory that may have Hugging Face's files of its tokenizer
 
     @functools.cached_property
@@ -56,20 +63,26 @@ class Weights:
         """The shape of every parameter by name, in the order of the forward pass."""
         return parameter_shapes(self.model)
 
-    def read(self, name: str) -> np.ndarray:
-        """Return one parameter, fp32; CheckpointError unless it is finite."""
-        values = self.tensor(name)
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Return rows of a parameter, fp32; CheckpointError unless they are finite."""
+        values = self.rows(name, rows)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
 
-    def read_all(self, what: str, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, parameter) of each name, by default all; show the progress as `what`."""
+    def read_all(self, what: str, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Yield (name, first row, rows), of PART elements or less, of each name, by default all; show the progress as
+        `what`.
+        """
         names = list(self.shapes if names is None else names)
         with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
             for name in names:
-                yield name, self.read(name)
-                progress.advance(math.prod(self.shapes[name]))
+                length, *width = self.shapes[name]
+                step = max(1, PART // math.prod(width))
+                for first in range(0, length, step):
+                    values = self.read(name, slice(first, first + step))
+                    yield name, first, values
+                    progress.advance(values.size)
 
 
 def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
@@ -105,29 +118,38 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     return CheckpointError(f"{wrong}; {todo}")
 
 
-def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
-    """Return `params`, and `low` if the run keeps fp32 masters, flat as in a checkpoint.
+def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
+    """Return parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
-    fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  Padding rows of wte are zero.
-    Positions from the run's block_size on are left out.
+    fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  The padding rows of wte are
+    in no part.  Positions from the run's block_size on are left out.  CheckpointError for other sizes than the run's.
     """
     _check_sizes(weights, config.model)
-    in_fp32, masters, n = config.train.dtype == "fp32", config.optim.master == "fp32", flat_length(config.model)
-    params = torch.from_numpy(np.zeros(n, np.float32 if in_fp32 else np.int16))
-    low = torch.from_numpy(np.zeros(n if masters else 0, np.int16))
-    views = by_name(params, config.model)
-    low_views = by_name(low, config.model) if masters else {}
-    for name, values in weights.read_all(f"reading {weights.where}"):
-        view = views[name]
-        values = values[: view.shape[0]]
-        if in_fp32:
-            view.numpy()[...] = values
-        elif masters:
-            view.numpy()[...], low_views[name].numpy()[...] = split_master(values)
+    return _flat_parts(weights, config)
+
+
+def _flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
+    places = _places(config.model)
+    for name, row, values in weights.read_all(f"reading {weights.where}"):
+        place = places[name][row : row + len(values)]
+        values, first = np.ravel(values[: len(place)]), int(place.storage_offset())
+        if config.train.dtype == "fp32":
+            yield "params", first, torch.from_numpy(values)
+        elif config.optim.master == "fp32":
+            high, low = split_master(values)
+            yield "params", first, torch.from_numpy(high).view(torch.bfloat16)
+            yield "low", first, torch.from_numpy(low)
         else:
-            view.numpy()[...] = round_bf16(values)
-    out = {"params": params if in_fp32 else params.view(torch.bfloat16)}
-    return out | {"low": low} if masters else out
+            yield "params", first, torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
+
+
+def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
+    """Return the tensors of `flat_parts` whole; the padding rows of wte are zero."""
+    n, out = flat_length(config.model), dict[str, Tensor]()
+    for name, first, elements in flat_parts(weights, config):
+        flat = out[name] if name in out else out.setdefault(name, elements.new_zeros(n))
+        flat[first : first + len(elements)] = elements
+    return out
 
 
 def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
@@ -150,13 +172,13 @@ def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> W
     """Return the weights in the tensors of our checkpoint: the fp32 masters, if it has them."""
     views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
 
-    def tensor(name: str) -> np.ndarray:
-        stored = views["params"][name]
+    def read(name: str, rows: slice) -> np.ndarray:
+        stored = views["params"][name][rows]
         if "low" in views:
-            return join_master(stored.view(torch.int16).numpy(), views["low"][name].numpy())
+            return join_master(stored.view(torch.int16).numpy(), views["low"][name][rows].numpy())
         return to_fp32(stored)
 
-    return Weights(where, config.model, config.data.tokenizer, tensor)
+    return Weights(where, config.model, config.data.tokenizer, read)
 
 
 # ---- bits ----

@@ -26,7 +26,7 @@ from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tables import Decoding, Recompute, State, param_entries
+from gpt2_triton.model.tables import Decoding, Part, Recompute, State, param_entries
 from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
@@ -267,12 +267,13 @@ class Model:
         """Return, for a checkpoint's state.json, (flat index, elements) of each slice; empty for a single rank."""
         return state_io.shard_spans(self.dims, self.rank)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the buffers from a checkpoint's complete tensors; `calibrated` says whether they have fp8 scales."""
+    def load(self, tensors: dict[str, Tensor], parts: Iterable[Part] = ()) -> None:
+        """Fill the buffers from a checkpoint's complete tensors, which may have fp8 scales, and from parts of others."""
         fp8.clear(self.state.amax)
         tensors = fp8.select_scales(tensors, self.dims["A"])
         self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
-        state_io.load(self.state, self.dims, self.rank, tensors)
+        whole = ((name, 0, tensor) for name, tensor in tensors.items())
+        state_io.load(self.state, self.dims, self.rank, itertools.chain(whole, parts))
 
     def state_digest(self) -> str:
         """Return the sha256 of the weights, and of the moments if every rank holds all of them."""

@@ -12,12 +12,13 @@ history  A, 16     State.history, likewise
 """
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from gpt2_triton.model import sharding
-from gpt2_triton.model.tables import State
+from gpt2_triton.model.tables import Part, State
 
 EQUAL = {"window", "scale", "history"}  # on all ranks
 
@@ -60,20 +61,20 @@ def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
     return spans
 
 
-def load(s: State, dims: dict[str, int], rank: int, tensors: dict[str, Tensor]) -> None:
-    """Fill the buffers from a checkpoint's complete tensors; a rank copies the spans that it holds."""
+def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> None:
+    """Fill the buffers from parts of a checkpoint's tensors; a rank copies the spans that it holds."""
     buffers = state_buffers(s)
     all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
-    for name, tensor in tensors.items():
+    for name, first, elements in parts:
         if name in EQUAL:
             if name in buffers:
-                buffers[name].copy_(tensor)
+                buffers[name].copy_(elements)
             continue
         for p in all_params if name == "params" else own:
-            at = _start(name, p)
-            first = _first(name, p, dims)
-            if at is not None:
-                buffers[name][at : at + p.length].copy_(tensor[first : first + p.length])
+            at, held = _start(name, p), _first(name, p, dims)
+            begin, end = max(first, held), min(first + len(elements), held + p.length)
+            if at is not None and begin < end:
+                buffers[name][at + begin - held : at + end - held].copy_(elements[begin - first : end - first])
 
 
 def state_digest(s: State, dims: dict[str, int]) -> str:

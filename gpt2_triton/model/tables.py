@@ -65,6 +65,7 @@ def layer_levels(recompute: str, L: int) -> list[str]:
 
 
 Tensors = list[Tensor]
+Part = tuple[str, int, Tensor]  # of a checkpoint's tensor: its name, index of the part's first element, elements
 
 
 def param(shape: str, group: str, init: str, decay: bool = False, matrices: str = "") -> Any:

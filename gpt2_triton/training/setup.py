@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.model.model import Model
+from gpt2_triton.model.tables import Part
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import changes_on_resume
 from gpt2_triton.training.run_info import describe_start
@@ -57,11 +58,12 @@ class Data(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run starts from: its state, the tensors to load, and notes for the console."""
+    """What a run starts from: its state, the tensors of its checkpoint, and notes for the console."""
 
     state: RunState
     tensors: dict[str, Tensor]
     notes: list[str]
+    weights: Iterable[Part] = ()  # of init_from
     checkpoint: Path | None = None  # None: a new run
     config: dict[str, Any] | None = None  # from the checkpoint
     changed_data: Mapping[str, resume.Change] = {}
@@ -144,13 +146,13 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
 
 @_read_by_all()
 def restore(found: Path | None, config: Config, data: Data) -> Start:
-    """Read the checkpoint `found`; without a checkpoint return a new state and the tensors of init_from."""
+    """Read the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
     if found is None:
-        return Start(RunState(), initial_weights(config), [])
+        return Start(RunState(), {}, [], initial_weights(config))
     state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data)["config"], data.shards)
     if 0 < state["step"] < config.train.steps:
         notes += changes_on_resume(state["step"], state["config"], config)
-    return Start(RunState.from_checkpoint(state), tensors, notes, found, state["config"], changed_data)
+    return Start(RunState.from_checkpoint(state), tensors, notes, (), found, state["config"], changed_data)
 
 
 def build_model(
@@ -180,7 +182,8 @@ def build_model(
         assert start.config
         expected = fp8.without_scales(model.checkpoint_spec()) | fp8.saved_spec(start.config)
         resume.check_tensors(start.checkpoint, start.tensors, expected)
-    model.load(start.tensors)
+    with _read_by_all():
+        model.load(start.tensors, start.weights)
     return model
 
 

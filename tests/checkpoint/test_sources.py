@@ -1,14 +1,18 @@
 """Every kind of source gives a configuration and weights that run."""
 
+import tracemalloc
+
 import pytest
 import torch
 
+from gpt2_triton.checkpoint import huggingface, weights
 from gpt2_triton.checkpoint.export import export
-from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.checkpoint.sources import initial_weights, load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture
@@ -29,6 +33,25 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
         assert config.model == config_of(vocab_size=256).model
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, monkeypatch, arch):
+    sizes = dict(arch=arch, n_layer=6, n_head=2, n_embd=128, vocab_size=2048)
+    model, config = tiny_model(
+        model=sizes, train=dict(dtype="bf16"), optim=dict(master="fp32"), init_from=f"hf:{tmp_path}/hf"
+    )
+    step = checkpoint_of(tmp_path / "run", config.replace(optim=dict(master="none")), {"params": model.state.params})
+    monkeypatch.setattr(weights, "PART", 4096)
+    export(str(step), tmp_path / "hf", "hf", "fp32")
+    expected = weights.to_flat_buffers(huggingface.read(f"{tmp_path}/hf"), config)
+    model.state.params.zero_()
+    tracemalloc.start()
+    model.load({}, initial_weights(config))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.1 * model.state.params.nbytes
+    assert torch.equal(model.state.params, expected["params"]) and torch.equal(model.state.master_low, expected["low"])
 
 
 @pytest.mark.slow
