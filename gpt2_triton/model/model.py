@@ -268,7 +268,7 @@ class Model:
         return state_io.shard_spans(self.dims, self.rank)
 
     def load(self, tensors: dict[str, Tensor], parts: Iterable[Part] = ()) -> None:
-        """Fill the buffers from a checkpoint's complete tensors, which may have fp8 scales, and from parts of others."""
+        """Fill the buffers from a checkpoint's complete tensors, which may have fp8 scales, and parts of others."""
         fp8.clear(self.state.amax)
         tensors = fp8.select_scales(tensors, self.dims["A"])
         self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
