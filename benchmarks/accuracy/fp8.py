@@ -172,6 +172,8 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     yield Comparison(op, "zt", zt, None, target[:, 0] / math.log(2), limit=LOGITS)
     want = (z - target).exp().scatter(1, at, 0.0)
     want[:, V:] = 0
+    units = 2 ** (1 + rowsum[2 * R : 3 * R].double()).log2().floor()
+    want /= units[:, None]
     of_exp = LOGITS * z.abs().max().item()  # a logit's absolute error is a relative error of its exponential
     yield Comparison(op, "p", exact(p), None, want, limit=QUANTISED_E5M2 + of_exp)
     yield same(op, "columns", p.columns.view(torch.uint8), in_pairs(p.rows))
@@ -183,7 +185,7 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     stored = (full(lnf).float() * (rs * lns.scale)[:, None]).to(E5M2)
     yield same(op, "lns", lns.columns.view(torch.uint8), in_pairs(stored))
     K.classifier_dx(dln, p, wte, rs, ks, targets)
-    want = rs.double()[:, None] * (exact(p) @ exact(wte)) + ks.double()[:, None] * full(wte)[targets.long()].double()
+    want = rs.double()[:, None] * (exact(p) @ exact(wte)) + ks.double()[:, None] * exact(wte)[targets.long()]
     yield Comparison(op, "dln", dln, None, want, limit=ROUNDED)
     K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(R, "fp8", (Vp, C)))), p, lns, False)
     want = exact(p).T @ (stored.double() / lns.scale.double())

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from gpt2_triton.checkpoint import huggingface, llmc
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
@@ -28,7 +30,7 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     try:
         with new_directory(out) as directory:
             named = WRITERS[format](weights, directory, dtype, tokenizer)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} could not be written ({error}); choose another, or free some space") from error
     rows = weights.model.vocab_size
     if named < rows:

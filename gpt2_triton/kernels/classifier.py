@@ -19,10 +19,14 @@ near 1: a loss of 1e-6 has full precision.
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
 They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
 
-With fp8.head_gradients the gradients' products are in fp8.  p / 8 and lns are rounded to e5m2, whose range holds p from
-6e-5 to 5e5: losses up to 13.  The target's part is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row
-of dlogits still sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  The scale of
-lns follows from lnf's: |lns| is at most s |lnf|, and small where a loss is large, for which e5m2 has 30 binades.
+With fp8.head_gradients the gradients' products are in fp8: p and lns are rounded to e5m2.  Its range is too short for
+p relative to the target: where a loss is small, all p may be below it, where a loss is large, one above it.  So another
+product first sums p over PEEK columns.  The largest power of two up to 1 + that sum is the row's unit: p, S and the 1
+of 1 + S are divided by it, and rs is multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
+
+The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row of dlogits still
+sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  For the same reason dlnf also
+takes the target's row from the rounded wte.  The scale of lns follows from lnf's: |lns| is at most s |lnf|.
 
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
 Hopper, hopper.takes decides which of the products run in the kernels of hopper/.
@@ -34,7 +38,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, scale_and_add_target
+from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, peek_exponent, scale_and_add_target
 from gpt2_triton.kernels.e4m3 import nearest_e5m2, to_e5m2, token_at
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
@@ -46,6 +50,8 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
 from gpt2_triton.kernels.tiles import describe, halves, tile_position
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
+
+PEEK = 1280  # columns; GPT-2's first tokens are the most frequent
 
 
 @triton.jit
@@ -75,7 +81,8 @@ def _classifier_target_kernel(
 
 @triton.jit
 def _classifier_fwd_kernel(
-    p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
+    p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr,
+    R, C, V, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed by those of the rounded p."""
@@ -94,9 +101,11 @@ def _classifier_fwd_kernel(
         z = tile_product(lnf_desc, wte_desc, m, n, C, True, BLOCK_M, BLOCK_N, BLOCK_K)
         r = m + tl.arange(0, BLOCK_M)
         j = n + tl.arange(0, BLOCK_N)
-        zt = tl.load(zt_ptr + r, mask=r < R, other=0.0)
+        reference = tl.load(zt_ptr + r, mask=r < R, other=0.0)
+        if p_scale_ptr is not None:
+            reference += peek_exponent(tl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = exp_relative_tile(z, factor, zt + SHIFT, target, j, V)  # times 2^-SHIFT
+        p = exp_relative_tile(z, factor, reference, target, j, V)
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
         if p_scale_ptr is not None:
             p = nearest_e5m2(p)
@@ -117,13 +126,16 @@ def _classifier_loss_kernel(
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = tl.load(targets_ptr + r, mask=r < R, other=-1) >= 0
     s = tl.load(s_ptr + r, mask=r < R, other=0.0)
-    loss = tl.where(valid, _log1p(s), 0.0)
+    unit = 1.0
+    if lns_scale_ptr is not None:
+        unit = tl.exp2(peek_exponent(tl.load(s_ptr + 2 * R + r, mask=r < R, other=0.0)))
+    loss = tl.where(valid, _log1p(s * unit), 0.0)
     if ACC:
         loss += tl.load(losses_ptr + r, mask=r < R, other=0.0)
     tl.store(losses_ptr + r, loss, mask=r < R)
     if rs_ptr is not None:
         scale = tl.load(step_in_ptr + LOSS_SCALE)
-        rs = tl.where(valid, scale / (1.0 + s), 0.0)
+        rs = tl.where(valid, scale / (1.0 / unit + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
         if lns_scale_ptr is not None:
             s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
@@ -167,9 +179,10 @@ def _classifier_dx_kernel(
         acc = tile_product(p_desc, wte_desc, m, n, Vp, p_scale_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K)
         r = m + tl.arange(0, BLOCK_M)
         rs = tl.load(rs_ptr + r, mask=r < R, other=0.0)
+        ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
         if p_scale_ptr is not None:
             rs /= tl.load(p_scale_ptr) * tl.load(wte_scale_ptr)
-        ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
+            ks /= tl.load(wte_scale_ptr)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
         left, right = halves(acc)
         left = scale_and_add_target(left, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C)
@@ -198,35 +211,51 @@ def classifier_fwd(
     p: Operand | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
 ) -> None:
     """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.  If p is
-    an Fp8, its rows, columns and scale are written.
+    an Fp8, its rows, columns and scale are written, in units of 2^peek_exponent(rowsum[2R:3R]).
     """
+    R, peek, stored_sums = len(zt), None, None
+    part = rowsum[R:]
+    if isinstance(p, Fp8):
+        stored_sums, peek, part = rowsum[R : 2 * R], rowsum[2 * R : 3 * R], rowsum[3 * R :]
+        tiles_n = _exponentials(None, part, lnf, wte[:PEEK], zt, None, targets, V)
+        column_sums(peek, None, None, part, tiles_n, False)
+    tiles_n = _exponentials(p, part, lnf, wte, zt, peek, targets, V)
+    column_sums(rowsum[:R], stored_sums, None, part, tiles_n, False)
+
+
+def _exponentials(
+    p: Operand | None, part: Tensor, lnf: Operand, wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor,
+    V: int,
+) -> int:  # fmt: skip
+    """Write p, unless it is None, and the sums of its rows in each tile to part; return the tiles of a row."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
     p, columns, p_scale = (p.rows, p.columns, p.scale) if isinstance(p, Fp8) else (p, None, None)
     row = _fwd_row(R, C, Vp, dtype_name(lnf))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
-    kinds = 1 if columns is None else 2  # sums of p, and of p as it is stored
-    sums, part = rowsum[: kinds * R], rowsum[kinds * R : kinds * (1 + tiles_n) * R]
-    needed = kinds * (1 + tiles_n) * R
-    assert rowsum.numel() >= needed, f"classifier_fwd: rowsum has {rowsum.numel()} elements, needs {needed}"
+    needed = (1 if columns is None else 2) * tiles_n * R
+    assert part.numel() >= needed, f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
-        hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, zt, targets, V)
-    else:
-        _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
-            describe(p, block_m, block_n // 2), p_scale, part,
-            describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
-            zt, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
-        )  # fmt: skip
-        if columns is not None:
-            transpose(columns, p, pairs=True)
-    column_sums(sums[:R], sums[R:] if kinds == 2 else None, None, part, tiles_n, False)
+        rest = zt, peek, targets, V
+        hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest)
+        return tiles_n
+    _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
+        describe(p, block_m, block_n // 2), p_scale, part,
+        describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
+        zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
+    )  # fmt: skip
+    if columns is not None:
+        transpose(columns, p, pairs=True)
+    return tiles_n
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
-    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile; in fp8 twice."""
-    kinds = 2 if dtype == "fp8" else 1
-    return kinds * R * (1 + triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
+    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile; in fp8 twice,
+    and the sums over the peek's columns.
+    """
+    sums, parts = (3, 2) if dtype == "fp8" else (1, 1)
+    return R * (sums + parts * triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
 @contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
@@ -255,10 +284,13 @@ def classifier_loss(
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
 def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
-    """Write dln = rs * (p @ wte) + ks * wte[target]; the target's row is read in full precision."""
-    (R, Vp), C, target_rows = p.shape, wte.shape[1], full(wte)
+    """Write dln = rs * (p @ wte) + ks * wte[target]."""
+    (R, Vp), C = p.shape, wte.shape[1]
     p, p_scale, _ = stored(p)
-    w, wte_scale = (wte.columns, wte.scale) if isinstance(wte, Fp8) and p_scale is not None else (target_rows, None)
+    if isinstance(wte, Fp8) and p_scale is not None:
+        w, target_rows, wte_scale = wte.columns, wte.rows, wte.scale
+    else:
+        w, target_rows, wte_scale = full(wte), full(wte), None
     kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
     if kernel == "classifier_dx":
         return hopper_classifier_dx.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets)

@@ -14,7 +14,7 @@ from gpt2_triton.kernels.tuning import INTERPRET
 LOG2E = tl.constexpr(math.log2(math.e))
 
 _WIDEN = tl.constexpr(INTERPRET)
-P_SHIFT = tl.constexpr(3)  # in fp8 the classifier stores p * 2^-3 in e5m2, which holds 6.1e-5 to 57344 without loss
+P_SHIFT = tl.constexpr(-7)  # in fp8 the classifier stores p * 2^7, in a row's unit
 _MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp32 and bf16
 SLOPE = tl.constexpr(0.7978845608028654)  # u = x * (SLOPE + CURVE * x^2)
 CURVE = tl.constexpr(0.035677408136300125)
@@ -33,14 +33,20 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def exp_relative_tile(z, factor, zt, target, j, V):
-    """Return p = 2^(factor * z - zt), at most 2^108, of a tile of logits z; 0 at the target and in the padding.  zt and
-    target belong to the tile's rows, j are the tile's columns.
+def exp_relative_tile(z, factor, reference, target, j, V):
+    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target and in the padding.
+    reference and target belong to the tile's rows, j are the tile's columns.
     """
     counted = (j < V)[None, :] & (j[None, :] != target[:, None])
     # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken run would have a finite loss
-    exponent = tl.minimum(z * factor - zt[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.minimum(z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counted, tl.exp2(exponent), 0.0)
+
+
+@triton.jit
+def peek_exponent(peek):
+    """Return floor(log2(1 + peek)); a row's p in fp8 has the unit two to this power."""
+    return (((1.0 + peek).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
 
 
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):

@@ -263,7 +263,7 @@ def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_wri
 
 def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):
     lnf, wte, targets = draw(rng, 77, 48, 300, torch.float32)
-    with pytest.raises(AssertionError, match="classifier_fwd: rowsum has 77 elements, needs"):
+    with pytest.raises(AssertionError, match="classifier_fwd: part has 0 elements, needs"):
         cl.classifier_fwd(None, poisoned(77), lnf, wte, poisoned(77), targets, 300)
 
 

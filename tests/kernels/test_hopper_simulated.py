@@ -242,34 +242,35 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
-    p, columns, part = poisoned(R, Vp).to(E5M2), poisoned(Vp, R).to(E5M2), poisoned(2, 2, R)
+    p, columns, part, peek = poisoned(R, Vp).to(E5M2), poisoned(Vp, R).to(E5M2), poisoned(2, 2, R), rng(R).exp()
     scale, want, sums, plain = poisoned(1), poisoned(R, Vp).double(), poisoned(R), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
-        operands = lnf, lnf_scale, wte, wte_scale, zt, targets, V
-        hopper_classifier.classifier_fwd(p, columns, scale, part, *operands)
-        hopper_classifier.classifier_fwd(plain, None, None, poisoned(2, R), *operands)
+        operands = lnf, lnf_scale, wte, wte_scale, zt
+        hopper_classifier.classifier_fwd(p, columns, scale, part, *operands, peek, targets, V)
+        hopper_classifier.classifier_fwd(plain, None, None, poisoned(2, R), *operands, None, targets, V)
     exact = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     reference.classifier_fwd(want, sums, *exact, zt.double(), targets, V)
     assert error(plain, want) < EPS[BF16]
-    other = p.view(torch.uint8) != fp8(want.float(), 1 / 8, E5M2)[0].view(torch.uint8)
-    assert scale.item() == 1 / 8 and other.float().mean() < 1e-4  # rounded the other way
+    unit = torch.exp2(torch.floor(torch.log2(1 + peek.double())))
+    other = p.view(torch.uint8) != fp8((want / unit[:, None]).float(), 128.0, E5M2)[0].view(torch.uint8)
+    assert scale.item() == 128 and other.float().mean() < 1e-4  # rounded the other way
     assert torch.equal(columns.view(torch.uint8), in_pairs(p))
-    assert error(part[1].sum(0), 8 * p.double().sum(1)) < 1e-6
-    assert error(part[0].sum(0), reference._rowsums.pop(sums.data_ptr())) < 1e-6
+    assert error(part[1].sum(0), p.double().sum(1) / 128) < 1e-6
+    assert error(part[0].sum(0) * unit, reference._rowsums.pop(sums.data_ptr())) < 1e-6
 
 
 @seeds
 @pytest.mark.parametrize("R,C,Vp", [(208, 592, 640), (128, 64, 128)])
 def test_fp8_classifier_dx_matches_float64(rng, R, C, Vp, seed):
     """An odd number of steps of 128 columns, tiles with and without a right half."""
-    (p, p_scale), (wte8, wte_scale) = fp8(rng(R, Vp).exp(), 1 / 8, E5M2), fp8(rng(C, Vp) * C**-0.5, 256.0)
-    wte, rs, ks = rng(Vp, C, dtype=BF16), rng(R), rng(R)
+    (p, p_scale), (columns, wte_scale) = fp8(rng(R, Vp).exp(), 1 / 8, E5M2), fp8(rng(C, Vp) * C**-0.5, 256.0)
+    wte, rs, ks = columns.T.contiguous(), rng(R), rng(R)
     targets = torch.randint(-1, Vp, (R,), generator=rng.generator, dtype=torch.int32)
     dln = poisoned(R, C, dtype=BF16)
     with simulated(classifier_dx, seed):
-        classifier_dx.classifier_dx(dln, p, p_scale, wte8, wte_scale, wte, rs, ks, targets)
-    rows = wte.double()[targets.clamp(min=0)] * (targets >= 0)[:, None]
-    product = exact_product(p, p_scale, wte8, wte_scale)
+        classifier_dx.classifier_dx(dln, p, p_scale, columns, wte_scale, wte, rs, ks, targets)
+    rows = wte.double()[targets.clamp(min=0)] / wte_scale.double() * (targets >= 0)[:, None]
+    product = exact_product(p, p_scale, columns, wte_scale)
     assert error(dln, rs.double()[:, None] * product + ks.double()[:, None] * rows) < EPS[BF16]
 
 
@@ -309,7 +310,7 @@ def test_classifier_fwd_matches_float64(rng, seed, stored):
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
     p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, None, None, part, lnf, None, wte, None, zt, targets, V)
+        hopper_classifier.classifier_fwd(p, None, None, part, lnf, None, wte, None, zt, None, targets, V)
     want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile
+from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, peek_exponent
 from gpt2_triton.kernels.e4m3 import nearest_e5m2, paired_columns, to_e5m2
 from gpt2_triton.kernels.hopper.fp8_matmul import TILE_K as FP8_TILE_K
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
@@ -38,7 +38,7 @@ FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N
 
 @gluon.jit
 def classifier_partition(
-    p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring,
+    p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring,
     p_buf, columns_buf, R, C, V, Vp,
 ):  # fmt: skip
     """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding.  If p is fp8,
@@ -60,10 +60,12 @@ def classifier_partition(
         # while the first product runs
         r = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
         j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        zt = gl.load(zt_ptr + r, mask=r < R, other=0.0)
+        reference = gl.load(zt_ptr + r, mask=r < R, other=0.0)
+        if FP8:
+            reference += peek_exponent(gl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         z, step = mma_loop(accs, ring, step + 1, gl.cdiv(C, ring.a.shape[2]), False, True)
-        p = exp_relative_tile(z, factor, zt + SHIFT, target, j, V)  # times 2^-SHIFT
+        p = exp_relative_tile(z, factor, reference, target, j, V)
         gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
             if FP8:
@@ -84,8 +86,8 @@ def classifier_partition(
 
 @gluon.jit
 def _classifier_kernel(
-    p_desc, columns_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr,
-    R, C, V, Vp,
+    p_desc, columns_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr,
+    lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
 ):  # fmt: skip
     DEPTH: gl.constexpr = lnf_desc.block_type.shape[1]
     a_bufs = gl.allocate_shared_memory(lnf_desc.dtype, [STAGES, BLOCK_M, DEPTH], lnf_desc.layout)
@@ -98,8 +100,8 @@ def _classifier_kernel(
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     # fmt: off
     gl.warp_specialize([
-        (classifier_partition, (p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, targets_ptr, lnf_scale_ptr,
-                                wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp)),
+        (classifier_partition, (p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr,
+                                lnf_scale_ptr, wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp)),
         (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
     ], [1], [24])
     # fmt: on
@@ -107,15 +109,17 @@ def _classifier_kernel(
 
 def classifier_fwd(
     p: Tensor | None, columns: Tensor | None, p_scale: Tensor | None, part: Tensor, lnf: Tensor,
-    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor, targets: Tensor, V: int,
+    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor, peek: Tensor | None, targets: Tensor,
+    V: int,
 ) -> None:  # fmt: skip
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have scales.  If p
-    is fp8, it has a scale and columns [Vp, R] in pairs, R is a multiple of 16, and part also has the rounded p's sums.
+    is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of 16, and part also has the rounded
+    p's sums.
     """
     (R, C), Vp = lnf.shape, wte.shape[0]
     tile_k = TILE_K if lnf_scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
         describe(p, TILE_M, TILE_N), describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2),
         p_scale, part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k),
-        zt, targets, lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
+        zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The head's dX of fp8 operands for Hopper: dln[R, C] = rs * (p[R, Vp] @ wte[C, Vp].T / scales) + ks * wte[target].
+"""The head's dX of fp8 operands for Hopper: dln[R, C] = rs * (p[R, Vp] @ wte[Vp, C]) + ks * wte[target], over scales.
 
 p is in e5m2, wte in e4m3.  Sums of 256 terms are added in fp32, from a ring of four stages.  The ring leaves 32 KB for
 the tile that is stored, so it is stored in two halves.
@@ -43,12 +43,12 @@ STRIPS = gl.constexpr(4)  # that shared memory holds for each warpgroup: half of
 
 
 @gluon.jit
-def finish_strip(acc, head, unscale, m, n, R, C):
+def finish_strip(acc, head, unscale, wte_unscale, m, n, R, C):
     """Return a strip that begins at row m, column n with the factors head = (rs, ks, targets, wte) applied, in bf16."""
     rows = m + gl.arange(0, ROWS_OF_GROUP, layout=gl.SliceLayout(1, acc.type.layout))
     cols = n + gl.arange(0, STRIP, layout=gl.SliceLayout(0, acc.type.layout))
     rs = gl.load(head[0] + rows, mask=rows < R, other=0.0) * unscale
-    ks = gl.load(head[1] + rows, mask=rows < R, other=0.0)
+    ks = gl.load(head[1] + rows, mask=rows < R, other=0.0) * wte_unscale
     target = gl.load(head[2] + rows, mask=rows < R, other=-1).to(gl.int64)
     return scale_and_add_target(acc, rs, ks, target, head[3], cols, C).to(gl.bfloat16)
 
@@ -57,6 +57,7 @@ def finish_strip(acc, head, unscale, m, n, R, C):
 def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.constexpr):
     """Multiply a warpgroup's part of the tiles, finish and store it strip by strip."""
     unscale = unscale_of(scales[0], scales[1])
+    wte_unscale = 1.0 / gl.load(scales[1])
     step = 0
     for tile in range(gl.program_id(0), tiles(R, C, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, R, C, BLOCK_N)
@@ -67,7 +68,7 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
             strips = quarters(sums[half])
             tma.store_wait(0)
             for s in gl.static_range(STRIPS):
-                strip = finish_strip(strips[s], head, unscale, m, n + half * HALF + s * STRIP, R, C)
+                strip = finish_strip(strips[s], head, unscale, wte_unscale, m, n + half * HALF + s * STRIP, R, C)
                 c_bufs.index(STRIPS * GROUP + s).store(strip)
             fence_async_shared()
             for s in gl.static_range(STRIPS):
@@ -77,10 +78,10 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
 
 @gluon.jit
 def _classifier_dx_kernel(
-    dln_desc, p_desc, wte8_desc, p_scale_ptr, wte_scale_ptr, rs_ptr, ks_ptr, targets_ptr, wte_ptr, R, C, Vp
+    dln_desc, p_desc, columns_desc, p_scale_ptr, wte_scale_ptr, rs_ptr, ks_ptr, targets_ptr, wte_ptr, R, C, Vp
 ):  # fmt: skip
     p_bufs = gl.allocate_shared_memory(p_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], p_desc.layout)
-    w_bufs = gl.allocate_shared_memory(wte8_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], wte8_desc.layout)
+    w_bufs = gl.allocate_shared_memory(columns_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], columns_desc.layout)
     c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIPS, ROWS_OF_GROUP, STRIP], dln_desc.layout)
     ring = Operands(p_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
     scales = (p_scale_ptr, wte_scale_ptr)
@@ -89,18 +90,18 @@ def _classifier_dx_kernel(
     gl.warp_specialize([
         (dx_partition, (dln_desc, scales, head, ring, c_bufs, R, C, Vp, 0)),
         (dx_partition, (dln_desc, scales, head, ring, c_bufs, R, C, Vp, 1)),
-        (load_partition, (p_desc, (wte8_desc,), None, ring, None, R, C, Vp, BLOCK_N, True)),
+        (load_partition, (p_desc, (columns_desc,), None, ring, None, R, C, Vp, BLOCK_N, True)),
     ], [4, 1], [240, 24])
     # fmt: on
 
 
 def classifier_dx(
-    dln: Tensor, p: Tensor, p_scale: Tensor, wte8: Tensor, wte_scale: Tensor, wte: Tensor, rs: Tensor, ks: Tensor,
+    dln: Tensor, p: Tensor, p_scale: Tensor, columns: Tensor, wte_scale: Tensor, wte: Tensor, rs: Tensor, ks: Tensor,
     targets: Tensor,
 ) -> None:  # fmt: skip
-    """Write dln[R, C]; p is [R, Vp], wte8 holds the columns of wte, [C, Vp], and wte is bf16 [Vp, C]."""
+    """Write dln[R, C]; p is [R, Vp], wte [Vp, C], and columns its transpose."""
     (R, C), Vp = dln.shape, p.shape[1]
     _classifier_dx_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(C, TILE_N)),)](
-        describe(dln, ROWS_OF_GROUP.value, STRIP.value), describe(p, TILE_M, TILE_K), describe(wte8, TILE_N, TILE_K),
+        describe(dln, ROWS_OF_GROUP.value, STRIP.value), describe(p, TILE_M, TILE_K), describe(columns, TILE_N, TILE_K),
         p_scale, wte_scale, rs, ks, targets, wte, R, C, Vp, **OPTIONS,
     )  # fmt: skip
