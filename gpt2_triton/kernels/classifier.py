@@ -19,17 +19,8 @@ near 1: a loss of 1e-6 has full precision.
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
 They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
 
-With fp8.head_gradients the gradients' products are in fp8: p and lns are rounded to e5m2.  Its range is too short for
-p relative to the target: where a loss is small, all p may be below it, where a loss is large, one above it.  So another
-product first sums p over PEEK columns.  The largest power of two up to 1 + that sum is the row's unit: p, S and the 1
-of 1 + S are divided by it, and rs is multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
-
-The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row of dlogits still
-sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  For the same reason dlnf also
-takes the target's row from the rounded wte.  The scale of lns follows from lnf's: |lns| is at most s |lnf|.
-
 R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
-Hopper, hopper.takes decides which of the products run in the kernels of hopper/.
+Hopper, hopper.takes decides which of the products run in the kernels of hopper/.  fp8_matmul.py says what fp8 changes.
 """
 
 import triton
@@ -38,12 +29,11 @@ from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, peek_exponent, scale_and_add_target
-from gpt2_triton.kernels.e4m3 import nearest_e5m2, to_e5m2, token_at
-from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
+from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
+from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, peek_exponent, to_e5m2
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import classifier_dx as hopper_classifier_dx
-from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
@@ -152,19 +142,6 @@ def _classifier_loss_kernel(
 
 
 @triton.jit
-def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Write rs * lnf in e5m2, transposed, in pairs of rows."""
-    p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    r = token_at(p)
-    mask = (r < R)[:, None] & (c < C)[None, :]
-    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(rs_ptr + r, mask=r < R, other=0.0) * tl.load(scale_ptr)
-    lns = to_e5m2(lnf * factor[:, None])
-    tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=(c < C)[:, None] & (p < R)[None, :])
-
-
-@triton.jit
 def _classifier_dx_kernel(
     dln_desc, p_desc, wte_desc, p_scale_ptr, wte_scale_ptr, wte_ptr, rs_ptr, ks_ptr, targets_ptr, R, C, Vp,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -217,17 +194,15 @@ def classifier_fwd(
     part = rowsum[R:]
     if isinstance(p, Fp8):
         stored_sums, peek, part = rowsum[R : 2 * R], rowsum[2 * R : 3 * R], rowsum[3 * R :]
-        tiles_n = _exponentials(None, part, lnf, wte[:PEEK], zt, None, targets, V)
-        column_sums(peek, None, None, part, tiles_n, False)
-    tiles_n = _exponentials(p, part, lnf, wte, zt, peek, targets, V)
-    column_sums(rowsum[:R], stored_sums, None, part, tiles_n, False)
+        _exponentials(None, peek, None, part, lnf, wte[:PEEK], zt, None, targets, V)
+    _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, zt, peek, targets, V)
 
 
 def _exponentials(
-    p: Operand | None, part: Tensor, lnf: Operand, wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor,
-    V: int,
-) -> int:  # fmt: skip
-    """Write p, unless it is None, and the sums of its rows in each tile to part; return the tiles of a row."""
+    p: Operand | None, sums: Tensor, stored_sums: Tensor | None, part: Tensor, lnf: Operand, wte: Operand, zt: Tensor,
+    peek: Tensor | None, targets: Tensor, V: int,
+) -> None:  # fmt: skip
+    """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
     (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
     p, columns, p_scale = (p.rows, p.columns, p.scale) if isinstance(p, Fp8) else (p, None, None)
@@ -239,15 +214,15 @@ def _exponentials(
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
         rest = zt, peek, targets, V
         hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest)
-        return tiles_n
-    _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
-        describe(p, block_m, block_n // 2), p_scale, part,
-        describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
-        zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
-    )  # fmt: skip
-    if columns is not None:
-        transpose(columns, p, pairs=True)
-    return tiles_n
+    else:
+        _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
+            describe(p, block_m, block_n // 2), p_scale, part,
+            describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
+            zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
+        )  # fmt: skip
+        if columns is not None:
+            transpose(columns, p, pairs=True)
+    column_sums(sums, stored_sums, None, part, tiles_n, False)
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
@@ -272,14 +247,8 @@ def classifier_loss(
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
         losses, rs, ks, plain, scale, rowsum, x, lnf_scale, targets, step_in, R, C, ACC=acc, **row
     )
-    if not isinstance(lns, Fp8):
-        return
-    if hopper.takes("classifier_lns", R, C, "fp8"):
-        return hopper_classifier_lns.classifier_lns(lns.columns, x, rs, lns.scale)
-    block_r, block_c = block(R, 128), block(C, 64)
-    _classifier_lns_kernel[(triton.cdiv(R, block_r), triton.cdiv(C, block_c))](
-        lns.columns, x, rs, lns.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
-    )
+    if isinstance(lns, Fp8):
+        fp8_matmul.classifier_lns(lns, x, rs)
 
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")

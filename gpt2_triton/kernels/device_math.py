@@ -14,7 +14,6 @@ from gpt2_triton.kernels.tuning import INTERPRET
 LOG2E = tl.constexpr(math.log2(math.e))
 
 _WIDEN = tl.constexpr(INTERPRET)
-P_SHIFT = tl.constexpr(-7)  # in fp8 the classifier stores p * 2^7, in a row's unit
 _MAX_EXPONENT = tl.constexpr(108.0)  # 2^108 * 50304 columns * wte still fits fp32 and bf16
 SLOPE = tl.constexpr(0.7978845608028654)  # u = x * (SLOPE + CURVE * x^2)
 CURVE = tl.constexpr(0.035677408136300125)
@@ -41,12 +40,6 @@ def exp_relative_tile(z, factor, reference, target, j, V):
     # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken run would have a finite loss
     exponent = tl.minimum(z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counted, tl.exp2(exponent), 0.0)
-
-
-@triton.jit
-def peek_exponent(peek):
-    """Return floor(log2(1 + peek)); a row's p in fp8 has the unit two to this power."""
-    return (((1.0 + peek).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
 
 
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):

@@ -9,6 +9,7 @@ from triton.language.target_info import is_hip
 
 from gpt2_triton.kernels.tuning import INTERPRET
 
+P_SHIFT = tl.constexpr(-7)  # the classifier stores p * 2^7, in a row's unit
 AMAX_CELLS = 32  # cells of a tensor's amax: several, so that programs seldom wait for each other
 
 # gelu', -0.13 to 1.13, as a byte: round(STEPS * gelu') + ZERO
@@ -47,6 +48,12 @@ def to_e5m2(x):
             "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e5, is_pure=True, pack=2
         )
     return _rounded(x, tl.float8e5, 21, _LARGEST_E5M2, 2.0**-14)
+
+
+@triton.jit
+def peek_exponent(peek):
+    """Return floor(log2(1 + peek)); a row's p in fp8 has the unit two to this power."""
+    return (((1.0 + peek).to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
 
 
 @triton.jit

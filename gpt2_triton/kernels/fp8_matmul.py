@@ -12,6 +12,15 @@ classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums
                  logits by a fraction of 8e-5.  An exact sum for the target alone would change losses by 0.002 where
                  logits are near 30.
 
+With fp8.head_gradients classifier_dx and the head's matmul_dw take p and lns in e5m2.  Its range is too short for p
+relative to the target: where a loss is small, all p may be below it, where a loss is large, one above it.  So another
+product first sums p over PEEK columns.  The largest power of two up to 1 + that sum is the row's unit: p, S and the 1
+of 1 + S are divided by it, and rs is multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
+
+The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row of dlogits still
+sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  For the same reason dlnf also
+takes the target's row from the rounded wte.  The scale of lns follows from lnf's: |lns| is at most s |lnf|.
+
 On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
 that write and read them.
 """
@@ -22,8 +31,9 @@ from torch import Tensor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
-from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise
+from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
+from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.reduce import column_sums
@@ -102,6 +112,19 @@ def _fp8_classifier_target_kernel(
     tl.store(zt_ptr + r, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), 1) * factor, mask=r < R)
 
 
+@triton.jit
+def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Write rs * lnf in e5m2, transposed, in pairs of rows."""
+    p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = token_at(p)
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(rs_ptr + r, mask=r < R, other=0.0) * tl.load(scale_ptr)
+    lns = to_e5m2(lnf * factor[:, None])
+    tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=(c < C)[:, None] & (p < R)[None, :])
+
+
 def _launch(
     out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
     epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
@@ -155,6 +178,17 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
     block_r, block_c = block(R, 128), block(C, 128)
     _fp8_classifier_target_kernel[(triton.cdiv(R, block_r),)](
         zt, lnf.rows, wte.rows, targets, lnf.scale, wte.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
+    )
+
+
+def classifier_lns(lns: Fp8, lnf: Tensor, rs: Tensor) -> None:
+    """Write the columns of lns = rs * lnf, whose scale is known."""
+    R, C = lnf.shape
+    if hopper.takes("classifier_lns", R, C, "fp8"):
+        return hopper_classifier_lns.classifier_lns(lns.columns, lnf, rs, lns.scale)
+    block_r, block_c = block(R, 128), block(C, 64)
+    _classifier_lns_kernel[(triton.cdiv(R, block_r), triton.cdiv(C, block_c))](
+        lns.columns, lnf, rs, lns.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
     )
 
 

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.device_math import LOG2E, P_SHIFT, exp_relative_tile, peek_exponent
-from gpt2_triton.kernels.e4m3 import nearest_e5m2, paired_columns, to_e5m2
+from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile
+from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, paired_columns, peek_exponent, to_e5m2
 from gpt2_triton.kernels.hopper.fp8_matmul import TILE_K as FP8_TILE_K
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
 from gpt2_triton.kernels.hopper.mainloop import load_partition
