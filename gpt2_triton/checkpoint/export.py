@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from gpt2_triton.checkpoint import huggingface, llmc
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
@@ -30,7 +28,7 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     try:
         with new_directory(out) as directory:
             named = WRITERS[format](weights, directory, dtype, tokenizer)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ConfigError(f"{out} could not be written ({error}); choose another, or free some space") from error
     rows = weights.model.vocab_size
     if named < rows:

@@ -1,31 +1,29 @@
 """Read and write GPT-2 and Llama in Hugging Face's format: config.json, safetensors and the tokenizer's files.
 
-The weights are in model.safetensors, or in the files that an index names.  An export has a layer's
-four matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
+The weights are in model.safetensors, or in the files that an index names.  An export of GPT-2 has a layer's four
+matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
 """
 
 import dataclasses
 import functools
-import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama
+from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files
 from gpt2_triton.checkpoint.hf_tokenizer import read_json, write_json
+from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError
 
-MODEL, INDEX, ADAPTER = "model.safetensors", "*.safetensors.index.json", "adapter_config.json"
+INDEX, ADAPTER = "*.safetensors.index.json", "adapter_config.json"
 ONE_MODEL = f"put one model into a directory, or name its file {MODEL}"
 LOAD_PICKLE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r})"
 LOAD_ADAPTER = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({!r}).merge_and_unload()"
@@ -132,9 +130,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     write_json(directory / "config.json", _config(weights.model, dtype) | eot)
     write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
     prefix = "" if weights.model.arch == "llama" else "transformer."
-    tensors = {prefix + name: _tensor(weights.read(name), name, dtype) for name in weights.shapes}
-    save_file(tensors, directory / MODEL, metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / MODEL)  # safetensors makes it private
+    shapes = {prefix + k: shape[::-1] if k.endswith(CONV1D) else shape for k, shape in weights.shapes.items()}
+    read = weights.read_all("exporting", whole=CONV1D)
+    parts = (_stored(values.T if name.endswith(CONV1D) else values, dtype) for name, _, values in read)
+    safetensors_files.write(directory, shapes, dtype, parts)
     if tokenizer is None:
         return 0
     return hf_tokenizer.write(directory, tokenizer, weights.model.block_size, weights.model.vocab_size, weights.beside)
@@ -152,6 +151,5 @@ def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest
 
 
-def _tensor(values: np.ndarray, name: str, dtype: str) -> Tensor:
-    values = np.ascontiguousarray(values.T if name.endswith(CONV1D) else values)
-    return torch.from_numpy(values) if dtype == "fp32" else torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
+def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    return np.ascontiguousarray(values) if dtype == "fp32" else round_bf16(values)

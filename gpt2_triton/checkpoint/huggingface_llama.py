@@ -26,6 +26,7 @@ def read(
     where: str, path: Path, config: Mapping[str, Any], stored: Mapping[str, Path], load: Callable[[str], Tensor]
 ) -> Weights:
     """Return the Llama of config.json at `path`, whose tensors `load` reads; CheckpointError if it cannot run here."""
+    config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
     required = REQUIRED | {
@@ -55,7 +56,7 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = given.get("rope_type", given.get("type", "default"))  # the latter before transformers 4.43
-    other = {key: given[key] for key, value in SCALING.items() if kind == "llama3" and given[key] != value}
+    other = {key: given.get(key) for key, value in SCALING.items() if kind == "llama3" and given.get(key) != value}
     if kind not in ("default", "llama3") or other:
         raise CheckpointError(
             f"{path}: rotary positions of type {kind} {other or ''}, and only Llama 3's are supported"

@@ -70,15 +70,17 @@ class Weights:
             raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
         return values
 
-    def read_all(self, what: str, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
+    def read_all(
+        self, what: str, names: Iterable[str] | None = None, whole: tuple[str, ...] = ()
+    ) -> Iterator[tuple[str, int, np.ndarray]]:
         """Yield (name, first row, rows), of PART elements or less, of each name, by default all; show the progress as
-        `what`.
+        `what`.  Names that end as one in `whole` are not divided.
         """
         names = list(self.shapes if names is None else names)
         with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
             for name in names:
                 length, *width = self.shapes[name]
-                step = max(1, PART // math.prod(width))
+                step = length if name.endswith(whole) else max(1, PART // math.prod(width))
                 for first in range(0, length, step):
                     values = self.read(name, slice(first, first + step))
                     yield name, first, values

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_triton.checkpoint import huggingface
+from gpt2_triton.checkpoint import safetensors_files
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from tests.support.foreign import checkpoint_of, config_of, random_params
@@ -38,7 +38,7 @@ def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface, "save_file", full)
+    monkeypatch.setattr(safetensors_files, "write", full)
     before = sorted(tmp_path.iterdir())
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert "could not be written ([Errno 28] No space left on device); choose another" in capsys.readouterr().err

@@ -45,6 +45,24 @@ def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
     assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
 
 
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, factor):
+    model, _, out = exported(tmp_path, n_kv_head=None, rope_theta=10_000.0, rope_factor=factor)
+    config = json.loads((out / "config.json").read_text())
+    scaling = config.pop("rope_scaling")
+    theta = config.pop("rope_theta")
+    old = {key: value for key, value in config.items() if key not in ("num_key_value_heads", "head_dim")}
+    new = (scaling or dict(rope_type="default")) | dict(rope_theta=theta)
+    forms = [old | dict(rope_scaling=scaling, rope_theta=theta), config | dict(rope_parameters=new)]
+    if factor == 1:
+        forms.append(old)  # theta of Llama 1 was not written
+    for form in forms:
+        (out / "config.json").write_text(json.dumps(form))
+        found = huggingface.read(str(out))
+        assert (found.model.rope_theta, found.model.rope_factor) == (theta, factor)
+        assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
+
+
 LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0))
 
 
