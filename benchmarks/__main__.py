@@ -26,7 +26,7 @@ app.help_epilogue = (
     "losses.loss_compare, losses.vs_torch, results."
 )
 Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
-ALL_SIZES = "d12,d24,d36,d48"
+GPT2_SIZES = "d12,d24,d36,d48"
 
 
 @Parameter(name="*")
@@ -37,16 +37,16 @@ class Runs:
     Parameters
     ----------
     sizes: str
-        Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M).
+        Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M), llama:c768, llama:1b.
     batch: int
-        Sequences per step; by default 64, 64, 32 and 16 for the four sizes.
+        Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
     recompute: str
         memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
     precision: str
         train.precision of gpt2_triton; bf16,fp8 runs both.
     """
 
-    sizes: str = ALL_SIZES
+    sizes: str = GPT2_SIZES
     batch: Annotated[int, AT_LEAST_1] | None = None
     recompute: str | None = None
     precision: Literal["bf16", "fp8", "bf16,fp8"] = "bf16"
@@ -55,7 +55,7 @@ class Runs:
         """Return the work of each size, precision and optimizer; ConfigError if a configuration is wrong."""
         from benchmarks.speed.sizes import work_of
 
-        names, precisions = _sizes(self.sizes), self.precision.split(",")
+        names, precisions = _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b"), self.precision.split(",")
         arms = [(precision, name, keys) for precision in precisions for name in optim.split(",")]
         found = [work_of(size, self.batch, self.recompute, *arm) for size in names for arm in arms]
         try:
@@ -150,7 +150,7 @@ def tune(
         The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  To use the file in
         another installation of this version, set the variable GPT2_TRITON_TABLE to its path.
     """
-    names = _sizes(sizes) if sizes else None
+    names = _sizes(sizes, GPT2_SIZES) if sizes else None
     if out and out.suffix != ".json":
         raise ConfigError(f"--out: {out} does not end in .json, as a table does")
     require_directory("out", out)
@@ -160,10 +160,10 @@ def tune(
     return search(names, batch, only, out)
 
 
-def _sizes(sizes: str) -> list[str]:
+def _sizes(sizes: str, known: str) -> list[str]:
     for name in sizes.split(","):
-        if name not in ALL_SIZES.split(","):
-            raise ConfigError(f"--sizes: unknown {name}; known are {ALL_SIZES.replace(',', ', ')}")
+        if name not in known.split(","):
+            raise ConfigError(f"--sizes: unknown {name}; known are {known.replace(',', ', ')}")
     return sizes.split(",")
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
-from benchmarks.speed.sizes import MODELS, T, work_of
+from benchmarks.speed.sizes import SIZES, work_of
 from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 def steps(program: Program, size: str, tokens: int, limit: float, env: Env) -> Figures:
-    found = run_program(program, size, MODELS[size].batch, STEPS, limit, env)
+    found = run_program(program, size, SIZES[size].batch, STEPS, limit, env)
     figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name)}
     figures["tok_s"] = 1e3 * tokens / found["ms"]
     return figures | ({"recompute": program.recompute} if program.recompute else {})
@@ -80,7 +80,7 @@ def steps_or_absence(*words: Any) -> Figures:
 
 def first_step(program: Program, size: str, limit: float, env: Env) -> Figures:
     """Return the seconds from the start of a process to the end of its first step, with empty and filled caches."""
-    cold, warm = (run_program(program, size, MODELS[size].batch, FEWEST, limit, env) for _ in range(2))
+    cold, warm = (run_program(program, size, SIZES[size].batch, FEWEST, limit, env) for _ in range(2))
     return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
@@ -92,7 +92,7 @@ def first_step_compiled(size: str, gpu: str, limit: float, env: Env) -> Figures:
         command, begin = [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu], time.monotonic()
         subprocess.run(command, check=True, timeout=limit, env=os.environ | env | dict(CUDA_VISIBLE_DEVICES=""))
         seconds = time.monotonic() - begin
-        found = run_program(ours(work_of(size)), size, MODELS[size].batch, FEWEST, limit - seconds, env)
+        found = run_program(ours(work_of(size)), size, SIZES[size].batch, FEWEST, limit - seconds, env)
     return dict(compile_s=seconds, warm_s=found["first_step"])
 
 
@@ -113,8 +113,8 @@ def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
     figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
     figures["slowest_ms"] = max(statistics.median(rank["alone"]) for rank in ranks)
-    tokens = gpus * MODELS[size].batch * T
-    return figures | dict(batch=MODELS[size].batch, tok_s=1e3 * tokens / medians["together"])
+    tokens = gpus * tokens_of(size)
+    return figures | dict(batch=SIZES[size].batch, tok_s=1e3 * tokens / medians["together"])
 
 
 def json_of(module: list[str], limit: float, env: Env) -> Any:
@@ -126,6 +126,10 @@ def json_of(module: list[str], limit: float, env: Env) -> Any:
         return json.loads(file.read_text())
 
 
+def tokens_of(size: str) -> int:
+    return work_of(size).config().total_batch_tokens
+
+
 def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> Part:
     return Part(key, seconds, lambda limit, env: measure(*words, limit, env))
 
@@ -133,11 +137,11 @@ def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -
 def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     """Return groups of parts, the most important first.  Only the first size has all groups."""
     first, compile_s = sizes[0], dict(d12=60, d24=90, d36=120, d48=150)  # torch.compile
-    tokens = MODELS[first].batch * T
+    tokens = tokens_of(first)
 
     def step(kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0) -> Part:
         seconds = (12 if size == "d12" else 20) + more
-        return part(f"{kind}.{size}.{arm}", seconds, steps, program, size, tokens or MODELS[size].batch * T)
+        return part(f"{kind}.{slug(size)}.{arm}", seconds, steps, program, size, tokens or tokens_of(size))
 
     def fp8(size: str, *keys: str, level: str = "none", optim: str = "adamw") -> Program:
         return ours(work_of(size, None, level, "fp8", optim, keys))
@@ -174,7 +178,16 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             part(f"ops.{first}.bf16", 35, operations, first, ()),
             part(f"ops.{first}.fp8", 35, operations, first, ("--precision", "fp8", *LOGITS)),
         ],
+        [
+            step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
+            step("steps", "llama:1b", "torch", PYTORCH, 60),
+            part("ops.llama_1b.bf16", 60, operations, "llama:1b", ()),
+        ],
         *rest[1:],
+        [
+            step("steps", "llama:c768", "bf16", ours(work_of("llama:c768")), 15),
+            step("steps", "llama:c768", "torch", PYTORCH, 60),
+        ],
         [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
         [step("levels", first, slug(level), fp8(first, *LOGITS, level=level), 6) for level in LEVELS],
         *([part(f"peer.{first}.{slug(p.name)}", 90, steps_or_absence, p, first, tokens)] for p in TORCHAO[::-1]),
@@ -295,8 +308,8 @@ def run(
         Print the missing parts and about how many seconds they take, and measure nothing.
     """
     kinds, names = parts.split(","), sizes.split(",")
-    if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
-        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
+    if unknown := {*kinds, *names} - {*KINDS.split(","), *SIZES}:
+        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(SIZES)}")
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
     one = measuring.section(name, meta | dict(gpus=1))

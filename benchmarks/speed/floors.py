@@ -76,12 +76,13 @@ def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
 
 
 @functools.cache
-def attention_ms(name: str, B: int, NH: int, T: int, HS: int) -> float:
-    """Return the time of the library's causal attention, forward or backward."""
-    q, k, v, dout = (_random(B, T, NH, HS).transpose(1, 2) for _ in range(4))
+def attention_ms(name: str, B: int, NH: int, NKV: int, T: int, HS: int) -> float:
+    """Return the time of the library's causal attention, forward or backward; NKV heads have keys and values."""
+    q, k, v, dout = (_random(B, T, heads, HS).transpose(1, 2) for heads in (NH, NKV, NKV, NH))
+    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=NKV < NH)
     with sdpa_kernel(ATTENTION):
         if name == "attention_fwd":
-            return median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            return median_ms(lambda: attention(q, k, v))
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        out = attention(*leaves)
         return median_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))

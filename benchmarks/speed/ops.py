@@ -28,7 +28,7 @@ import gpt2_triton.kernels as kernels
 from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
-from benchmarks.speed.sizes import T, Work
+from benchmarks.speed.sizes import SIZES, Work
 from gpt2_triton.model.model import Model
 
 Arguments = dict[str, Any]
@@ -42,6 +42,7 @@ GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # operations
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
     "matmul": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
+    "matmul_rope": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_gelu": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_add": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_dx": (lambda a: (*a["dinp"].shape, a["dout"].shape[1]), "dx"),
@@ -87,6 +88,13 @@ def flops(name: str, a: Arguments) -> int:
     return sum(2 * math.prod(sizes) for _, *sizes in products(name, a))
 
 
+def attention_sizes(a: Arguments) -> tuple[int, ...]:
+    """Return B, NH, NKV, T and HS."""
+    B, NH, T = a["lse"].shape
+    HS = a["out"].shape[1] // NH
+    return B, NH, (a["qkv"].shape[1] // HS - NH) // 2, T, HS
+
+
 def moved_bytes(name: str, a: Arguments) -> int:
     """Return the bytes that are read and written.  A tensor counts twice if it is updated in place or added to."""
     updated = set(IN_PLACE.get(name, ()))
@@ -114,7 +122,7 @@ class Operation:
     flops: int
     nbytes: int
     products: list[tuple[str, int, int, int]]
-    attention: tuple[int, int, int, int] | None
+    attention: tuple[int, ...] | None
     fp8: bool = False  # the operands are fp8
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
     ms: list[float] = dataclasses.field(default_factory=list)
@@ -158,7 +166,7 @@ class Timed:
         nbytes = moved_bytes(name, a)
         key = (name, shapes, nbytes)
         if key not in self.operations:
-            sizes = (*a["lse"].shape, a["out"].shape[1] // a["lse"].shape[1]) if name.startswith("attention") else None
+            sizes = attention_sizes(a) if name.startswith("attention") else None
             fp8 = is_fp8(name, a)
             self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, products(name, a), sizes, fp8)
         return self.operations[key]
@@ -221,7 +229,7 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
         torch.cuda.empty_cache()
         rows = [OpTime(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
         rows.sort(key=lambda row: -row.calls * row.ms)
-        title = f"{work.size}, B {work.batch}, T {T}, {work.precision}, recompute {work.recompute}"
+        title = f"{work.size}, B {work.batch}, T {SIZES[work.size].T}, {work.precision}, recompute {work.recompute}"
         print(f"{title}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
         print(table(rows, step))
         found.append(figures(rows, step))

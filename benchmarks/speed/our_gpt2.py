@@ -20,7 +20,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.energy import Power
-from benchmarks.speed.sizes import MODELS, Work, tokens_of, work_of
+from benchmarks.speed.sizes import SIZES, Work, tokens_of, work_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.arena import GIB
@@ -61,7 +61,7 @@ def calibrated(model: Model, packed: torch.Tensor) -> Model:
 
 def packed_batch(config: Config) -> torch.Tensor:
     """Return a micro-batch of random tokens, equal in every call."""
-    return pack_batch(None, *tokens_of(config.train.batch_size), config.model.vocab_size).pin_memory()
+    return pack_batch(None, *tokens_of(config), config.model.vocab_size).pin_memory()
 
 
 def main(work: Work, steps: int, start: float) -> None:
@@ -86,7 +86,7 @@ def main(work: Work, steps: int, start: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=MODELS)
+    parser.add_argument("size", choices=SIZES)
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")

@@ -1,6 +1,6 @@
-"""GPT-2's four sizes as the benchmarks run them: sequences of 1024 tokens, one update per batch of sequences."""
+"""Sizes of GPT-2 and Llama 3 as the benchmarks run them: one update per batch of sequences."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -8,12 +8,17 @@ from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
 
-T, VOCAB = 1024, ModelConfig().vocab_size
+T, VOCAB = 1024, ModelConfig().vocab_size  # of GPT-2
+LLAMA_1B = dict(
+    arch="llama", n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_inner=8192, vocab_size=128_256, block_size=131_072,
+    rope_factor=32.0,
+)  # fmt: skip
 
 
 class Size(NamedTuple):
     batch: int  # sequences per step
     recompute: str  # memory.recompute in bf16
+    T: int = T  # tokens of a sequence
 
 
 MODELS = {  # by model.size
@@ -22,6 +27,7 @@ MODELS = {  # by model.size
     "d36": Size(32, "gelu+ln"),
     "d48": Size(16, "gelu+ln"),
 }
+SIZES = MODELS | {"llama:c768": Size(64, "none"), "llama:1b": Size(8, "gelu+ln", 2048)}
 
 
 class Work(NamedTuple):
@@ -36,10 +42,12 @@ class Work(NamedTuple):
 
     def config(self, n_layer: int | None = None) -> Config:
         """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's n_layer."""
+        model: dict[str, Any] = LLAMA_1B if self.size == "llama:1b" else dict(size=self.size)
         config = Config.model_validate(
             dict(
-                model=dict(size=self.size),
-                train=dict(batch_size=self.batch, seq_len=T, precision=self.precision),
+                model=model,
+                data=dict(tokenizer="llama3" if self.size == "llama:1b" else "gpt2"),
+                train=dict(batch_size=self.batch, seq_len=SIZES[self.size].T, precision=self.precision),
                 optim=dict(name=self.optim, lr=3e-4, warmup=0, schedule="constant"),
                 memory=dict(recompute=self.recompute),
             )
@@ -52,12 +60,14 @@ def work_of(
     size: str, batch: int | None = None, recompute: str | None = None, precision: str = "bf16",
     optim: str = "adamw", keys: tuple[str, ...] = (),
 ) -> Work:  # fmt: skip
-    """Return the work of a size, with the batch and recompute level of MODELS unless others are given."""
-    default = MODELS[size]
+    """Return the work of a size, with the batch and recompute level of SIZES unless others are given."""
+    default = SIZES[size]
     return Work(size, batch or default.batch, recompute or default.recompute, precision, optim, keys)
 
 
-def tokens_of(batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random ids and targets, int32 [batch, T], equal in every call."""
-    tokens = np.random.default_rng(1).integers(0, VOCAB, (batch, T + 1), dtype=np.int32)
+def tokens_of(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return random ids and targets of a micro-batch, int32 [B, T], equal in every call."""
+    train = config.train
+    shape = train.batch_size, train.seq_len + 1
+    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""Times training steps of GPT-2's four sizes, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
+"""Times training steps of GPT-2 and Llama 3, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
 
 Each run is a process of its own, as a user's run is.  A step is forward, backward, clipping and the update; all steps
 take the same random tokens.  A step's time runs from the end of the previous step to its own end, and the host does not
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.speed.sizes import T, Work, work_of
+from benchmarks.speed.sizes import Work, work_of
 from gpt2_triton.device import peak_flops
 
 
@@ -85,11 +85,11 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
     lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:
-        found, other, tokens = row["report"], torchs.get(row["size"]), row["batch"] * T
+        found, other = row["report"], torchs.get(row["size"])
         line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
         if found:
-            rate = tokens / found["ms"] * 1e3
-            flops = work_of(row["size"], row["batch"], row["recompute"]).config().flops_per_token
+            config = work_of(row["size"], row["batch"], row["recompute"]).config()
+            rate, flops = config.total_batch_tokens / found["ms"] * 1e3, config.flops_per_token
             line += [f"{found['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
             line += ["-" if found.get("joules") is None else f"{found['joules']:.1f}", f"{found['gib']:.2f}"]
             line += [f"{found['planned']:.2f}" if "planned" in found else "-", f"{found['first_step']:.1f}"]

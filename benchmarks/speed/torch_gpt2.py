@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, written to be fast on one GPU: the baseline of `python -m benchmarks steps`.
+"""GPT-2 in PyTorch, written to be fast on one GPU: the baseline of `python -m benchmarks steps`, also for Llama 3.
 
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
 no host synchronisation between steps.  Prints one JSON line.
@@ -23,7 +23,8 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
-from benchmarks.speed.sizes import MODELS, tokens_of
+from benchmarks.speed.sizes import SIZES, tokens_of, work_of
+from benchmarks.speed.torch_llama import Llama
 from gpt2_triton.config.schema import ModelConfig
 
 
@@ -63,9 +64,10 @@ class GPT2(nn.Module):
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.view(-1))
 
 
-def build(size: str) -> tuple[GPT2, torch.optim.Optimizer]:
+def build(size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = GPT2(ModelConfig(size=size)).cuda().bfloat16()
+    config = work_of(size).config().model
+    model = (GPT2 if config.arch == "gpt2" else Llama)(config).cuda().bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -118,8 +120,9 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     )
 
 
-def batch_of(batch: int) -> tuple[Tensor, Tensor]:
-    ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens_of(batch))
+def batch_of(size: str, batch: int) -> tuple[Tensor, Tensor]:
+    tokens = tokens_of(work_of(size, batch).config())
+    ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens)
     return ids, targets
 
 
@@ -132,7 +135,7 @@ def main(
     optimizer = MuonAndAdamW(model) if optim == "muon" else adamw
     if fp8:
         in_float8(model, fp8)
-    compiled, tokens = torch.compile(model), batch_of(batch)
+    compiled, tokens = torch.compile(model), batch_of(size, batch)
     run = functools.partial(run_steps, compiled, optimizer, tokens, micro_steps=micro_steps)
     run(1)
     first_step = time.time() - start
@@ -146,7 +149,7 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=MODELS)
+    parser.add_argument("size", choices=SIZES)
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")

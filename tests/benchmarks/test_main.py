@@ -14,7 +14,8 @@ from gpt2_triton import device
 from gpt2_triton.commands.app import main
 
 MISTAKES = [  # arguments, part of the message
-    (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48"),
+    (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48, llama:c768, llama:1b"),
+    (["tune", "--sizes", "llama:1b"], "--sizes: unknown llama:1b; known are d12, d24, d36, d48"),
     (["steps", "--steps", "5"], "--steps. Must be >= 6"),
     (["ops", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
     (["steps", "--recompute", "some"], "recompute: Value error, must be auto, none"),

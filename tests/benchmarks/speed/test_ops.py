@@ -25,7 +25,8 @@ def record(monkeypatch):
 
     def run(level="gelu", **sections):
         timed = ops.Timed(on=lambda: False)
-        sections |= dict(model=dict(vocab_size=300), memory=dict(recompute=level, head_rows=20))
+        sections["model"] = dict(vocab_size=300) | sections.get("model", {})
+        sections |= dict(memory=dict(recompute=level, head_rows=20))
         model, config = tiny_model(timed, **sections)
         packed = packed_batch(config)
         calibrated(model, packed)
@@ -70,6 +71,14 @@ def test_flops_of_a_step_are_6n_plus_attention(record, level):
     again = d.L * (2 * d.R * 8 * C2 + 2 * attention) if level == "block" else 0
     total = sum(op.flops * len(op.spans) for op in operations)
     assert total == 6 * d.R * (12 * d.L * C2 + d.Vp * d.C) + 7 * d.L * attention + again
+
+
+def test_flops_of_llama_count_shared_keys_and_the_gate(record):
+    d, operations = record(model=dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=96))
+    matrices = d.L * 128 * (128 + 2 * 64 + 128 + 3 * 96) + d.Vp * 128
+    attention = d.B * d.T * d.T * 128
+    assert sum(op.flops * len(op.spans) for op in operations) == 6 * d.R * matrices + 7 * d.L * attention
+    assert {op.attention for op in operations} == {None, (d.B, 2, 1, d.T, 64)}
 
 
 def test_moved_bytes_of_a_step(record):
@@ -135,7 +144,7 @@ def test_floor_is_the_longest_time_with_its_name(monkeypatch):
     assert ops.floor(operation(products=())) == (0.001, "copy")
     for layout, ms in (("forward", 0.3), ("dx", 0.3), ("dw", 0.35)):
         assert ops.floor(operation(products=((layout, 128, 64, 32),), fp8=True)) == (ms, "cuBLAS fp8")
-    assert ops.floor(operation("attention_fwd", (), (2, 1, 16, 64))) == (0.25, "cuDNN")
+    assert ops.floor(operation("attention_fwd", (), (2, 1, 1, 16, 64))) == (0.25, "cuDNN")
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e9)
     assert ops.floor(operation()) == (1.0, "copy")
 

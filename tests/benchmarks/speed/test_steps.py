@@ -1,11 +1,13 @@
 """`python -m benchmarks steps`: the steps that are timed, the runs as processes, the table.  The times need a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.speed import energy, multi_gpu, steps, torch_gpt2
+from benchmarks import torch_reference
+from benchmarks.speed import energy, multi_gpu, steps, torch_gpt2, torch_llama
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import Work, work_of
 from gpt2_triton.config.schema import ModelConfig
@@ -24,11 +26,32 @@ def test_two_micro_steps_equal_one_step_of_the_same_batch():
     assert losses[0][1] < losses[0][0]
 
 
-@pytest.mark.parametrize("size", ["d12", "d24"])
+@pytest.mark.parametrize("size", ["d12", "d24", "llama:c768", "llama:1b"])
 def test_torch_model_has_as_many_parameters(size):
+    config = work_of(size).config()
     with torch.device("meta"):
-        model = torch_gpt2.GPT2(ModelConfig(size=size))
-    assert sum(p.numel() for p in model.parameters()) == work_of(size, 1, None).config().n_params
+        model = (torch_llama.Llama if size.startswith("llama") else torch_gpt2.GPT2)(config.model)
+    assert sum(p.numel() for p in model.parameters()) == config.n_params
+
+
+NAMES = ("qkv", "attproj", "fc", "fcproj")
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_torch_llama_has_the_reference_s_loss(factor):
+    sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_inner=176, vocab_size=256, block_size=64)
+    config = ModelConfig(arch="llama", rope_factor=factor, **sizes)
+    torch.manual_seed(0)
+    model = torch_llama.Llama(config)
+    layers = model.layers
+    norms = [norm.weight for layer in layers for norm in (layer.norm_1, layer.norm_2)] + [model.norm.weight]
+    for norm in norms:
+        torch.nn.init.uniform_(norm, 0.5, 1.5)
+    weights = {f"{name}w": [getattr(layer, name).weight for layer in layers] for name in NAMES}
+    p = SimpleNamespace(wte=model.wte.weight, lnw=norms, **weights)
+    ids, targets = torch.randint(256, (2, 3, 40))
+    want = torch_reference.llama_loss(p, ids, targets, 256, 4, model.rope, config.norm_eps)
+    torch.testing.assert_close(model(ids, targets), want)
 
 
 OURS = dict(ms=100.0, joules=71.24, gib=17.25, planned=17.0, first_step=3.21)
