@@ -86,7 +86,7 @@ def llama_loss(params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope:
         x = x + F.linear(att.transpose(1, 2).reshape(B, T, C), p.attprojw[l])
         gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])
-    return _cross_entropy(norm(x, 2 * len(p.qkvw)), p.wte[:V], targets, "mean")
+    return _cross_entropy(norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean")
 
 
 def _cross_entropy(x: Tensor, w: Tensor, targets: Tensor, reduction: str) -> Tensor:

@@ -29,15 +29,11 @@ def read(
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
-    required = REQUIRED | {
-        "tie_word_embeddings": True,
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
-    }
-    for key, value in required.items():
-        default = False if key == "tie_word_embeddings" else value
-        if (got := config.get(key, default)) not in (value, None):
+    for key, value in (REQUIRED | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}).items():
+        if (got := config.get(key)) not in (value, None):
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
+    sizes |= {"tied": bool(config.get("tie_word_embeddings"))}  # False without the key, as in transformers
     model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
 
     def read(name: str, rows: slice) -> np.ndarray:
@@ -71,4 +67,4 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
     sizes |= {"num_key_value_heads": model.n_kv_head or model.n_head, "intermediate_size": model.inner}
     rope = {"rope_theta": model.rope_theta, "rope_scaling": scaling if model.rope_factor > 1 else None}
     named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": stored}
-    return named | sizes | rope | REQUIRED | {"tie_word_embeddings": True, "initializer_range": 0.02}
+    return named | sizes | rope | REQUIRED | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}

@@ -60,13 +60,12 @@ class Config(Sections):
 
     @property
     def n_params(self) -> int:
-        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte and the tied head count once."""
-        m, c, layers = self.model, self.model.n_embd, self.model.n_layer
-        if m.arch == "llama":  # matrices of q, k, v, the attention's output, gate, value and the MLP's output; norms
-            layer = c * (2 * c + 2 * m.kv_channels + 3 * m.inner) + 2 * c
-            return m.padded_vocab * c + layers * layer + c
-        layer = 12 * c * c + 13 * c  # matrices 3 + 1 + 4 + 4; biases 3 + 1 + 4 + 1, two norms of 2 each
-        return (self.model.padded_vocab + self.model.block_size) * c + layers * layer + 2 * c
+        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte and a tied head count once."""
+        m, c = self.model, self.model.n_embd
+        # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1 + 4 + 1; last norm, positions
+        mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
+        layer = 2 * c + 2 * m.kv_channels + mlp * m.inner + rows  # q and the attention's output, k and v
+        return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last)
 
     @property
     def flops_per_token(self) -> int:

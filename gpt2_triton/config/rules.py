@@ -67,7 +67,7 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
 def _llama_conflicts(config: Sections) -> Iterator[Problem]:
     m, d = config.model, ModelConfig()
     if m.arch == "gpt2":
-        for key in ("n_kv_head", "n_inner", "norm_eps", "rope_theta", "rope_factor"):
+        for key in ("n_kv_head", "n_inner", "norm_eps", "rope_theta", "rope_factor", "tied"):
             if getattr(m, key) != getattr(d, key):
                 yield f"model.{key}", f"{getattr(m, key)} is for model.arch llama; remove it"
         return

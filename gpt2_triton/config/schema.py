@@ -94,6 +94,8 @@ class ModelConfig(ConfigSection):
         1.0, "llama: low frequencies are divided by it, as in Llama 3.1 (8) and 3.2 (32); 1 changes none", ge=1
     )
 
+    tied: bool = kept(True, "llama: the output head is the token embedding; false gives it weights of its own")
+
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
@@ -123,6 +125,11 @@ class ModelConfig(ConfigSection):
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def head_row(self) -> int:
+        """First row of the output head, counted from the token embedding's first: an untied head lies behind it."""
+        return 0 if self.tied else self.padded_vocab
 
 
 class DataConfig(ConfigSection):
@@ -187,7 +194,7 @@ class OptimConfig(ConfigSection):
         "adamw", "optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either"
     )
     lr: float = free(6e-4, "peak learning rate", gt=0)
-    embed_lr: float = free(1.0, "factor on the learning rate of the embeddings, wte and wpe", gt=0)
+    embed_lr: float = free(1.0, "factor on the learning rate of the embeddings and an untied head", gt=0)
     adamw_lr: OptionalFloat = free(
         None, "peak learning rate of what AdamW updates beside Muon, before embed_lr; null is lr", gt=0
     )
@@ -206,7 +213,9 @@ class OptimConfig(ConfigSection):
     weight_decay: OptionalFloat = free(
         0.1, "decoupled weight decay of matrices and embeddings; null if tau is given", ge=0
     )
-    embed_decay: OptionalFloat = free(None, "weight decay of wte and wpe; null is that of the matrices", ge=0)
+    embed_decay: OptionalFloat = free(
+        None, "weight decay of the embeddings and an untied head; null is that of the matrices", ge=0
+    )
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(

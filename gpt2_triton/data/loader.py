@@ -167,11 +167,12 @@ class Prefetcher:
         depth: int = 3,
         rank: int = 0,
         ranks: int = 1,
+        head_row: int = 0,
     ):
         assert depth >= 3, depth
-        self._loader, self._vocab_size = loader, vocab_size
+        self._loader, self._rows = loader, (vocab_size, head_row)
         self._micro_batch, self._accumulation, self._rank, self._ranks = micro_batch, accumulation, rank, ranks
-        size = packed_size(micro_batch * loader.windows.seq_len, vocab_size)
+        size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
         self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(depth)] if pinned else []
         self._gpu = torch.cuda.current_device() if pinned else None
@@ -205,7 +206,7 @@ class Prefetcher:
         """Yield the micro-batches of the step that begins with this sample, without the thread."""
         for first in self.first_samples_of_step(first_sample):
             tokens = self._loader.batch(first, self._micro_batch)
-            yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], self._vocab_size)
+            yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], *self._rows)
 
     def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
         """Yield where each micro-batch of this rank begins, in the step that begins with global sample first_sample."""
@@ -233,7 +234,7 @@ class Prefetcher:
                 if self._copied:
                     self._copied[slot].synchronize()
                 tokens = self._loader.batch(first, self._micro_batch)
-                pack_batch(self._buffers[slot], tokens[:, :-1], tokens[:, 1:], self._vocab_size)
+                pack_batch(self._buffers[slot], tokens[:, :-1], tokens[:, 1:], *self._rows)
                 self._ready.put(slot)
         except BaseException as error:
             self._ready.put(error)

@@ -84,11 +84,17 @@ def packed_size(R: int, vocab_size: int) -> int:
     return 4 * R + 4 * max_segments + 4 * max_split
 
 
-def pack_batch(buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> torch.Tensor:
-    """Write int32 ids and targets [B, T] and their tables into `buffer` (None: a new one) in packed_size's layout."""
+def pack_batch(
+    buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int, head_row: int = 0
+) -> torch.Tensor:
+    """Write int32 ids and targets [B, T] and their tables into `buffer` (None: a new one) in packed_size's layout.
+
+    An untied head has the targets' rows: in the tables they begin `head_row` rows behind wte's first.
+    """
+    rows = head_row + vocab_size
     if buffer is None:
-        buffer = torch.empty(packed_size(ids.size, vocab_size), dtype=torch.int32)
+        buffer = torch.empty(packed_size(ids.size, rows), dtype=torch.int32)
     ids, targets = ids.reshape(-1), targets.reshape(-1)
-    tables = scatter_table(ids, targets, vocab_size)
+    tables = scatter_table(ids, np.where(targets < 0, -1, targets + head_row) if head_row else targets, rows)
     np.concatenate([ids, targets, *(table.reshape(-1) for table in tables)], out=buffer.numpy())
     return buffer

@@ -5,7 +5,7 @@ embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r wit
              dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
 The second sum is the output head's gradient, as wte is the head's weight too; ks is the gradient of the target's logit
-(classifier.py).
+(classifier.py).  An untied head lies behind wte: dwte then has the rows of both, and the targets' begin at Vp.
 
 Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts 2R
 entries by token (scatter_table of data/packing.py): entry e < R is row e of dx, entry R + r is row r of lnf.  One

@@ -47,7 +47,9 @@ LLAMA = Architecture(llama_buffers.Params, llama_buffers.Acts, None, llama_sched
 
 
 def of(m: ModelConfig) -> Architecture:
-    return LLAMA if m.arch == "llama" else GPT2
+    if m.arch == "gpt2":
+        return GPT2
+    return LLAMA if m.tied else LLAMA._replace(Params=llama_buffers.UntiedParams)
 
 
 def dimensions(m: ModelConfig) -> dict[str, int]:

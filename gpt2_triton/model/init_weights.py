@@ -13,14 +13,13 @@ INIT_STD = 0.02
 
 def init_weights(K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int) -> None:
     """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.  Everything else is 0:
-    biases, the padded rows of wte, and the rest of the state.
+    biases, the padded rows of wte and lmhead, and the rest of the state.
     """
     std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
     for flat in state_io.state_buffers(s).values():
         K.fill(flat, 0.0)
     for p, e in itertools.product(sharding.updated_shards(dims, rank), entries):
-        n = (dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:])
-        first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + n)
+        first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + e.used)
         if first >= stop:
             continue
         w = s.params[p.param :][first - p.first : stop - p.first]

@@ -52,8 +52,8 @@ def dimensions(
     d = dict(B=B, T=T, R=B * T) | architecture.dimensions(config.model)
     d["Tr"] = min(d["R"], d["Tmax"])
     d["Rc"] = min(d["R"], config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16)
-    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], d["V"])
-    d["Np"] = packed_size(d["R"], d["V"])
+    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows := config.model.head_row + d["V"])
+    d["Np"] = packed_size(d["R"], rows)
     d["Bd"] = sequences or int(training and config.sample.every > 0)
     d["Rp"] = d["Rc"] if training else 0
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)

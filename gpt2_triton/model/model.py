@@ -216,7 +216,7 @@ class Model:
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]
-            self.K.decode_matmul(chunk, v.a.lnf[b * T + t : b * T + t + n], v.w.wte, None, None, None, None)
+            self.K.decode_matmul(chunk, v.a.lnf[b * T + t : b * T + t + n], v.head_w, None, None, None, None)
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
 

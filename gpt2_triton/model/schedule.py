@@ -27,23 +27,23 @@ def cast(K: Any, operands: list[Any]) -> None:
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; g.wte = the head's part of its gradient.
+    """losses += cross entropy; dx = gradient at x[2L]; head_g = its part of the head's gradient.
 
-    embedding_bwd adds the targets' rows to g.wte later.  kernels/classifier.py has the formulas.
+    embedding_bwd adds the targets' rows to head_g later.  kernels/classifier.py has the formulas.
     """
-    w, g, a = m.w, m.g, m.a
+    a = m.a
     A.final_norm(K, m)
     if not acc:
         cast(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
-    K.classifier_target(a.zt, a.lnf, w.wte, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
     for r in m.head_chunks():
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
-        K.classifier_fwd(p, a.scratch, a.lnf[r], w.wte, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(p, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
-        K.classifier_dx(a.dln[r], p, w.wte, a.rs[r], a.ks[r], m.targets[r])
-        K.matmul_dw(g.wte, a.scratch, p, lns, acc or r.start > 0)
+        K.classifier_dx(a.dln[r], p, m.head_w, a.rs[r], a.ks[r], m.targets[r])
+        K.matmul_dw(m.head_g, a.scratch, p, lns, acc or r.start > 0)
     A.final_norm_bwd(K, m, acc)
     m.observe.tensors(dx=2 * m.L)
 
@@ -53,9 +53,9 @@ def head_loss(K: Any, A: Any, m: Any) -> None:
     a = m.a
     A.final_norm(K, m)
     cast(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.w.wte, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
     for r in m.head_chunks():
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.w.wte, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(None, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
 
 
@@ -64,7 +64,7 @@ def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p
     A.decode(K, m, d)
     A.final_norm(K, m)  # separately: each of the head's 3144 programs would have to normalise its input again
     logits = d.logits[: len(d.seq)]
-    K.decode_matmul(logits, m.a.lnf, m.w.wte, None, None, None, None)
+    K.decode_matmul(logits, m.a.lnf, m.head_w, None, None, None, None)
     K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
 
 

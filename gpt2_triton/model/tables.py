@@ -155,6 +155,7 @@ class ParamEntry(NamedTuple):
     bucket_offset: int  # its first element's index in the bucket
     offset: int  # its flat index: the first element's index among all parameters, on any number of ranks
     shape: tuple[int, ...]
+    used: int  # elements before its padding, the rows from V on
     init: str
     decay: bool
 
@@ -168,7 +169,8 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
         first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
             m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
-            yield ParamEntry(field.name, layer, bucket, offset - first, offset, shape, m["init"], m["decay"])
+            used = math.prod(eval_shape(m["shape"].replace("Vp", "V"), dims))
+            yield ParamEntry(field.name, layer, bucket, offset - first, offset, shape, used, m["init"], m["decay"])
             offset += math.prod(shape)
 
 

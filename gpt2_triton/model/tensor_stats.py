@@ -64,8 +64,7 @@ class StatsRecorder(Observer):
         self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
         self._sharded = dims["zero"] > 0  # each rank updates its shard of the parameters, not all of them
         self._entries = list(param_entries(A.Params, dims))
-        rows = ((e, dims["V"] if e.name == "wte" else e.shape[0]) for e in self._entries)
-        self._spans = [(e.offset, e.offset + n * math.prod(e.shape[1:])) for e, n in rows]
+        self._spans = [(e.offset, e.offset + e.used) for e in self._entries]
 
     def begin(self, acc: bool) -> "StatsRecorder":
         """Begin a micro-step, and return self; if `acc`, its statistics are combined with the previous ones."""

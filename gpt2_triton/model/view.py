@@ -35,6 +35,9 @@ class ModelView:
 
     w: Any  # Params of the architecture
     g: Any
+    head_w: Any  # the output head: w.wte, or w.lmhead of an untied one
+    head_g: Any
+    embed_g: Tensor | None  # the gradients of bucket `embed` as rows: Llama's wte, and lmhead behind it
     a: Any  # its Acts
     s: State
     ids: Tensor
@@ -91,8 +94,11 @@ def make_view(
     if not fp8 and getattr(a, "dmid", None) is not None:
         branch_grads = [(branch_grads[0], a.dmid)[i % 2] for i in range(d["S"])]
         a.dx = branch_grads if a.dbranch is None else a.dx
+    shapes = matrix_shapes(A.Params, d) if d["No"] else []
     return ModelView(
-        w=w, g=g, a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
+        w=w, g=g, head_w=getattr(w, "lmhead", w.wte), head_g=getattr(g, "lmhead", getattr(g, "wte", None)),
+        embed_g=state.grads[: d["Ne"]].view(-1, d["C"]) if training else None,
+        a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
         **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
         branch_bias_grads=[None, *(b for pair in biases for b in pair)], branch_grads=branch_grads,
         norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
@@ -100,7 +106,7 @@ def make_view(
         betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
-        matrices=list(_matrices(A.Params, state, d, rank, config)) if d["No"] else [],
+        matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)),
     )  # fmt: skip
 
 
@@ -111,11 +117,6 @@ def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
     return dict(
         ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), split_tokens=split.view(Nh, 4)
     )
-
-
-def _matrices(table: type, state: State, dims: dict[str, int], rank: int, config: Config) -> Iterator[muon.MatrixClass]:
-    shapes = matrix_shapes(table, dims)
-    return muon.matrix_classes(shapes, state, dims, rank, config.optim.momentum, config.weight_decay)
 
 
 def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:

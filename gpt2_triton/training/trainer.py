@@ -97,10 +97,9 @@ class Trainer:
 
     def _prefetch(self) -> Prefetcher:
         """Return this rank's batches from the present sample on."""
-        shape, group = self.model.shape, self.group
-        sizes = (shape.micro_batch, shape.accumulation, self.config.model.vocab_size)
-        pinned = group.device != "cpu"
-        return Prefetcher(self.data.train, *sizes, self.state.sample, pinned, rank=group.rank, ranks=group.size)
+        shape, group, m = self.model.shape, self.group, self.config.model
+        given = (self.data.train, shape.micro_batch, shape.accumulation, m.vocab_size, self.state.sample)
+        return Prefetcher(*given, group.device != "cpu", rank=group.rank, ranks=group.size, head_row=m.head_row)
 
     # ---- the loop ----
 

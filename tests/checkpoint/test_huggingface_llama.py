@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from gpt2_triton.checkpoint import huggingface
@@ -24,9 +25,9 @@ def exported(tmp_path, **more):
     return model, weights, tmp_path / "out"
 
 
-@pytest.mark.parametrize("factor", [1.0, 32.0])
-def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, factor):
-    model, _, out = exported(tmp_path, rope_factor=factor, norm_eps=1e-6)
+@pytest.mark.parametrize("factor, tied", [(1.0, True), (32.0, False)])
+def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, factor, tied):
+    model, _, out = exported(tmp_path, rope_factor=factor, norm_eps=1e-6, tied=tied)
     [(ids, _)] = batches(model.config, 1)
     theirs = LlamaForCausalLM.from_pretrained(out)(ids.long()).logits.detach()
     T = model.config.train.seq_len
@@ -63,14 +64,25 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
         assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
 
 
+def test_a_tied_head_may_be_repeated_and_an_untied_one_may_not_be_missing(tmp_path):
+    model, _, out = exported(tmp_path)
+    stored = load_file(out / "model.safetensors")
+    save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, out / "model.safetensors")
+    assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
+    save_file(stored, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
+    with pytest.raises(CheckpointError, match="lm_head.weight is missing; download the model again$"):
+        huggingface.read(str(out))
+
+
 LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0))
 
 
 @pytest.mark.parametrize(
     "change, named",
     [
-        (dict(tie_word_embeddings=False), "tie_word"), (dict(attention_bias=True), "attention_bias"),
-        (dict(head_dim=32), "head_dim"), (LINEAR, "type linear"),
+        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused(tmp_path, change, named):

@@ -11,7 +11,7 @@ from gpt2_triton.config.values import SIZES
 
 KEYS = """
 model.arch model.n_layer model.n_head model.n_kv_head model.n_embd model.n_inner model.vocab_size model.block_size
-model.dropout model.norm_eps model.rope_theta model.rope_factor
+model.dropout model.norm_eps model.rope_theta model.rope_factor model.tied
 data.train data.val data.tokenizer data.seed data.windows data.allow_changed data.verify
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.patience train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after

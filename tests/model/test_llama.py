@@ -20,14 +20,15 @@ from tests.support.helpers import error, max_error
 from tests.support.models import batches, exact_model, kernel_model, train_steps
 from tests.support.tiny import tiny_config
 
-SIZES = [(4, 4, 64, 1.0), (4, 2, 64, 8.0), (9, 3, 64, 1.0), (2, 1, 128, 32.0)]  # heads, of k and v, their size, factor
+# heads, heads of k and v, their size, factor, tied
+SIZES = [(4, 4, 64, 1.0, True), (4, 2, 64, 8.0, False), (9, 3, 64, 1.0, True), (2, 1, 128, 32.0, False)]
 TRAIN = dict(batch_size=2, seq_len=8, total_batch_tokens=16)
 
 
-def llama(NH=4, NKV=2, HS=64, factor=8.0, **more) -> dict:
+def llama(NH=4, NKV=2, HS=64, factor=8.0, tied=True, **more) -> dict:
     """Return the sections of a Llama whose sizes are no powers of 2."""
     sizes = dict(n_layer=2, n_head=NH, n_kv_head=NKV, n_embd=NH * HS, n_inner=176, vocab_size=300, block_size=32)
-    model = sizes | dict(arch="llama", norm_eps=1e-6, rope_factor=factor)
+    model = sizes | dict(arch="llama", norm_eps=1e-6, rope_factor=factor, tied=tied)
     return dict(model=model, train=TRAIN) | more
 
 
@@ -42,20 +43,20 @@ def theirs(config: Config) -> LlamaForCausalLM:
         num_attention_heads=m.n_head, num_key_value_heads=m.n_kv_head, max_position_embeddings=m.block_size,
     )  # fmt: skip
     rotation = (scaling if m.rope_factor > 1 else dict(rope_type="default")) | dict(rope_theta=m.rope_theta)
-    numbers = dict(rms_norm_eps=m.norm_eps, tie_word_embeddings=True, rope_parameters=rotation)
+    numbers = dict(rms_norm_eps=m.norm_eps, tie_word_embeddings=m.tied, rope_parameters=rotation)
     return LlamaForCausalLM(LlamaConfig(**sizes, **numbers, attn_implementation="eager"))
 
 
-@pytest.mark.parametrize("NH,NKV,HS,factor", SIZES)
-def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor):
+@pytest.mark.parametrize("NH,NKV,HS,factor,tied", SIZES)
+def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied):
     """In fp32, which transformers' norms and softmax use in any dtype, with weights of a model's usual size."""
-    model = kernel_model(**llama(NH, NKV, HS, factor, sample=dict(every=1)))
+    model = kernel_model(**llama(NH, NKV, HS, factor, tied, sample=dict(every=1)))
     model.initialise(seed=1)
     lnw = model.train_view.w.lnw
     lnw.add_(0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)))
     reference, (ids, targets) = theirs(model.config), batches(model.config, 1)[0]
     weights = by_name(model.state.params, model.config.model)
-    assert reference.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
+    assert reference.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"] * tied
     logits, flat = reference(ids.long()).logits, targets.flatten().long()
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-1, reduction="sum") / len(flat)
     want.backward()
@@ -82,9 +83,21 @@ def test_loss_and_gradients_equal_autograd(level):
         assert max_error(got[name], leaf.grad) < 1e-11, name
 
 
-@pytest.mark.parametrize("level", ["none", "gelu+ln+qkv", "block"])
-def test_decoding_equals_the_training_forward(level):
-    model = exact_model(level, **llama(), sample=dict(every=1))
+def test_gradients_of_an_untied_head_are_the_sums_of_two_micro_steps():
+    """In an arena of NaN: the first micro-step clears wte's gradient, the second adds to it."""
+    model = exact_model(**llama(tied=False) | dict(train=TRAIN | dict(total_batch_tokens=32)))
+    params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+    for ids, targets in batches(model.config, 2):
+        loss = torch_reference.llama_loss(params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6)
+        (loss / 2).backward()
+    train_steps(model, 1)
+    for name in ("wte", "lmhead"):
+        assert max_error(getattr(model.train_view.g, name), getattr(params, name).grad) < 1e-11, name
+
+
+@pytest.mark.parametrize("level,tied", [("none", True), ("gelu+ln+qkv", False), ("block", True)])
+def test_decoding_equals_the_training_forward(level, tied):
+    model = exact_model(level, **llama(tied=tied), sample=dict(every=1))
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 3], targets[0, 4] = 7, 9
     losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
@@ -128,12 +141,18 @@ def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart():
             assert max_error(now[name], w) < 1e-6, name
 
 
-def test_statistics_name_the_parts_of_a_layer():
-    model = kernel_model(**llama(log=dict(stats_every=1)))
+def test_statistics_name_the_parts_of_a_layer_and_an_untied_head():
+    model = kernel_model(**llama(tied=False, log=dict(stats_every=1)))
+    model.initialise(seed=1)
+    for name in ("wte", "lmhead"):
+        padded = getattr(model.train_view.w, name)
+        assert (padded[:300] != 0).all() and (padded[300:] == 0).all()
     train_steps(model, 1, with_stats=True)
     record = model.stats_recorder.read([t.cpu() for t in model.stats_recorder.buffers], 1, SINGLE_PROCESS)
     assert [*record["activations"]] == ["x", "qkv", "att", "fch", "dx"]
-    assert [*record["parameters"]] == ["wte", "qkvw", "attprojw", "fcw", "fcprojw", "lnw"]
+    assert [*record["parameters"]] == ["wte", "lmhead", "qkvw", "attprojw", "fcw", "fcprojw", "lnw"]
+    assert len(record["parameters"]["lmhead"]["weight_rms"]) == 1
+    assert record["parameters"]["lmhead"]["weight_rms"][0] == pytest.approx(0.02, rel=0.02)  # without padding
     gate_and_value = model.train_view.g.fcw[1].square().mean().sqrt().item()
     assert record["parameters"]["fcw"]["grad_rms"][1] == pytest.approx(gate_and_value, rel=1e-4)
     assert "largest activation" in format_summary(record)
@@ -141,7 +160,7 @@ def test_statistics_name_the_parts_of_a_layer():
 
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
 def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
-    model, launches = recorded_step(level, monkeypatch, **llama())
+    model, launches = recorded_step(level, monkeypatch, **llama(tied=level != "none"))
     assert len(launches) > 40 and violations(model, launches) == []
 
 

@@ -45,10 +45,10 @@ def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
     assert best == 0 or total(best) <= budget
 
 
-@pytest.mark.parametrize("size", ["d12", "d24", "d48"])
-def test_dims_have_the_number_of_parameters_of_the_config(size):
+@pytest.mark.parametrize("model", [*({"size": f"d{n}"} for n in (12, 24, 48)), {"size": "llama:c768", "tied": False}])
+def test_dims_have_the_number_of_parameters_of_the_config(model):
     """The configuration's formula against the sum over the tensors."""
-    config = Config.model_validate({"model": {"size": size}})
+    config = Config.model_validate({"model": model})
     assert dimensions(config, reference, 1, config.train.seq_len)["N"] == config.n_params
 
 

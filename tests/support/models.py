@@ -52,7 +52,8 @@ def randomise(model: Model) -> None:
     generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)
-    w.wte[model.dims["V"] :] = 0
+    for rows in (w.wte, model.train_view.head_w):
+        rows[model.dims["V"] :] = 0
 
 
 def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -64,14 +65,21 @@ def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
     return [(torch.from_numpy(i), torch.from_numpy(j)) for i, j in zip(ids, targets, strict=True)]
 
 
+def packed(config: Config, n: int, seed: int = 0) -> list[Tensor]:
+    """Return `batches` as the loader packs them."""
+    m = config.model
+    return [
+        pack_batch(None, ids.numpy(), targets.numpy(), m.vocab_size, m.head_row)
+        for ids, targets in batches(config, n, seed)
+    ]
+
+
 def calibrate(model: Model) -> Model:
     """Give a model its first scales, from the batches of its first step."""
     config = model.config
-    packed = [
-        pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size)
-        for ids, targets in batches(config, model.shape.accumulation)
-    ]
-    fp8.calibrate(model, packed, step_inputs(0, config, 1.0 / config.total_batch_tokens))
+    fp8.calibrate(
+        model, packed(config, model.shape.accumulation), step_inputs(0, config, 1.0 / config.total_batch_tokens)
+    )
     return model
 
 
@@ -80,8 +88,8 @@ def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[fl
     config, history = model.config, []
     for step in range(n):
         model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1, with_stats)
-        for micro, (ids, targets) in enumerate(batches(config, model.shape.accumulation, seed=step)):
-            model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size), first=micro == 0)
+        for micro, batch in enumerate(packed(config, model.shape.accumulation, seed=step)):
+            model.micro_step(batch, first=micro == 0)
         history.append(model.end_step().result()[:3])
     return history
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which 
 STEPS = 2
 
 
-LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, n_embd=192, n_inner=176)
+LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, n_embd=192, n_inner=176, tied=False)
 
 
 def config_of(zero=1, **sections):

@@ -16,12 +16,19 @@ class Params:
     """
 
     #                        shape     group    init        decay
-    wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
+    wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # rows V..Vp stay zero
     qkvw:     Tensors = param("D C",  "layer", "normal",   True, "C C, Ckv C, Ckv C")
     attprojw: Tensors = param("C C",  "layer", "residual", True)
     fcw:      Tensors = param("G C",  "layer", "normal",   True, "F C, F C")
     fcprojw:  Tensors = param("C F",  "layer", "residual", True)
     lnw:      Tensor  = param("S C",  "rest",  "one")
+
+
+@dataclasses.dataclass
+class UntiedParams(Params):
+    """Parameters of a model whose output head is not wte; the head lies directly behind it."""
+
+    lmhead:   Tensor  = param("Vp C", "embed", "normal",   True)
 
 
 @dataclasses.dataclass

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from gpt2_triton.model.llama.buffers import Params
+from gpt2_triton.model.llama.buffers import Params, UntiedParams
 
 
 def by_name(p: Params, V: int) -> dict[str, Tensor]:
-    """Return the parameters by name, in the order of the forward pass; wte without its padding rows.  The parts of qkvw
-    and fcw have names of their own.
+    """Return the parameters by name, in the order of the forward pass; wte and lmhead without their padding rows.  The
+    parts of qkvw and fcw have names of their own.
     """
     L, C = len(p.qkvw), p.wte.shape[1]
     out = {"model.embed_tokens.weight": p.wte[:V]}
@@ -26,4 +26,5 @@ def by_name(p: Params, V: int) -> dict[str, Tensor]:
             "mlp.down_proj": p.fcprojw[l],
         }
         out |= {f"model.layers.{l}.{name}.weight": tensor for name, tensor in layer.items()}
-    return out | {"model.norm.weight": p.lnw[2 * L]}
+    out |= {"model.norm.weight": p.lnw[2 * L]}
+    return out | ({"lm_head.weight": p.lmhead[:V]} if isinstance(p, UntiedParams) else {})

@@ -123,7 +123,9 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
-    # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too)
+    # g.wte[id] += dx and head_g[target] += ks * lnf; the head has overwritten head_g, which may be g.wte
     a = m.a
-    K.embedding_bwd(m.g.wte, None, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
+    if m.head_g is not m.g.wte and not acc:
+        K.fill(m.g.wte, 0.0)
+    K.embedding_bwd(m.embed_g, None, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
