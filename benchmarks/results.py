@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
-from benchmarks.speed.sizes import SIZES, work_of
+from benchmarks.speed.sizes import MODELS, SIZES, work_of
 from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
@@ -299,7 +299,7 @@ def run(
     parts: str
         Comma-separated kinds of figures to measure.
     sizes: str
-        Comma-separated sizes; the first size has all parts.
+        Comma-separated sizes of GPT-2; the first size has all parts.
     seconds: float
         Time limit; a part that would exceed it is left for another run.
     commit: str
@@ -308,8 +308,8 @@ def run(
         Print the missing parts and about how many seconds they take, and measure nothing.
     """
     kinds, names = parts.split(","), sizes.split(",")
-    if unknown := {*kinds, *names} - {*KINDS.split(","), *SIZES}:
-        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(SIZES)}")
+    if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
+        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
     one = measuring.section(name, meta | dict(gpus=1))
