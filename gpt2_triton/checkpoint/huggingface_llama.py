@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, to_fp32, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
 
 # our name: the key in config.json
@@ -41,7 +42,8 @@ def read(
             raise CheckpointError(f"{where}: {name} is {shape}, expected {weights.shapes[name]}")
         return to_fp32(load(name)[rows])
 
-    weights = Weights(where, model, tokenizer_of(model), read, path.parent)
+    weights = Weights(where, model, tokenizer := tokenizer_of(model), read, path.parent)
+    look_in(tokenizer or "", f"hf:{path.parent}")
     if absent := [name for name in weights.shapes if name not in stored]:
         raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
     return weights

@@ -24,6 +24,8 @@ from gpt2_triton.checkpoint.weights import (
 )
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import without_removed
+from gpt2_triton.config.rules import LONGEST_CONTEXT
+from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model.tables import Part
 
@@ -33,8 +35,8 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
     """Return a source's configuration and its host tensors, `params` among them.
 
-    Another project's model gets train.dtype bf16 and its context as train.seq_len.  Its `params` are fp32, which a bf16
-    model rounds and an fp32 model keeps.
+    Another project's model gets train.dtype bf16, and its context, at most LONGEST_CONTEXT, as train.seq_len.  Its
+    `params` are fp32, which a bf16 model rounds and an fp32 model keeps.
     """
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
@@ -98,6 +100,7 @@ def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
         raise CheckpointError(wrong) from error
+    look_in(config.data.tokenizer, config.init_from)
     expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
     for name in expected:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):
@@ -113,7 +116,7 @@ def _config_for(weights: Weights) -> Config:
     sections = {
         "model": model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},
-        "train": {"seq_len": model.block_size, "batch_size": 1, "dtype": "fp32"},
+        "train": {"seq_len": min(model.block_size, LONGEST_CONTEXT), "batch_size": 1, "dtype": "fp32"},
         "eval": {"every": 0},
     }
     try:

@@ -9,15 +9,19 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN, find
+from gpt2_triton.config.rules import HUB_SIZES
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
-from gpt2_triton.errors import ConfigError, DataError
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError
 from gpt2_triton.files import is_text
+
+if TYPE_CHECKING:
+    from gpt2_triton.checkpoint.weights import Weights
 
 
 class Text(NamedTuple):
@@ -58,6 +62,7 @@ def settings(
     """
     from gpt2_triton import device
     from gpt2_triton.data.prepare import documents, text
+    from gpt2_triton.data.tokenizer import look_in
 
     rank, ranks = rank_and_size()
     workers = max(1, (os.cpu_count() or 1) // ranks)
@@ -70,11 +75,14 @@ def settings(
             recipe, picked = run_dir / "config.yaml", {}
             continued = Config.load(recipe, given, gpus)
             tokenizer: str = continued.data.tokenizer
+            look_in(tokenizer, continued.init_from)
         else:
-            usual = own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
+            source = _weights(given.get("init_from", ""))
+            usual = source and source.tokenizer or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
             tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
-            picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus)
-    except DataError as error:
+            model = source.model if source else None
+            picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus, model)
+    except (CheckpointError, DataError) as error:
         error.on_every_rank = True  # all read the same text
         raise
     shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
@@ -88,6 +96,32 @@ def settings(
     if prepare:
         text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log, measured=measured)
     return config
+
+
+def _weights(init_from: str) -> "Weights | None":
+    """Return the weights of hf:DIR_OR_NAME; None for other sources, and for OpenAI's, which own_text knows by name."""
+    from gpt2_triton.checkpoint import huggingface
+    from gpt2_triton.checkpoint.weights import no_tokenizer
+
+    kind, _, where = init_from.partition(":")
+    if kind != "hf" or (where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()):
+        return None
+    weights = huggingface.read(where)
+    if weights.tokenizer is None:
+        raise no_tokenizer(weights)
+    return weights
+
+
+def export(run_dir: Path, config: Config) -> None:
+    """Write the best checkpoint of a run, else the newest, in the format of Hugging Face, beside its checkpoints."""
+    from gpt2_triton.checkpoint import export as exporting
+    from gpt2_triton.checkpoint.load import best_checkpoint, find_checkpoint
+
+    found = find_checkpoint(run_dir)
+    found = best_checkpoint(found) or found
+    if not (out := run_dir / f"exported_{found.name}").exists():
+        exporting.export(str(found), out, "hf", config.train.dtype)
+        print_line(f"wrote {out}, for transformers")
 
 
 def _available(tokenizer: str) -> str:

@@ -130,10 +130,14 @@ def _start(
     select_device()  # before numpy is imported
     if text:
         settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)
+        if rank == 0:
+            print(_plan(settings, StepShape.of(settings, ranks), None, picked=True).partition("\n\n")[0])
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)
+        if text and run_dir and code == 0 and settings.init_from.startswith("hf:"):
+            own.export(run_dir, settings)
     discard_unwritten()  # a closed console does not change the result of a run
     return code
 

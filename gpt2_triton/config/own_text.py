@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import HUB_SIZES, TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, LONGEST_CONTEXT, TOKENIZER_SIZES
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.errors import DataError
 
@@ -93,11 +94,13 @@ def preset_for(characters: int, gpu_gib: float | None, given: Mapping[str, str])
 
 
 def choose(
-    characters: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1
-) -> dict[str, Any]:
+    characters: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1,
+    source: ModelConfig | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return keys for a text of this length.  They follow the `given` keys and do not repeat them.
 
-    gpu_gib is the memory of a GPU, None on a CPU.  DataError if the text is too short for a sequence of validation.
+    gpu_gib is the memory of a GPU, None on a CPU; `source` the model of init_from, if it was read.  DataError if the
+    text is too short for a sequence of validation.
     """
     preset, cpu = preset_for(characters, gpu_gib, given), gpu_gib is None
 
@@ -105,7 +108,10 @@ def choose(
         found = whole_number(given.get(key, ""))  # Config.load refuses a wrong value
         return default if found is None else max(1, found)
 
-    T, per_token = number("train.seq_len", preset.seq_len), CHARACTERS.get(tokenizer, 1)
+    T, per_token = preset.seq_len, CHARACTERS.get(tokenizer, 1)
+    if source:  # a short text gives 64 sequences
+        T = min(source.block_size, LONGEST_CONTEXT, max(T, _power_of_2(characters // per_token // 64)))
+    T = number("train.seq_len", T)
     needed = math.ceil((T * per_token + 4) / VAL_FRACTION)
     if characters < needed:
         wrong = f"--data: {characters:,} characters are too little text, {needed:,} give a sequence of validation"
@@ -117,8 +123,8 @@ def choose(
     steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * tokens // step_tokens)))
     every, evaluated = max(1, steps // preset.validations), preset.eval_tokens // T * T
     keys: dict[str, Any] = {
-        **_sizes(preset, T, given, number),
         "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
+        **_sizes(preset, T, given, number, source),
         "data.tokenizer": tokenizer,
         "train.steps": steps,
         "train.batch_size": batch,
@@ -146,12 +152,18 @@ def _agree_with(given: Mapping[str, str], keys: dict[str, Any]) -> None:
         keys.pop("optim.tau", None)
     if given.get("train.dtype", keys["train.dtype"]) == "fp32":
         keys.pop("optim.master", None)
+    if given.get("model.arch", keys.get("model.arch")) == "llama":
+        keys["model.dropout"] = 0.0
     if given.get("optim.name") == "adamw":
         keys["optim.lr"] = min(keys["optim.lr"], 1e-3)
 
 
-def _sizes(preset: Preset, T: int, given: Mapping[str, str], number: Number) -> dict[str, Any]:
+def _sizes(
+    preset: Preset, T: int, given: Mapping[str, str], number: Number, source: ModelConfig | None
+) -> dict[str, Any]:
     """Return the keys of the model's size; the weights of init_from decide the size of a model from the Hub."""
+    if source and "model.size" not in given:
+        return {f"model.{key}": value for key, value in source.model_dump(exclude_none=True).items()}
     if preset is HUB:
         name = given["init_from"].replace(":", "/").rpartition("/")[2]
         sized = {"model.size", "model.n_layer", "model.n_head", "model.n_embd"} & given.keys()

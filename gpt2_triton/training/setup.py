@@ -22,7 +22,7 @@ from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer import get_tokenizer, look_in
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -105,6 +105,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
         validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
+    look_in(config.data.tokenizer, config.init_from)
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # a missing tokenizer fails now, not at the first sample
     if validation and control.rank == 0:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer
+from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer, look_in
 from gpt2_triton.errors import CheckpointError
 from tests.data.prepare.test_text import llama3
 from tests.support.foreign import checkpoint_of, config_of, random_params
@@ -80,8 +81,12 @@ def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
         ids = ours.encode(text).tolist()
         assert tokenizer.encode(text) == [128000, *ids] and tokenizer.decode(ids) == text
     assert tokenizer.decode([128009]) == "<|eot_id|>" and not (tmp_path / "vocab.json").exists()
-    monkeypatch.setenv("LLAMA3_TOKENIZER", str(tmp_path))
+    monkeypatch.setenv("LLAMA3_TOKENIZER", "")
+    look_in("llama3", f"hf:{tmp_path}")
     get_tokenizer.__wrapped__("llama3")
+    assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path)
+    look_in("llama3", f"hf:{tmp_path}/other")  # what was given stays
+    assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path)
 
 
 @pytest.fixture

@@ -5,15 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from gpt2_triton import device
+from gpt2_triton.checkpoint import huggingface
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.training import trainer
+from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = "To be, or not to be, that is the question.\n" * 250
@@ -111,6 +116,31 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
     assert not trained and files(here) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
+    sizes = dict(arch=arch, n_layer=1, block_size=32, norm_eps=1e-6 if arch == "llama" else 1e-5)
+    model, config = tiny_model(model=sizes)
+    export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
+    small = "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64".split()
+    argv = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--run_dir", "run", "--sample.tokens", "2", *small]
+    assert main(app, argv) == 0
+    out = capsys.readouterr().out
+    assert "tokenizer bytes\n" in out and " fits this machine of " in out and "--- sample after step 2 ---" in out
+    assert out.endswith("wrote run/exported_step_00000002, for transformers\n")
+    tuned, before = (huggingface.read(str(path)) for path in (here / "run" / "exported_step_00000002", here / "theirs"))
+    assert tuned.model == before.model
+    norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
+    assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
+
+
+def test_weights_of_an_unknown_vocabulary_are_refused_before_the_text_is_prepared(here, trained, capsys):
+    model, config = tiny_model(model=dict(vocab_size=300))
+    export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
+    assert main(app, ["own", "--data", "my.txt", "--init_from", "hf:theirs"]) == 4
+    assert "its 300 tokens are neither" in capsys.readouterr().err and not (here / "data").exists()
 
 
 def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, trained, capsys):

@@ -6,6 +6,7 @@ import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.own_text import VAL_FRACTION, choose, preset_for, summary
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
@@ -113,6 +114,16 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
     assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
     assert (short.model.block_size, short.train.seq_len) == (1024, 256)
+
+
+def test_weights_that_were_read_decide_model_and_sequence():
+    source = ModelConfig(arch="llama", vocab_size=128256, block_size=131072, n_kv_head=4, rope_factor=32.0)
+    given = {"init_from": "hf:DIR"}
+    for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
+        config = Config.load("own", choose(characters, 139.8, "llama3", given, source=source) | given | DATA, 1)
+        assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
+    short = choose(100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32))
+    assert (short["train.seq_len"], short["model.vocab_size"], short["model.dropout"]) == (32, 256, 0.1)
 
 
 def test_too_little_text_is_refused_with_what_is_needed():
