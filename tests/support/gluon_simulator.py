@@ -556,6 +556,7 @@ NAMES: dict[str, Any] = dict(
     quantise=_quantise,  # in e4m3.py written for bits of registers; test_fp8.py tests them
     to_e5m2=_e5m2,
     nearest_e5m2=lambda x: value(_e5m2(x).float()),
+    peek_exponent=lambda peek: value((1 + peek).log2().floor()),
     paired_columns=_paired_columns,
     range=lambda *bounds: map(Int, range(*bounds)),
     min=lambda *numbers: Int(min(numbers)),

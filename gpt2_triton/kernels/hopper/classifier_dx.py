@@ -43,12 +43,12 @@ STRIPS = gl.constexpr(4)  # that shared memory holds for each warpgroup: half of
 
 
 @gluon.jit
-def finish_strip(acc, head, unscale, wte_unscale, m, n, R, C):
+def finish_strip(acc, head, scales, m, n, R, C):
     """Return a strip that begins at row m, column n with the factors head = (rs, ks, targets, wte) applied, in bf16."""
     rows = m + gl.arange(0, ROWS_OF_GROUP, layout=gl.SliceLayout(1, acc.type.layout))
     cols = n + gl.arange(0, STRIP, layout=gl.SliceLayout(0, acc.type.layout))
-    rs = gl.load(head[0] + rows, mask=rows < R, other=0.0) * unscale
-    ks = gl.load(head[1] + rows, mask=rows < R, other=0.0) * wte_unscale
+    rs = gl.load(head[0] + rows, mask=rows < R, other=0.0) * unscale_of(scales[0], scales[1])
+    ks = gl.load(head[1] + rows, mask=rows < R, other=0.0) / gl.load(scales[1])
     target = gl.load(head[2] + rows, mask=rows < R, other=-1).to(gl.int64)
     return scale_and_add_target(acc, rs, ks, target, head[3], cols, C).to(gl.bfloat16)
 
@@ -56,8 +56,6 @@ def finish_strip(acc, head, unscale, wte_unscale, m, n, R, C):
 @gluon.jit
 def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.constexpr):
     """Multiply a warpgroup's part of the tiles, finish and store it strip by strip."""
-    unscale = unscale_of(scales[0], scales[1])
-    wte_unscale = 1.0 / gl.load(scales[1])
     step = 0
     for tile in range(gl.program_id(0), tiles(R, C, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, R, C, BLOCK_N)
@@ -68,7 +66,7 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
             strips = quarters(sums[half])
             tma.store_wait(0)
             for s in gl.static_range(STRIPS):
-                strip = finish_strip(strips[s], head, unscale, wte_unscale, m, n + half * HALF + s * STRIP, R, C)
+                strip = finish_strip(strips[s], head, scales, m, n + half * HALF + s * STRIP, R, C)
                 c_bufs.index(STRIPS * GROUP + s).store(strip)
             fence_async_shared()
             for s in gl.static_range(STRIPS):
