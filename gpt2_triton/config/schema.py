@@ -239,7 +239,7 @@ class MemoryConfig(ConfigSection):
     recompute: Annotated[str, AfterValidator(check_recompute)] = free(
         "gelu",
         f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
-        "the first 4 layers, gelu in the others; auto takes the first that fits",
+        "the first 4 layers, gelu in the others; auto takes the first that fits; act and norm stand for gelu and ln",
     )
     head_rows: OptionalInt = free(
         None, "rows of logits computed at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112", ge=1

@@ -26,7 +26,13 @@ RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each l
 
 
 def check_recompute(value: str) -> str:
-    """Return `value` if it is auto, a level, or a level for the first layers, as gelu+ln:4; else raise ValueError."""
+    """Return `value` if it is auto, a level, or a level for the first layers; else raise ValueError.  Llama, which has
+    no GELU and no LayerNorm, may say act and norm.
+
+    >>> check_recompute("act+norm:4")
+    'gelu+ln:4'
+    """
+    value = value.replace("act", "gelu").replace("norm", "ln")
     level, colon, layers = value.partition(":")
     some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
