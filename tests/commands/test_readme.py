@@ -19,7 +19,9 @@ from rich.console import Console
 import gpt2_triton
 from benchmarks.__main__ import app as benchmarks_app
 from gpt2_triton import device
+from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
+from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
@@ -82,6 +84,9 @@ def workplace(tmp_path_factory):
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, Retention(1))
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
+    model, config = tiny_model(model=dict(arch="llama"))
+    weights = from_checkpoint("", {"params": model.state.params}, config)
+    export(weights, directory / "Llama-3.2-1B", "hf", "bf16")
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
