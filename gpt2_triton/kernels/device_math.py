@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: products, GELU, the classifier's exponential, master weights, AdamW.
+"""Device functions that kernels share: products, GELU, SwiGLU, the classifier's exponential, master weights, AdamW.
 
 Values are fp32 unless a docstring says otherwise.
 """
@@ -71,6 +71,18 @@ def dgelu(x):
 def dgelu_of(x, xx, s):
     """Return the derivative of gelu at x; xx is x^2, and s is sigmoid(2u)."""
     return s + x * (xx * (6.0 * CURVE) + 2.0 * SLOPE) * (s - s * s)
+
+
+@triton.jit
+def swiglu(g, u):
+    return g * tl.sigmoid(g) * u
+
+
+@triton.jit
+def dswiglu(dh, g, u):
+    """Return the gradients of g and u, from that of swiglu."""
+    s = tl.sigmoid(g)
+    return dh * u * s * (1.0 + g * (1.0 - s)), dh * g * s
 
 
 # An fp32 master weight is stored as the bf16 weight and 16 more bits, so that a parameter costs 4 bytes instead of 6.

@@ -37,14 +37,15 @@ from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.tiles import describe, halves, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
 
 
 @triton.jit
 def _finish(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr,
-    M, N, EPILOGUE: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr,
+    M, N, T, rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store half a tile that begins at row m, column n."""
     r = m + tl.arange(0, acc.shape[0])
@@ -64,13 +65,16 @@ def _finish(
     else:
         if EPILOGUE == "add":
             acc += res_desc.load([m, n]).to(tl.float32)
+        elif EPILOGUE == "rope":
+            acc = tl.where((c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc)
         out_desc.store([m, n], acc.to(out_desc.dtype))
 
 
 @triton.jit
 def _fp8_matmul_kernel(
     out_desc, a_desc, w_desc, a_scale_ptr, w_scale_ptr, b_ptr, res_desc,
-    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, K, EPILOGUE: tl.constexpr,
+    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, K, T, rotated_columns,
+    EPILOGUE: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write epilogue(a[M, K] @ w[N, K].T / scales)."""
@@ -85,11 +89,11 @@ def _fp8_matmul_kernel(
         for k in range(0, K, BLOCK_K):
             acc = dot(a_desc.load([m, k]), w_desc.load([n, k]).T, acc)
         left, right = halves(acc * unscale)
-        _finish(left, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
-                part_ptr, M, N, EPILOGUE)  # fmt: skip
-        n += BLOCK_N // 2
-        _finish(right, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
-                part_ptr, M, N, EPILOGUE)  # fmt: skip
+        for half in tl.static_range(2):
+            _finish(
+                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr, res_desc, rows_ptr,
+                scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, T, rotated_columns, EPILOGUE, HS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -128,6 +132,7 @@ def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_
 def _launch(
     out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
     epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
+    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
 ) -> int:  # fmt: skip
     """Launch a product; return the number of rows of tiles, and so of `part`."""
     (M, K), N = a.shape, w.shape[0]
@@ -136,15 +141,16 @@ def _launch(
         forms = out.rows, out.columns, out.scale, out.amax
         return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
-        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res)
-    row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope, T, rotated_columns)
+    row, HS = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
+    row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
         describe(plain, block_m, block_n // 2), describe(a, block_m, block_k), describe(w, block_n, block_k),
-        a_scale, w_scale, b, describe(res, block_m, block_n // 2), *parts, slope, part, M, N, K,
-        EPILOGUE=epilogue, **row,
+        a_scale, w_scale, b, describe(res, block_m, block_n // 2), *parts, slope, part, rope, M, N, K, T,
+        rotated_columns, EPILOGUE=epilogue, HS=HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)
@@ -154,6 +160,12 @@ def _launch(
 def matmul(out: Tensor, inp: Fp8, w: Fp8, b: Tensor | None, res: Tensor | None = None) -> None:
     """Write out = inp @ w.T + b (+ res), in bf16."""
     _launch(out, inp.rows, inp.scale, w.rows, w.scale, b, epilogue="" if res is None else "add", res=res)
+
+
+def matmul_rope(out: Tensor, inp: Fp8, w: Fp8, rope: Tensor, T: int, rotated_columns: int) -> None:
+    """Write out = inp @ w.T, in bf16, with the heads in its first columns rotated."""
+    rotation = dict(rope=rope, T=T, rotated_columns=rotated_columns)
+    _launch(out, inp.rows, inp.scale, w.rows, w.scale, epilogue="rope", **rotation)
 
 
 def matmul_gelu(out: Fp8, slope: Tensor, inp: Fp8, w: Fp8, b: Tensor) -> None:

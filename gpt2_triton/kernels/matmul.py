@@ -226,8 +226,10 @@ def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) 
 
 
 @contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")
-def matmul_rope(out: Tensor, inp: Tensor, w: Tensor, rope: Tensor, T: int, rotated_columns: int) -> None:
+def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int) -> None:
     """Write out = inp @ w.T, and rotate the heads in its first columns; row r is at position r % T."""
+    if isinstance(inp, Fp8):
+        return fp8_matmul.matmul_rope(out, inp, w, rope, T, rotated_columns)
     _launch(out, inp, w, epilogue="rope", rope=rope, T=T, rotated_columns=rotated_columns)
 
 

@@ -49,7 +49,9 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     wide_forward = wide | dict(w_desc=(256, 32), w_strip_desc=(64, 32), b_ptr=BF16, W_T=True)
     wide_backward = wide | dict(w_desc=(32, 256), w_strip_desc=(32, 64), W_T=False)
     fp8 = dict(out_desc=(64, 128), a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"), res_desc=None) | sizes
-    fp8 |= dict(b_ptr=BF16, a_scale_ptr=F32, w_scale_ptr=F32)
+    fp8 |= dict(b_ptr=BF16, a_scale_ptr=F32, w_scale_ptr=F32, rope_ptr=None, T=I32, rotated_columns=I32, HS=0)
+    swiglu = dict(rows_desc=(64, 64, "fp8e4nv"), columns_desc=(64, 32, "i16"), scale_ptr=F32, amax_ptr="*i32")
+    swiglu |= dict(dout_desc=None, pre_desc=(64, 64), F=I32)
     fp8_gelu = dict(a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")) | sizes
     fp8_gelu |= dict(columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None)
     fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
@@ -72,6 +74,11 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
         "fp8 matmul_dx": ("_fp8_kernel", fp8 | dict(b_ptr=None)),
+        "fp8 matmul_rope": ("_fp8_kernel", fp8 | dict(b_ptr=None, rope_ptr=F32, HS=64)),
+        "fp8 matmul_rope, heads of 128": ("_fp8_kernel", fp8 | dict(b_ptr=None, rope_ptr=F32, HS=128)),
+        "fp8 swiglu": ("_swiglu_kernel", swiglu),
+        "fp8 swiglu, evaluation": ("_swiglu_kernel", swiglu | dict(amax_ptr=None)),
+        "fp8 swiglu_bwd": ("_swiglu_kernel", swiglu | dict(dout_desc=(64, 64))),
         "fp8 matmul_gelu": ("_fp8_gelu_kernel", fp8_gelu),
         "fp8 matmul_gelu, evaluation": ("_fp8_gelu_kernel", fp8_gelu | dict(amax_ptr=None)),
         "fp8 matmul_dx_dgelu": ("_fp8_gelu_kernel", fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True)),
@@ -176,7 +183,7 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
         assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
         [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
-        without_partitions = ("attention", "transpose", "cast", "classifier_lns")
+        without_partitions = ("attention", "transpose", "cast", "classifier_lns", "swiglu")
         alone = any(word in log.splitlines()[0] for word in without_partitions)
         assert made == places != "0" and ended == (made if alone else "0"), log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma

@@ -24,6 +24,7 @@ from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
+from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, poisoned
@@ -173,6 +174,33 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     assert is_right(drows, dcolumns, want, 4)
     assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01  # half a step of the byte
     assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
+
+
+@seeds
+def test_fp8_matmul_rope_matches_float64(rng, seed):
+    (a, a_scale), (w, w_scale), rope = fp8(rng(416, 200), 32.0), fp8(rng(320, 200), 64.0), rng(96, 64)
+    out, want = poisoned(416, 320, dtype=BF16), poisoned(416, 320).double()
+    with simulated(fp8_matmul, seed):
+        fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, rope, 96, 192)
+    reference.matmul_rope(want, a.double() / a_scale.double(), w.double() / w_scale.double(), rope.double(), 96, 192)
+    assert error(out, want) < EPS[BF16]
+
+
+@seeds
+def test_fp8_swiglu_and_its_derivative_match_float64(rng, monkeypatch, seed):
+    R, F = 144, 192
+    pre, dout, cells = 2 * rng(R, 2 * F, dtype=BF16), rng(R, F, dtype=BF16), torch.zeros(AMAX_CELLS, dtype=torch.int32)
+    exact, want = pre.double(), poisoned(R, F).double()
+    reference.swiglu(want, exact)
+    dwant = exact.clone()
+    reference.swiglu_bwd(dwant, dout.double(), exact)
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
+    for launch8, inputs, right in ((K.swiglu, (pre,), want), (K.swiglu_bwd, (dout, pre), dwant)):
+        rows, columns = poisoned(*right.shape).to(E4M3), poisoned(*right.T.shape).to(E4M3)
+        with simulated(hopper_swiglu, seed):
+            launch8(K.Fp8(rows, columns, torch.tensor([16.0]), cells.zero_(), True), *inputs)
+        assert is_right(rows, columns, right, 16)
+        assert abs(cells.max().view(torch.float32).item() / right.abs().max().item() - 1) < 1e-5
 
 
 @seeds

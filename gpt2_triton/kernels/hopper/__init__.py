@@ -8,6 +8,7 @@ are the kernels' parts.
 import triton
 
 from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.hopper import swiglu
 from gpt2_triton.kernels.hopper.activation import SLICE_M, SLICE_N
 from gpt2_triton.kernels.hopper.attention import HEAD
 from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
@@ -18,7 +19,7 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
 
     `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_dw",
     "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also
-    "transpose", "cast_weight" and "classifier_lns".  Attention's M and N are tokens and columns of a head.
+    "transpose", "cast_weight", "classifier_lns" and "swiglu".  Attention's M and N are tokens and columns of a head.
     """
     if not tuning.is_hopper() or dtype == "fp32":  # fp32 has no wgmma
         return None
@@ -42,6 +43,8 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
     fused = op in ("matmul_gelu", "matmul_dgelu")
     if op in ("transpose", "cast_weight") and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
         return None
+    if op == "swiglu":
+        return None if N % swiglu.SIDE else "swiglu"
     own = dict(transpose="transpose", cast_weight="cast", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
     own |= {op: op for op in ("classifier_dx", "classifier_lns")}
     return own.get(op, "fp8_gelu" if fused else "fp8_matmul")

@@ -34,6 +34,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_store,
     wait_full,
 )
+from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
 from gpt2_triton.kernels.tuning import programs
 
 TILE_K = 128
@@ -100,9 +101,11 @@ def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.co
 
 @gluon.jit
 def fp8_partition(
-    out_desc, b_ptr, ADD: gl.constexpr, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, GROUP: gl.constexpr
+    out_desc, b_ptr, ADD: gl.constexpr, rope, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it."""
+    """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it.  `rope` is as in
+    mainloop.compute_partition.
+    """
     unscale = unscale_of(a_scale_ptr, w_scale_ptr)
     step = 0
     turn = 0
@@ -122,6 +125,9 @@ def fp8_partition(
             if b_ptr is not None:
                 cols = n + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
                 acc += gl.load(b_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+            if rope[0] is not None:
+                cos, sin = rotation(acc, rope[0], m + ROWS_OF_GROUP * GROUP, rope[2], rope[1])
+                acc = rotated_before(acc, cos, sin, n + half * HALF, rope[3], rope[1])
             buf = c.buf.index(2 * half + GROUP)
             if ADD:
                 acc += buf.load(HALF_LAYOUT).to(gl.float32)
@@ -133,7 +139,10 @@ def fp8_partition(
 
 
 @gluon.jit
-def _fp8_kernel(out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_ptr, M, N, K):
+def _fp8_kernel(
+    out_desc, a_desc, w_desc, b_ptr, res_desc, rope_ptr, a_scale_ptr, w_scale_ptr, M, N, K, T, rotated_columns,
+    HS: gl.constexpr,
+):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     c_bufs = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS_OF_GROUP, HALF], out_desc.layout)
@@ -141,21 +150,27 @@ def _fp8_kernel(out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_
     c = channel(c_bufs, res_desc is not None, 2)
     # fmt: off
     gl.warp_specialize([
-        (fp8_partition, (out_desc, b_ptr, res_desc is not None, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, 0)),
-        (fp8_partition, (out_desc, b_ptr, res_desc is not None, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, 1)),
+        (fp8_partition, (out_desc, b_ptr, res_desc is not None, (rope_ptr, HS, T, rotated_columns), a_scale_ptr,
+                         w_scale_ptr, ring, c, M, N, K, 0)),
+        (fp8_partition, (out_desc, b_ptr, res_desc is not None, (rope_ptr, HS, T, rotated_columns), a_scale_ptr,
+                         w_scale_ptr, ring, c, M, N, K, 1)),
         (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, True)),
     ], [4, 1], [240, 24])
     # fmt: on
 
 
 def matmul(
-    out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None, res: Tensor | None
-) -> int:
-    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res); return the number of rows of tiles."""
+    out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None, res: Tensor | None,
+    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
+) -> int:  # fmt: skip
+    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), or with `rope`, rotate the heads in
+    the first columns; return the number of rows of tiles.
+    """
     (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](
         describe(out, rows, columns), describe(a, TILE_M, TILE_K), describe(w, TILE_N, TILE_K), b,
-        describe(res, rows, columns), a_scale, w_scale, M, N, K, **OPTIONS,
+        describe(res, rows, columns), rope, a_scale, w_scale, M, N, K, T, rotated_columns,
+        HS=0 if rope is None else rope.shape[1], **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

@@ -16,7 +16,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_load,
     tma_store,
 )
-from gpt2_triton.kernels.hopper.rope import rotated, rotation
+from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
 
 
 @gluon.jit
@@ -84,8 +84,7 @@ def compute_partition(
         if b_ptr is not None:
             acc += b.to(gl.float32)[None, :]
         if rope[0] is not None:
-            turned = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)) < rope[3]
-            acc = gl.where(turned[None, :], rotated(acc, cos, sin, rope[1]), acc)
+            acc = rotated_before(acc, cos, sin, n, rope[3], rope[1])
         if TO_ACTIVATION:
             mbarrier.wait(c.empty, (turn & 1) ^ 1)
         elif res_desc is not None:

@@ -17,6 +17,13 @@ def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
 
 
 @gluon.jit
+def rotated_before(x, cos, sin, n, end, HS: gl.constexpr):
+    """Return x, whose first column is column n of a matrix, with the heads before column `end` rotated."""
+    cols = n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    return gl.where((cols < end)[None, :], rotated(x, cos, sin, HS), x)
+
+
+@gluon.jit
 def rotated(x, cos, sin, HS: gl.constexpr):
     """Return x with each head rotated."""
     x1, x2 = head_halves(x, HS)
