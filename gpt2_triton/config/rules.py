@@ -79,8 +79,8 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
         yield "model.n_head", f"{wrong}; change it"
     if m.dropout:
         yield "model.dropout", "model.arch llama has none; set it to 0"
-    if config.train.precision == "fp8":
-        yield "train.precision", "model.arch llama trains in bf16 or fp32; set it to bf16"
+    if not m.tied and config.train.precision == "fp8" and config.fp8.keep_bf16 == "none":
+        yield "fp8.keep_bf16", "an untied head stays in bf16: set fp8.keep_bf16 to head"
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:

@@ -75,7 +75,7 @@ class ModelConfig(ConfigSection):
         "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, or llama:c768, for layers, heads, channels, block_size",
         exclude=True,
     )
-    arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout and fp8")
+    arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout")
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
     n_kv_head: OptionalInt = kept(None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1)

@@ -25,7 +25,7 @@ from gpt2_triton.model.tables import param_entries
 class Architecture(NamedTuple):
     Params: type
     Acts: type
-    Fp8Buffers: type | None
+    Fp8Buffers: type
     schedule: ModuleType
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
     fill: Callable[[Any, ModelConfig], None]  # writes what Acts holds for a whole run
@@ -43,7 +43,9 @@ def _fill_nothing(a: Any, m: ModelConfig) -> None:
 GPT2 = Architecture(
     gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name, _fill_nothing
 )
-LLAMA = Architecture(llama_buffers.Params, llama_buffers.Acts, None, llama_schedule, llama_names.by_name, _fill_rope)
+LLAMA = Architecture(
+    llama_buffers.Params, llama_buffers.Acts, llama_buffers.Fp8Buffers, llama_schedule, llama_names.by_name, _fill_rope
+)
 
 
 def of(m: ModelConfig) -> Architecture:

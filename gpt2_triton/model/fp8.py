@@ -93,7 +93,10 @@ def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, 
     a.dx[1:] = [
         operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx) for i, dx in enumerate(a.dx[1:])
     ]
-    a.fch = q.slope
+    if hasattr(q, "slope"):  # GPT-2 keeps gelu' in the place of GELU's input
+        a.fch = q.slope
+    else:
+        a.dfcg = q.dfcg
     for name in WEIGHTS:
         tensors = zip(getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True)
         setattr(w, name, [operand(name, l, *forms) for l, forms in enumerate(tensors)])

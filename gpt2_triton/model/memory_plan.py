@@ -94,7 +94,7 @@ def plan_memory(
     levels, A = recompute_levels(config, training), architecture.of(config.model)
     buffers = [
         b
-        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] and A.Fp8Buffers else []), Decoding)
+        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] else []), Decoding)
         for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, formats(dims))
     ]
     plan = place_buffers(buffers)

@@ -86,7 +86,7 @@ def make_view(
     g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
     w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
-    if fp8 and A.Fp8Buffers:
+    if fp8:
         weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
     again = [weights[l] if redo.ln else [] for l, redo in enumerate(recompute)]
     biases = zip(getattr(g, "attprojb", ()), getattr(g, "fcprojb", ()))

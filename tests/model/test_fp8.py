@@ -21,15 +21,18 @@ from tests.model.test_lifetimes import poison
 from tests.support.models import batches, train_steps
 from tests.support.tiny import tiny_config
 
+LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, gradients="bf16", **train):
+def fp8_config(
+    level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, gradients="bf16", llama=False, **train
+):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
     sections = dict(train=train, memory=dict(recompute=level, head_rows=16))
     sections["fp8"] = dict(keep_bf16=keep, head_gradients=gradients)
-    model = dict(vocab_size=300, dropout=dropout)
+    model = dict(vocab_size=300, dropout=dropout) | (LLAMA if llama else {})
     return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
 
@@ -54,19 +57,22 @@ def bits(model):
 
 
 @functools.cache
-def bits_of_none(dropout):
-    return bits(fp8_model(dropout=dropout, gradients="fp8"))
+def bits_of_none(dropout, llama):
+    return bits(fp8_model(dropout=dropout, gradients="fp8", llama=llama))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "level, dropout",
-    [("gelu", 0), ("gelu+ln:1", 0), ("gelu+ln+qkv", 0), ("gelu+ln+qkv", 0.3), ("block", 0), ("block:1", 0)],
-)
-def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, monkeypatch):
+    "level, dropout, llama",
+    [
+        ("gelu", 0, False), ("gelu+ln:1", 0, False), ("gelu+ln+qkv", 0, False), ("gelu+ln+qkv", 0.3, False),
+        ("block", 0, False), ("block:1", 0, False), ("gelu+ln+qkv", 0, True), ("block:1", 0, True),
+    ],
+)  # fmt: skip
+def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, llama, monkeypatch):
     """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
-    history, *tensors = bits(poison(fp8_model(level, dropout=dropout, gradients="fp8"), monkeypatch))
-    wanted, *others = bits_of_none(dropout)
+    history, *tensors = bits(poison(fp8_model(level, dropout=dropout, gradients="fp8", llama=llama), monkeypatch))
+    wanted, *others = bits_of_none(dropout, llama)
     assert history == wanted
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
@@ -77,18 +83,22 @@ def gradients(model):
 
 
 @functools.cache
-def gradients_in_bf16(dropout):
-    return gradients(fp8_model(precision="bf16", dropout=dropout))
+def gradients_in_bf16(dropout, llama):
+    return gradients(fp8_model(precision="bf16", dropout=dropout, llama=llama))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keep, head, dropout", [("none", "bf16", 0), ("none", "fp8", 0), ("head", "bf16", 0), ("none", "bf16", 0.3)]
-)
-def test_gradients_are_those_of_bf16_but_for_rounding(keep, head, dropout):
+    "keep, head, dropout, llama",
+    [
+        ("none", "bf16", 0, False), ("none", "fp8", 0, False), ("head", "bf16", 0, False), ("none", "bf16", 0.3, False),
+        ("none", "bf16", 0, True),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_bf16_but_for_rounding(keep, head, dropout, llama):
     """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row."""
-    loss, want = gradients_in_bf16(dropout)
-    got_loss, got = gradients(fp8_model(keep=keep, gradients=head, dropout=dropout))
+    loss, want = gradients_in_bf16(dropout, llama)
+    got_loss, got = gradients(fp8_model(keep=keep, gradients=head, dropout=dropout, llama=llama))
     off = ((got - want).norm() / want.norm()).item()
     assert 0.012 < off <= 0.12 and abs(got_loss / loss - 1) < 1e-3
 
@@ -238,6 +248,11 @@ def test_forward_pass_between_steps_overlaps_no_state():
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
         (dict(fp8=dict(keep_bf16="head,mlp:0")), "fp8.keep_bf16", "'head' or 'none'"),
         (dict(fp8=dict(head_gradients="fp8")), "fp8.head_gradients", "set fp8.keep_bf16 to none"),
+        (
+            dict(model=LLAMA | dict(tied=False), train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none")),
+            "fp8.keep_bf16",
+            "an untied head",
+        ),
     ],
 )
 def test_values_that_do_not_fit_are_refused(sections, key, what):

@@ -5,6 +5,7 @@ import dataclasses
 from torch import Tensor
 
 from gpt2_triton.model.arena import buf
+from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.tables import HeadActs, Tensors, param
 
 
@@ -41,7 +42,7 @@ class LayerActs:
     qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")  # q and k rotated
     lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
     att:  Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
-    fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")  # gate, up
+    fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")  # gate, value
     fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", only="bf16")
     datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
@@ -51,4 +52,11 @@ class LayerActs:
 @dataclasses.dataclass
 class Acts(HeadActs, LayerActs):
     """All activations; the layers' come first in the plan."""
+
+
+@dataclasses.dataclass
+class Fp8Buffers(Fp8Operands):
+    """Operands in fp8, and the gradient of SwiGLU's output, which in bf16 takes the output's place."""
+
+    dfcg: Tensor = buf("R F", "act", "block_bwd", "backward")
 # fmt: on

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.model.schedule import NOT_A_LAYER, cast
 
 
 def embed(K: Any, m: Any) -> None:
@@ -42,6 +42,9 @@ def last_product(K: Any, m: Any, l: int) -> None:
 def block(K: Any, m: Any, acc: bool = False) -> None:
     for l in range(m.L):
         m.comm.wait_params(l)
+        if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
+            cast(K, m.fp8_weights[l])
+            m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
         layer(K, m, l)
         last_product(K, m, l)
         m.observe.tensors(x=2 * l + 2)
@@ -50,6 +53,7 @@ def block(K: Any, m: Any, acc: bool = False) -> None:
 def final_norm(K: Any, m: Any) -> None:
     a, i = m.a, 2 * m.L
     K.rmsnorm_fwd(a.lnf, a.rstd[i], a.x[i], m.w.lnw[i], m.norm_eps)
+    m.observe.tensors(lnf=m.L)
 
 
 def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
@@ -95,27 +99,29 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
+        dfcg, dfch = (a.dfcg, a.dfch[l]) if m.fp8 else (a.fcg[l], a.fch[l])  # in bf16, gradients replace fcg, then fch
+        cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
         elif redo.gelu:
             K.swiglu(a.fcg[l], a.fch[l])
-        # through fcproj, SwiGLU, fc and the norm of x[i+1]; gradients replace fcg, then fch
+        # through fcproj, SwiGLU, fc and the norm of x[i+1]
         K.matmul_dw(g.fcprojw[l], a.scratch, a.dx[i + 2], a.fcg[l], acc_layer)
-        K.matmul_dx(a.fcg[l], a.dx[i + 2], w.fcprojw[l])
-        K.swiglu_bwd(a.fch[l], a.fcg[l], a.fch[l])
-        K.matmul_dx(a.dln, a.fch[l], w.fcw[l])
+        K.matmul_dx(dfcg, a.dx[i + 2], w.fcprojw[l])
+        K.swiglu_bwd(dfch, dfcg, a.fch[l])
+        K.matmul_dx(a.dln, dfch, w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
-        m.observe.tensors(dx=i + 1)
-        K.matmul_dw(g.fcw[l], a.scratch, a.fch[l], a.ln[i + 1], acc_layer)
+        m.observe.tensors(dfch=l, dx=i + 1)
+        K.matmul_dw(g.fcw[l], a.scratch, dfch, a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
-        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
         if redo.qkv:
             qkv(K, m, l)
         K.attention_bwd(a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope)
+        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
-        m.observe.tensors(dx=i)
+        m.observe.tensors(dqkv=l, dx=i)
         if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
         K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
