@@ -2,8 +2,8 @@
 
 import dataclasses
 import doctest
+import inspect
 import itertools
-import sys
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt2_triton.config.values import RECOMPUTE_LEVELS
-from gpt2_triton.model import arena
+from gpt2_triton.config.values import RECOMPUTE_LEVELS, check_recompute
 from gpt2_triton.model.arena import (
     ALIGN,
     PHASES,
@@ -44,9 +43,9 @@ tables = st.lists(st.tuples(st.integers(1, 2000), lives, st.integers(1, 4)), min
 )
 
 
-@pytest.mark.parametrize("module", [arena, sys.modules[State.__module__]])
-def test_examples_in_docstrings_hold(module):
-    result = doctest.testmod(module)
+@pytest.mark.parametrize("member", [buf, State, check_recompute])
+def test_examples_in_docstrings_of_its_module_hold(member):
+    result = doctest.testmod(inspect.getmodule(member))
     assert result.failed == 0 and result.attempted > 0
 
 
