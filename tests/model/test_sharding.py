@@ -1,11 +1,14 @@
 """Sharding: each parameter belongs to one rank, for any number of ranks and any stage."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton.checkpoint.load import covered_length
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.model import sharding
+from gpt2_triton.model import sharding, state_io
 from gpt2_triton.model.memory_plan import forecast, plan_memory
 from tests.support.tiny import tiny_config
 
@@ -36,6 +39,22 @@ def test_updated_shards_are_all_parameters_or_the_owned_shards(ranks, zero):
     dims = dims_of(ranks, zero)
     own = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)]
     assert covered_length([[[p.first, p.length] for p in own]]) == SIZES["N"]
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+def test_parts_of_a_tensor_fill_every_rank_as_the_whole_does(zero):
+    dims, names = dims_of(3, zero), ("params", "low")
+    values = torch.arange(1.0, dims["N"] + 1)
+    parts = [(name, at, values[at : at + 5000]) for name in names for at in range(0, len(values), 5000)]
+    for rank in range(3):
+        found = []
+        for given in ([(name, 0, values) for name in names], parts):
+            other = dict.fromkeys(("m", "v", "window", "scale", "history"))
+            state = SimpleNamespace(params=torch.zeros(dims["Nf"]), master_low=torch.zeros(dims["Nm"]), **other)
+            state_io.load(state, dims, rank, given)
+            found.append((state.params, state.master_low))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert found[0][0].count_nonzero() == len(values) and 0 < found[0][1].count_nonzero() <= len(values)
 
 
 def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
