@@ -2,9 +2,9 @@
 https://arxiv.org/abs/1910.02054).
 
 A bucket is a contiguous part of the flat order; its gradients are complete at about the same time.  Bucket 0 is the
-embedding (wte, wpe), 1 + l is layer l, and the last holds norms and biases.  Each bucket is padded to a multiple of the
-number of ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices leave the padding out;
-rounding noise and checkpoints use flat indices.  A single rank has no padding.
+embedding (wte, and wpe or lmhead), 1 + l is layer l, and the last holds norms and biases.  Each bucket is padded to a
+multiple of the number of ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices leave
+the padding out; rounding noise and checkpoints use flat indices.  A single rank has no padding.
 
 stage   m, v, low     gradients
 0       all           all, summed over ranks in place
