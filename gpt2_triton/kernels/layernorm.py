@@ -181,13 +181,13 @@ def layernorm_bwd(
     column_sums(dw, db, dbias, scratch, programs, acc)
 
 
-@contract("dx[R,C]+ dw[C]+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] rstd[R]")
+@contract("dx[R,C]+ dw[C]+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] rstd[R] more[R,C]?")
 def rmsnorm_bwd(
     dx: Operand, dw: Tensor, ln: Operand | None, scratch: Tensor,
-    dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, acc: bool, add_dx: bool = True,
+    dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, more: Operand | None, acc: bool,
 ) -> None:  # fmt: skip
-    """dx (+)= gradient through the norm; dw (+)= column sums; ln, if given, is the recomputed out."""
-    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, dx if add_dx else None, None)
+    """dx = (more +) gradient through the norm; dw (+)= column sums; ln, if given, is the recomputed out."""
+    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, more, None)
     column_sums(dw, None, None, scratch, programs, acc)
 
 

@@ -95,8 +95,6 @@ def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, 
     ]
     if hasattr(q, "slope"):  # GPT-2 keeps gelu' in the place of GELU's input
         a.fch = q.slope
-    else:
-        a.dfcg = q.dfcg
     for name in WEIGHTS:
         tensors = zip(getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True)
         setattr(w, name, [operand(name, l, *forms) for l, forms in enumerate(tensors)])

@@ -108,8 +108,8 @@ def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
     kernels.rmsnorm_fwd(out, rstd, x, w, 1e-5)
     reference.rmsnorm_fwd(*exact[:2], x.double(), w.double(), 1e-5)
     ln, scratch = poisoned(R, C, dtype=dtype), poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x)))
-    kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, acc)
-    reference.rmsnorm_bwd(*exact[2:], None, None, dout.double(), x.double(), w.double(), exact[1], acc)
+    kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, dx, acc)
+    reference.rmsnorm_bwd(*exact[2:], None, None, dout.double(), x.double(), w.double(), exact[1], exact[2], acc)
     for got, want in zip((out, rstd, dx, dw), exact, strict=True):
         assert error(got, want) < tolerance(dtype)
     assert torch.equal(ln, out)

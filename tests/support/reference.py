@@ -108,10 +108,10 @@ def rmsnorm_fwd(out, rstd, x, w, eps):
     out.copy_(x * rstd[:, None] * w)
 
 
-def rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, acc, add_dx=True):
+def rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, more, acc):
     xhat, y = x * rstd[:, None], dout * rstd[:, None] * w
     grad = y - xhat * (xhat * y).mean(-1, keepdim=True)
-    dx.copy_(dx + grad if add_dx else grad)
+    dx.copy_(grad if more is None else more + grad)
     _give(dw, (dout * xhat).sum(0), acc)
     if ln is not None:
         ln.copy_(xhat * w)

@@ -44,7 +44,9 @@ class LayerActs:
     att:  Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")  # gate, value
     fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", only="bf16")
+    dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx for an odd i
     datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
+    dfcg: Tensor  = buf("R F",        "act", "block_bwd",        "backward")
     dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
     rope: Tensor  = buf("Tr HS",      "f32", "embed..between",   "inputs")  # cosines and sines of Tr positions: rope.py
 
@@ -56,7 +58,5 @@ class Acts(HeadActs, LayerActs):
 
 @dataclasses.dataclass
 class Fp8Buffers(Fp8Operands):
-    """Operands in fp8, and the gradient of SwiGLU's output, which in bf16 takes the output's place."""
-
-    dfcg: Tensor = buf("R F", "act", "block_bwd", "backward")
+    """Operands in fp8."""
 # fmt: on

@@ -80,51 +80,54 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], None, None, None, a.x[i + 1])
 
 
-def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool, add_dx: bool = True) -> None:
-    # dx[i] (+)= dln through the norm of x[i]
+def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
+    # dx[i] = dx[i+1] + dln through the norm of x[i]
     g, a = m.g, m.a
-    K.rmsnorm_bwd(a.dx[i], g.lnw[i], ln, a.scratch, a.dln, a.x[i], m.w.lnw[i], a.rstd[i], acc, add_dx)
+    more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
+    K.rmsnorm_bwd(a.dx[i], g.lnw[i], ln, a.scratch, a.dln, a.x[i], m.w.lnw[i], a.rstd[i], more, acc)
 
 
 def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
-    norm_bwd(K, m, 2 * m.L, None, acc, add_dx=False)
+    norm_bwd(K, m, 2 * m.L, None, acc)
 
 
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
-    """Run the layers' backward pass; the embedding's comes before layer 0's last product.
+    """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
-    dx[i] is the gradient at x[i].  All dx are one buffer: rmsnorm_bwd adds to dx[i+1] to make dx[i].
+    dx[i] is the gradient at x[i].  Products read it from two buffers in turn: a branch's dW comes after the next dx.
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
-        dfcg, dfch = (a.dfcg, a.dfch[l]) if m.fp8 else (a.fcg[l], a.fch[l])  # in bf16, gradients replace fcg, then fch
+        dfch = a.dfch[l] if m.fp8 else a.fch[l]  # in bf16 the gradient replaces fch
         cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
         elif redo.gelu:
             K.swiglu(a.fcg[l], a.fch[l])
         # through fcproj, SwiGLU, fc and the norm of x[i+1]
-        K.matmul_dw(g.fcprojw[l], a.scratch, a.dx[i + 2], a.fcg[l], acc_layer)
-        K.matmul_dx(dfcg, a.dx[i + 2], w.fcprojw[l])
-        K.swiglu_bwd(dfch, dfcg, a.fch[l])
+        K.matmul_dx(a.dfcg, a.dx[i + 2], w.fcprojw[l])
+        K.swiglu_bwd(dfch, a.dfcg, a.fch[l])
         K.matmul_dx(a.dln, dfch, w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
-        K.matmul_dw(g.fcw[l], a.scratch, dfch, a.ln[i + 1], acc_layer)
+        K.matmul_dw_pair(
+            g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
+        )  # fmt: skip
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
         if redo.qkv:
             qkv(K, m, l)
         K.attention_bwd(a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope)
-        K.matmul_dw(g.attprojw[l], a.scratch, a.dx[i + 1], a.att[l], acc_layer)
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
-        if l == 0:  # before the last product, which hides the transfer of wte's gradient, the largest of all
+        if l == 0:  # before the last products, which hide the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
-        K.matmul_dw(g.qkvw[l], a.scratch, a.dqkv[l], a.ln[i], acc_layer)
+        K.matmul_dw_pair(
+            g.attprojw[l], g.qkvw[l], a.scratch, a.dx[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer
+        )  # fmt: skip
         m.comm.reduce_grads(l)
 
 
