@@ -136,7 +136,7 @@ def _start(
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)
-        if text and run_dir and code == 0 and settings.init_from.startswith("hf:"):
+        if text and run_dir and (rank, code) == (0, 0) and settings.init_from.startswith("hf:"):
             own.export(run_dir, settings)
     discard_unwritten()  # a closed console does not change the result of a run
     return code

@@ -1,6 +1,7 @@
 """`train own --data`: shards and keys of a user's own text, in one command."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     assert tuned.model == before.model
     norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
     assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
+
+
+def test_one_rank_exports(here, trained, monkeypatch):
+    exported = []
+    monkeypatch.setattr(own, "export", lambda *_: exported.append(os.environ["RANK"]))
+    monkeypatch.setattr(trainer, "train", lambda *_: 0)
+    launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    for rank in "01":
+        for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", sys.stdout)
+        argv = ["own", "--data", "my.txt", "--run_dir", "run", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
+        assert main(app, argv) == 0
+    assert exported == ["0"]
 
 
 def test_weights_of_an_unknown_vocabulary_are_refused_before_the_text_is_prepared(here, trained, capsys):
