@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
     "tests/checkpoint": 2329,
-    "tests/commands": 1462,
+    "tests/commands": 1477,
     "tests/config": 627,
     "tests/data": 1011,
     "tests/data/prepare": 1281,
