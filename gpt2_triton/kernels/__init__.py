@@ -33,6 +33,7 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx_dgelu_scratch,
     matmul_gelu,
     matmul_rope,
+    matmul_swiglu,
 )
 from gpt2_triton.kernels.muon import (
     muon_apply,

@@ -3,6 +3,7 @@
 matmul           out  = inp @ w.T + b
 matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
 matmul_add       out  = res + (inp @ w.T + b)
+matmul_swiglu    pre  = inp @ w.T,  out = swiglu(pre)
 matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
 matmul_dx        dinp = dout @ w
 matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
@@ -42,6 +43,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
+from gpt2_triton.kernels.swiglu import swiglu
 from gpt2_triton.kernels.tiles import describe, halves, split_item, tile_corner, tile_position
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
 
@@ -223,6 +225,16 @@ def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) 
     if isinstance(inp, Fp8):
         return fp8_matmul.matmul_gelu(out, pre, inp, w, b)
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
+
+
+@contract("out[R,F] pre[R,2*F] <- inp[R,K] w[2*F,K]")
+def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
+    """Write pre = inp @ w.T and out = swiglu(pre as stored): in one launch on Hopper in bf16."""
+    if not isinstance(inp, Fp8) and hopper.takes("matmul_swiglu", *out.shape, dtype_name(inp)):
+        _launch(out, inp, w, epilogue="swiglu", pre=pre)
+    else:
+        matmul(pre, inp, w, None)
+        swiglu(out, pre)
 
 
 @contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")

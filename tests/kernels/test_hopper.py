@@ -111,6 +111,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),
         "matmul_gelu": ("_matmul_kernel", forward | dict(pre_desc=tile, EPILOGUE="gelu")),
+        "matmul_swiglu": (
+            "_matmul_kernel",
+            forward | dict(b_ptr=None, w_desc=(128, 64), pre_desc=(128, 128), EPILOGUE="swiglu"),
+        ),
         "matmul_dx": ("_matmul_kernel", backward),
         "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
         "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),

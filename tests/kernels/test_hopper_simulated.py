@@ -79,6 +79,17 @@ def test_matmul_rope_matches_float64(rng, seed):
     assert error(out, want) < EPS[BF16]
 
 
+@seeds
+def test_matmul_swiglu_matches_float64(rng, seed):
+    a, w, want = product(rng, 416, 768, 200, w_is_nk=True)
+    out, pre, exact = poisoned(416, 384, dtype=BF16), poisoned(416, 768, dtype=BF16), poisoned(416, 384).double()
+    with simulated(hopper_matmul, seed):
+        launch(out, a, w, epilogue="swiglu", pre=pre)
+    assert error(pre, want) < EPS[BF16]
+    reference.swiglu(exact, pre.double())
+    assert error(out, exact) < EPS[BF16]
+
+
 def fp8(x, scale, dtype=E4M3):
     most = torch.finfo(dtype).max
     return (x * scale).clamp(-most, most).to(dtype), torch.tensor([scale])

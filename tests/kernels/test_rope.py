@@ -99,6 +99,15 @@ def test_swiglu_matches_float64_and_its_gradient_may_replace_its_input(rng, dtyp
 
 
 @dtypes
+def test_matmul_swiglu_keeps_its_input_and_has_the_bits_of_a_pass(rng, dtype):
+    inp, w, out, again = rng(33, 64, dtype=dtype), rng(256, 64, dtype=dtype), poisoned(33, 128), poisoned(33, 128)
+    pre, out, again = poisoned(33, 256, dtype=dtype), out.to(dtype), again.to(dtype)
+    kernels.matmul_swiglu(out, pre, inp, w)
+    kernels.swiglu(again, pre)
+    assert torch.equal(out, again) and error(pre, inp.double() @ w.double().T) < tolerance(dtype)
+
+
+@dtypes
 @pytest.mark.parametrize("acc", [False, True])
 @pytest.mark.parametrize("R,C", [(33, 48), (7, 1600)])
 def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):

@@ -151,6 +151,11 @@ def swiglu(out, pre):
     out.copy_(F.silu(gate) * value)
 
 
+def matmul_swiglu(out, pre, inp, w):
+    matmul(pre, inp, w, None)
+    swiglu(out, pre)
+
+
 def swiglu_bwd(dpre, dout, pre):
     gate, value = pre.chunk(2, -1)
     s = gate.sigmoid()

@@ -17,7 +17,7 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module that computes an output [M, N] of operands in `dtype`; None: the generic kernel.
 
-    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_dw",
+    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_swiglu", "matmul_dw",
     "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also
     "transpose", "cast_weight", "classifier_lns" and "swiglu".  Attention's M and N are tokens and columns of a head.
     """
@@ -33,6 +33,8 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     if op == "classifier_dx":
         return "matmul_wide" if wide_is_faster(M, N) else None
     if M % SLICE_M.value or N % SLICE_N.value:  # the slices in which GELU is stored
+        return None
+    if op == "matmul_swiglu" and N % (TILE_N // 2):
         return None
     # no wide tiles with GELU: the second accumulator leaves the activation partition no registers
     return "matmul_wide" if op in ("matmul", "matmul_add") and wide_is_faster(M, N) else "matmul"

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from gpt2_triton.kernels.device_math import dgelu_of, gelu_u
+from gpt2_triton.kernels.device_math import dgelu_of, gelu_u, swiglu
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
     BLOCK_N,
@@ -83,6 +83,29 @@ def activation_partition(out_ptr, pre_desc, c, c_slices, M, N):
             pre = next_pre.to(gl.float32)
             next_pre = c_slices.index(min(s + 1, SLICES - 1)).load(layout)
             store_slice(out_ptr, at, fast_gelu(pre), row, col, M, N)
+        tma.store_wait(0)
+        mbarrier.arrive(c.empty, count=1)
+        turn += 1
+
+
+@gluon.jit
+def swiglu_partition(out_ptr, pre_desc, c, c_slices, M, N):
+    """Store each tile, gates and values, and the swiglu of its halves."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    HALF: gl.constexpr = BLOCK_N // 2
+    _, at = slice_offsets(N // 2, layout)
+    halves = c_slices.reinterpret(gl.bfloat16, [2, BLOCK_M, HALF], pre_desc.layout)
+    turn = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        n = n // 2
+        mbarrier.wait(c.full, turn & 1)
+        tma_store(pre_desc, [m, n], halves.index(0))
+        tma_store(pre_desc, [m, N // 2 + n], halves.index(1))
+        for s in range(SLICES // 2):
+            g = c_slices.index(s).load(layout).to(gl.float32)
+            u = c_slices.index(SLICES // 2 + s).load(layout).to(gl.float32)
+            store_slice(out_ptr, at, swiglu(g, u), m + s % DOWN * SLICE_M, n + s // DOWN * SLICE_N, M, N // 2)
         tma.store_wait(0)
         mbarrier.arrive(c.empty, count=1)
         turn += 1

@@ -15,6 +15,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tiles,
     tma_load,
     tma_store,
+    wait_empty,
 )
 from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
 
@@ -40,6 +41,26 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
                     mbarrier.wait(c.empty, turn & 1)
                     load_residual(res_desc, c, m, n)
         turn += 1
+
+
+@gluon.jit
+def gated_load_partition(a_desc, w_desc, ring, M, N, K):
+    """Load blocks of a, and of w the rows of gates and those of values: the halves of a tile."""
+    STAGES: gl.constexpr = ring.a.shape[0]
+    HALF: gl.constexpr = BLOCK_N // 2
+    step = 0
+    for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
+        m, n = corner(tile, M, N, BLOCK_N)
+        for k in range(0, K, a_desc.block_type.shape[1]):
+            wait_empty(ring.empty, step, STAGES)
+            stage = step % STAGES
+            full = ring.full.index(stage)
+            mbarrier.expect(full, a_desc.block_type.nbytes + 2 * w_desc.block_type.nbytes)
+            tma_load(a_desc, [m, k], full, ring.a.index(stage))
+            w = ring.w[0].index(stage)
+            tma_load(w_desc, [n // 2, k], full, w.slice(0, HALF, 0))
+            tma_load(w_desc, [(N + n) // 2, k], full, w.slice(HALF, HALF, 0))
+            step += 1
 
 
 @gluon.jit

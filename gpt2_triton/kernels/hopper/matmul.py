@@ -4,6 +4,7 @@ compute_partition        two warpgroups multiply tiles of 128 x 256 with wgmma, 
 load_partition           one warp keeps STAGES pairs of blocks in flight by TMA, tile after tile, and never waits for an
                          epilogue
 activation_partition     two warps apply GELU to a tile while compute_partition multiplies the next
+swiglu_partition         the same for SwiGLU; gated_load_partition loads gates and values as the halves of a tile
 derivative_partition     the same for GELU's derivative; preactivation_partition, one warp, loads its operand ahead
 
 A tile has one writer, and the same bits whichever program computes it.  With GELU or its derivative, compute_partition
@@ -23,8 +24,9 @@ from gpt2_triton.kernels.hopper.activation import (
     activation_partition,
     derivative_partition,
     preactivation_partition,
+    swiglu_partition,
 )
-from gpt2_triton.kernels.hopper.mainloop import compute_partition, load_partition
+from gpt2_triton.kernels.hopper.mainloop import compute_partition, gated_load_partition, load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
@@ -49,7 +51,8 @@ def _matmul_kernel(
     rotated_columns, W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
-    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    w_shape: gl.constexpr = [BLOCK_N, BLOCK_K] if W_T else [BLOCK_K, BLOCK_N]
+    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_shape, w_desc.layout)
     # TMA's layout of a tile stores columns 0 ... 63 row by row, then columns 64 ... 127, and so on
     c_slices = gl.allocate_shared_memory(gl.bfloat16, [SLICES, SLICE_M, SLICE_N], out_desc.layout)
     c_buf = c_slices.reinterpret(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
@@ -65,6 +68,12 @@ def _matmul_kernel(
             (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
             (preactivation_partition, (pre_desc, pre, M, N)),
         ], [2, 1, 1], [184, 184, 184])
+    elif EPILOGUE == "swiglu":
+        gl.warp_specialize([
+            (compute_partition, (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True)),
+            (swiglu_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
+            (gated_load_partition, (a_desc, w_desc, ring, M, N, K)),
+        ], [2, 1], [104, 104])
     elif EPILOGUE == "gelu":
         gl.warp_specialize([
             (compute_partition, (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True)),
@@ -91,6 +100,9 @@ def matmul(
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)
     pre_block = (SLICE_M.value, SLICE_N.value) if epilogue == "dgelu" else (TILE_M, TILE_N)
+    if epilogue == "swiglu":  # N is 2F; a tile has 128 gates and their values
+        N = 2 * N
+        w_desc, pre_block = describe(w, TILE_N // 2, TILE_K), (TILE_M, TILE_N // 2)
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b, describe(res, TILE_M, TILE_N),

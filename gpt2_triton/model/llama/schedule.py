@@ -28,8 +28,7 @@ def layer(K: Any, m: Any, l: int) -> None:
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = silu(gate) * value, fch = (gate, value) = fc(ln[i+1])
     K.rmsnorm_fwd(a.ln[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], m.norm_eps)
-    K.matmul(a.fch[l], a.ln[i + 1], w.fcw[l], None)
-    K.swiglu(a.fcg[l], a.fch[l])
+    K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l])
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 

@@ -53,7 +53,7 @@ def test_timed_records_every_launcher_of_a_step(record):
     no_step |= {"add_partials", "dropout"}  # only at ZeRO-2, with model.dropout
     # only with train.precision fp8
     no_step |= {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}
-    no_step |= {"rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "swiglu_bwd", "matmul_rope"}  # only in Llama
+    no_step |= {"rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "swiglu_bwd", "matmul_rope", "matmul_swiglu"}  # only in Llama
     no_step |= {name for name in LAUNCHERS if name.startswith("muon_")}  # only with optim.name muon
     assert {op.name for op in operations} == LAUNCHERS.keys() - no_step
     with_products = {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "matmul_dw"}
