@@ -34,6 +34,7 @@ from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_columns, store_heads, stored
 from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
+from gpt2_triton.kernels.hopper import attention_dkdv_grouped as hopper_dkdv_grouped
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
@@ -243,9 +244,8 @@ def _launch_dq(
     """Write dq, delta, out's columns, and part, the column sums of dq for each block of queries; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dq", T, HS, dtype):
-        return hopper_dq.attention_bwd_dq(
-            _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse, rope, _group(qkv, lse, HS)
-        )
+        tensors = _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse
+        return hopper_dq.attention_bwd_dq(*tensors, rope, _group(qkv, lse, HS))
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
     dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, full(out)))
@@ -264,13 +264,15 @@ def _launch_dkdv(
     """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
-        return hopper_dkdv.attention_bwd_dkdv(_in_forms(dqkv), part, dout, qkv, lse, delta, rope, _group(qkv, lse, HS))
+        tensors, group = (_in_forms(dqkv), part, dout, qkv, lse, delta), _group(qkv, lse, HS)
+        if part is None or group > 1 or T > hopper_dkdv.LONGEST:
+            return hopper_dkdv_grouped.attention_bwd_dkdv(*tensors, rope, group)
+        return hopper_dkdv.attention_bwd_dkdv(*tensors)
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))
     dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
-    columns = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"])
-    sizes = _sizes(qkv, lse, HS)
+    columns, sizes = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"]), _sizes(qkv, lse, HS)
     _attention_bwd_dkdv_kernel[(blocks * B * NH // sizes["GROUP"],)](
         dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, rope, **sizes, **row
     )

@@ -59,7 +59,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     head_dw = fp8_dw | e5 | dict(a2_desc=e5["a_desc"], w2_desc=e5["w_desc"])
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
-    attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1)
+    attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1, SPAN=1024)
     attention |= dict(out_columns_desc=None, out_scale_ptr=None, rope_ptr=None)
     attention |= dict(lse_desc=(1, 64, "fp32"), delta_desc=(1, 64, "fp32"))
     attention8 = attention | dict(dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32")
@@ -93,9 +93,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 attention_dq, grouped": ("_attention_dq_kernel", attention8 | grouped),
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
-        "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
+        "attention_dkdv, longest": ("_attention_dkdv_kernel", attention | dict(T=2048, SPAN=2048)),
+        "attention_dkdv, grouped": ("_attention_dkdv_grouped_kernel", attention | grouped),
         "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
-        "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),
+        "fp8 attention_dkdv, grouped": ("_attention_dkdv_grouped_kernel", attention8 | grouped),
         "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
         "fp8 transpose": ("_transpose_kernel", transpose),
         "fp8 cast": ("_cast_weights_kernel", cast),

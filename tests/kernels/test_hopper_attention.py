@@ -1,5 +1,6 @@
 """Attention for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
 
+import contextlib
 import importlib
 import itertools
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
-from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
+from gpt2_triton.kernels.hopper import attention_dkdv, attention_dkdv_grouped, attention_dq, attention_fwd
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
@@ -65,7 +66,10 @@ def on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=None, **options):
     """Run the launcher as on Hopper, with both kernels simulated."""
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "is_hopper", lambda: True)
-        with simulated(attention_dq, seed, **replaced or {}), simulated(attention_dkdv, seed, **replaced or {}):
+        modules = attention_dq, attention_dkdv, attention_dkdv_grouped
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(simulated(module, seed, **replaced or {}))
             return backward(dqkv, *arguments, **options)
 
 
