@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
     from tests.support import interpreter
 
-    interpreter.cast_bf16_by_shifts()
+    interpreter.make_casts_fast()
 
 import pytest  # noqa: E402
 
