@@ -34,7 +34,6 @@ from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_columns, store_heads, stored
 from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
-from gpt2_triton.kernels.hopper import attention_dkdv_grouped as hopper_dkdv_grouped
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
@@ -265,9 +264,7 @@ def _launch_dkdv(
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
         tensors, group = (_in_forms(dqkv), part, dout, qkv, lse, delta), _group(qkv, lse, HS)
-        if part is None or group > 1 or T > hopper_dkdv.LONGEST:
-            return hopper_dkdv_grouped.attention_bwd_dkdv(*tensors, rope, group)
-        return hopper_dkdv.attention_bwd_dkdv(*tensors)
+        return hopper_dkdv.attention_bwd_dkdv(*tensors, rope, group)
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))

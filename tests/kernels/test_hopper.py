@@ -61,12 +61,11 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
     attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1, SPAN=1024)
     attention |= dict(out_columns_desc=None, out_scale_ptr=None, rope_ptr=None)
-    attention |= dict(lse_desc=(1, 64, "fp32"), delta_desc=(1, 64, "fp32"))
     attention8 = attention | dict(dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32")
     attention8 |= dict(out_columns_desc=pairs, out_scale_ptr=F32)
     attention_fwd = attention | dict(out_desc=block, out8_desc=None)
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
-    grouped = dict(part_ptr=None, rope_ptr=F32, T=8192, GROUP=4)
+    grouped = dict(part_ptr=None, rope_ptr=F32, T=2048, SPAN=2048, GROUP=4)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     weight = dict(rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32")
     cast = {f"{name}_{i}": form for i in range(4) for name, form in (weight | dict(across=I32, end=I32)).items()}
@@ -94,9 +93,9 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
         "attention_dkdv, longest": ("_attention_dkdv_kernel", attention | dict(T=2048, SPAN=2048)),
-        "attention_dkdv, grouped": ("_attention_dkdv_grouped_kernel", attention | grouped),
+        "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
         "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
-        "fp8 attention_dkdv, grouped": ("_attention_dkdv_grouped_kernel", attention8 | grouped),
+        "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),
         "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
         "fp8 transpose": ("_transpose_kernel", transpose),
         "fp8 cast": ("_cast_weights_kernel", cast),
@@ -145,7 +144,6 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     module = next(module for module in KERNELS if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
     types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, fp8e5=gl.float8e5, i16=gl.int16, u8=gl.uint8)
-    types |= dict(fp32=gl.float32)
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]

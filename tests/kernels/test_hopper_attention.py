@@ -1,6 +1,5 @@
 """Attention for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
 
-import contextlib
 import importlib
 import itertools
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
-from gpt2_triton.kernels.hopper import attention_dkdv, attention_dkdv_grouped, attention_dq, attention_fwd
+from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, mma_wait, simulated
 from tests.support.helpers import EPS, error, poisoned
@@ -66,10 +65,7 @@ def on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=None, **options):
     """Run the launcher as on Hopper, with both kernels simulated."""
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "is_hopper", lambda: True)
-        modules = attention_dq, attention_dkdv, attention_dkdv_grouped
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(simulated(module, seed, **replaced or {}))
+        with simulated(attention_dq, seed, **replaced or {}), simulated(attention_dkdv, seed, **replaced or {}):
             return backward(dqkv, *arguments, **options)
 
 
@@ -146,6 +142,17 @@ def test_attention_bwd_accumulates_dbias(rng, monkeypatch):
     once = on_hopper(monkeypatch, 1, dqkv, *arguments)[0].clone()
     twice = on_hopper(monkeypatch, 2, dqkv, *arguments, acc=True, dbias=once.clone())[0]
     assert torch.equal(twice, 2 * once)
+
+
+@without_gpu
+def test_attention_bwd_of_long_sequences_takes_the_portable_kernel_for_dk_and_dv(rng, monkeypatch):
+    B, NH, T = 1, 2, 192
+    monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
+    monkeypatch.setattr(attention_dkdv, "attention_bwd_dkdv", None)
+    arguments, want = draw(rng, B, NH, T)
+    dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
+    dbias, _ = on_hopper(monkeypatch, 1, dqkv, *arguments)
+    assert error(dqkv, want[0]) < 4 * EPS[BF16] and error(dbias, want[1]) < 4 * EPS[BF16]  # the interpreter truncates
 
 
 @without_gpu
@@ -249,23 +256,25 @@ def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
             forward(poisoned(64, HS, dtype=BF16), poisoned(1, 1, 64), qkv, 1, mbarrier=barriers)
 
 
+# T, HS, whether forward and dQ have kernels, and dK and dV
 TAKES = [
-    (64, 64, True),
-    (1024, 64, True),
-    (8192, 64, True),
-    (1088, 64, True),
-    (1000, 64, False),  # a block that is not whole
-    (32, 64, False),
-    (1024, 80, False),
-    (1024, 128, False),
+    (64, 64, True, True),
+    (1024, 64, True, True),
+    (2048, 64, True, True),
+    (1088, 64, True, True),
+    (2112, 64, True, False),  # lse and delta leave no room for three programs
+    (1000, 64, False, False),  # a block that is not whole
+    (32, 64, False, False),
+    (1024, 80, False, False),
+    (1024, 128, False, False),
 ]
 
 
-@pytest.mark.parametrize("T,HS,whole", TAKES)
-def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole):
+@pytest.mark.parametrize("T,HS,whole,dkdv", TAKES)
+def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole, dkdv):
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
         monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
         ours = gpu and dtype == "bf16"
         assert hopper.takes("attention_fwd", T, HS, dtype) == ("attention_fwd" if ours and whole else None)
         assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and whole else None)
-        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and whole else None)
+        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and dkdv else None)

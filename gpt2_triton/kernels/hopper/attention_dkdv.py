@@ -1,9 +1,11 @@
 """dK and dV for Hopper: the second kernel of attention's backward pass, with its parts in attention.py.
 
 A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of the whole sequence are
-in shared memory.  Scores are transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit
-in registers.  dv has the portable kernel's bits.  dk does not: the portable kernel starts the sum of v @ dout.T at
--delta, and this kernel subtracts delta from the sum.
+in shared memory.  It takes the heads of its group one after the other.  Scores are transposed, [keys, queries], and
+computed for 32 queries at a time, so that p and ds fit in registers.  dv has the portable kernel's bits.  dk does not:
+the portable kernel starts the sum of v @ dout.T at -delta, and this kernel subtracts delta from the sum.
+
+lse and delta could come with each block, for sequences of any length; but GPT-2's dK and dV then take 13% longer.
 """
 
 from torch import Tensor
@@ -27,6 +29,7 @@ from gpt2_triton.kernels.hopper.attention import (
     store_gradient,
 )
 from gpt2_triton.kernels.hopper.pipeline import describe, wait_full
+from gpt2_triton.kernels.hopper.rope import rotated, rotation
 from gpt2_triton.kernels.tuning import next_power_of_2
 
 OPTIONS = dict(num_warps=4, maxnreg=168)
@@ -74,70 +77,107 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.
 
 
 @gluon.jit
-def _attention_dkdv_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr, NH,
+def _begin_head(
+    qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bh, h, first, steps,
     T: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = T // SIDE
-    PARTS: gl.constexpr = SIDE // PART
-    block = gl.program_id(0) % BLOCKS  # the first keys are seen by the most queries and start first
-    bh = gl.program_id(0) // BLOCKS
-    b = bh // NH
-    h = bh % NH
-    first = block * SIDE
-    steps = BLOCKS - block
-    k_column = (NH + h) * SIDE
-    v_column = (2 * NH + h) * SIDE
-    ring = ring_of(qkv_desc, STAGES)
-    own = ring_of(qkv_desc, 1)
-    lse_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
-    delta_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
-    load_pair(qkv_desc, qkv_desc, own, 0, b * T + first, k_column, v_column, True)
+    """Load a head's first blocks of queries, into the stages of steps from `base` on, and its lse and delta."""
     for step in gl.static_range(STAGES):
-        row = b * T + first + step * SIDE
-        load_pair(qkv_desc, dout_desc, ring, step, row, h * SIDE, h * SIDE, step < steps)
+        at = row + step * SIDE
+        load_pair(qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step < steps)
     i = gl.arange(0, SPAN, layout=VECTOR_LAYOUT)
     at = bh.to(gl.int64) * T + i
     needed = (i >= first) & (i < T)
     lse_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(lse_ptr + at, mask=needed, other=0.0))
     delta_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(delta_ptr + at, mask=needed, other=0.0))
+
+
+@gluon.jit
+def _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, steps):
+    """Add a head's blocks of queries."""
+    PARTS: gl.constexpr = SIDE // PART
+    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, True)
+    load_pair(
+        qkv_desc, dout_desc, ring, base % STAGES, row + STAGES * SIDE, h * SIDE, h * SIDE, STAGES < steps
+    )  # fmt: skip
+    for step in range(1, steps):
+        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base + step, (block + step) * PARTS, False)
+        at = row + (step + STAGES) * SIDE
+        load_pair(
+            qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step + STAGES < steps
+        )  # fmt: skip
+    return dk, dv
+
+
+@gluon.jit
+def _attention_dkdv_kernel(
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr, rope_ptr, NH,
+    T: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = T // SIDE
+    NKV = NH // GROUP
+    block = gl.program_id(0) % BLOCKS  # the first keys are seen by the most queries and start first
+    bkv = gl.program_id(0) // BLOCKS
+    b = bkv // NKV
+    kv = bkv % NKV
+    first = block * SIDE
+    row = b * T + first
+    steps = BLOCKS - block
+    k_column = (NH + kv) * SIDE
+    v_column = (NH + NKV + kv) * SIDE
+    ring = ring_of(qkv_desc, STAGES)
+    own = ring_of(qkv_desc, 1)
+    lse_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
+    delta_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
+    load_pair(qkv_desc, qkv_desc, own, 0, row, k_column, v_column, True)
+    h = kv * GROUP
+    _begin_head(
+        qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h, first, steps, T, SPAN
+    )  # fmt: skip
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
     k = own.x.index(0).load(PART_OPERAND)
     v = own.y.index(0).load(PART_OPERAND)
     dk = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
     dv = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
-    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, 0, block * PARTS, True)
-    row = b * T + first + STAGES * SIDE
-    load_pair(qkv_desc, dout_desc, ring, 0, row, h * SIDE, h * SIDE, STAGES < steps)
-    for step in range(1, steps):
-        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, (block + step) * PARTS, False)
-        row = b * T + first + (step + STAGES) * SIDE
-        load_pair(qkv_desc, dout_desc, ring, step % STAGES, row, h * SIDE, h * SIDE, step + STAGES < steps)
+    dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, 0, row, h, block, steps)
+    for member in range(1, GROUP):
+        base = member * steps
+        h = kv * GROUP + member
+        _begin_head(
+            qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bkv * GROUP + member, h,
+            first, steps, T, SPAN,
+        )  # fmt: skip
+        dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, steps)
     dk *= SCALE
-    # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
-    part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(part_ptr, gl.sum(dk, 0))
-    gl.store(part_ptr + NH * SIDE, gl.sum(dv, 0))
+    if rope_ptr is not None:
+        cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
+        dk = rotated(dk, cos, -sin, SIDE)
+    if part_ptr is not None:
+        # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
+        part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+        gl.store(part_ptr, gl.sum(dk, 0))
+        gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
     staged_dk = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
-    store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
-    store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
+    store_gradient(dqkv_desc, columns_desc, staged_dk, row, k_column)
+    store_gradient(dqkv_desc, columns_desc, staged_dv, row, v_column)
     end_ring(own)
     end_ring(ring)
     tma.store_wait(0)
 
 
 def attention_bwd_dkdv(
-    dqkv: Forms, part: Tensor, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor
+    dqkv: Forms, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, rope: Tensor | None,
+    group: int,
 ) -> int:  # fmt: skip
-    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part, fp32 [B*T/64, 2*C].
-    dout is bf16 [B*T, C], qkv bf16 [B*T, 3*C], lse and delta are fp32 [B, NH, T].  Return part's rows.
+    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part, fp32 [B*T/64, 2*Ckv].
+    dout is bf16 [B*T, C], qkv bf16 [B*T, D], lse and delta are fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
-    _attention_dkdv_kernel[(blocks * B * NH,)](
-        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta, NH,
-        T=T, SPAN=next_power_of_2(T), **OPTIONS,
+    _attention_dkdv_kernel[(blocks * B * NH // group,)](
+        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta, rope, NH,
+        T=T, SPAN=next_power_of_2(T), GROUP=group, **OPTIONS,
     )  # fmt: skip
     return B * blocks

@@ -43,7 +43,7 @@ LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.val
 OPTIONS = dict(num_warps=8, maxnreg=168)
 DTYPES = {
     torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5, torch.float32: gl.float32, torch.int16: gl.int16, torch.uint8: gl.uint8,
+    torch.float8_e5m2: gl.float8e5, torch.int16: gl.int16, torch.uint8: gl.uint8,
 }  # fmt: skip
 
 
