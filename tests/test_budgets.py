@@ -43,7 +43,7 @@ BUDGETS = {
     "tests/gpu": 799,
     "tests/ground": 397,
     "tests/inference": 672,
-    "tests/kernels": 4615,
+    "tests/kernels": 4622,
     "tests/model": 2530,
     "tests/support": 1825,
     "tests/training": 2254,
