@@ -200,8 +200,8 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
     ("9.0", {}, "fp8 (faster on compute capability 9.0)"),
     ("8.9", {}, "bf16 (fp8 is faster on compute capability 9.0, this is 8.9)"),
     (None, {}, "bf16 (fp8 is faster on compute capability 9.0, this is a CPU)"),
-    ("9.0", dict(seq_len=8), "bf16 (fp8 needs GPT-2, train.dtype bf16 and a multiple of 16 in train.seq_len)"),
-    ("9.0", dict(dtype="fp32"), "bf16 (fp8 needs GPT-2, train.dtype bf16 and a multiple of 16 in train.seq_len)"),
+    ("9.0", dict(seq_len=8), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
+    ("9.0", dict(dtype="fp32"), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
 ])  # fmt: skip
 def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
     config, notes = fp8.choose_precision(fp8_config(precision="auto", **train), architecture)
