@@ -43,6 +43,7 @@ GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # operations
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
     "matmul": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_rope": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
+    "matmul_swiglu": (lambda a: (*a["pre"].shape, a["inp"].shape[1]), "forward"),
     "matmul_gelu": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_add": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
     "matmul_dx": (lambda a: (*a["dinp"].shape, a["dout"].shape[1]), "dx"),
