@@ -25,7 +25,7 @@ BUDGETS = {
     "benchmarks": 1047,
     "benchmarks/accuracy": 758,
     "benchmarks/losses": 1222,
-    "benchmarks/speed": 1062,
+    "benchmarks/speed": 1063,
     "benchmarks/tune": 622,
     "tests": 1126,
     "tests/benchmarks": 346,
