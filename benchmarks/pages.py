@@ -56,7 +56,7 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.total_batch_tokens
-        arm = "bf16" if config.train.precision == "bf16" else "fp8_head"  # which auto is on this machine
+        arm = "bf16" if config.train.precision == "bf16" else "fp8"  # which auto is on this machine
         rate = found.get(f"{MACHINE}.steps.d{config.model.n_layer}.{arm}.tok_s")
         if rate and config.train.seq_len == T and config.model.vocab_size > 50_000:
             found[f"recipe.{name}.hours"] = tokens / rate / 3600
@@ -115,14 +115,20 @@ def render(text: str, record: Record, page: Path) -> str:
 MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
 HALF, HALF_60 = (f"losses.arms.muon_d12.best_muon_half_the_batch{share}.val" for share in ("", "_60"))
 PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
-    "124M, Muon, 131k tokens a step, logits in bf16": ("fp8_131k.fp8", MUON),
-    "124M, Muon, 131k tokens a step": ("fp8_131k.fp8_logits_too", MUON),
-    "the last tenth of its steps in bf16": ("fp8_131k.fp8_logits_too_the_last_tenth_in_bf16", MUON),
+    "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
+    "the head in bf16": ("fp8_131k.fp8_head_in_bf16", MUON),
+    "the last tenth of its steps in bf16": ("fp8_131k.fp8_the_last_tenth_in_bf16", MUON),
     "only the last tenth in fp8": ("fp8_131k.bf16_only_the_last_tenth_in_fp8", MUON),
-    "124M, Muon, 65k tokens a step, logits in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
-    "124M, Muon, 65k tokens a step": ("fp8_d12.muon_fp8_logits_too", f"({HALF_60} - {HALF}) / 0.511"),
-    "124M, AdamW, 65k tokens a step, logits in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
-    "1558M, AdamW, 16k tokens a step, logits in bf16": ("fp8_d48.fp8_lr_8", ""),
+    "124M, Muon, 65k tokens a step, the head in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
+    "124M, Muon, 65k tokens a step, of the head the logits in fp8": (
+        "fp8_d12.muon_fp8_logits_too",
+        f"({HALF_60} - {HALF}) / 0.511",
+    ),
+    "124M, AdamW, 65k tokens a step, the head in bf16": (
+        "fp8_d12.fp8",
+        "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223",
+    ),
+    "1558M, AdamW, 16k tokens a step, the head in bf16": ("fp8_d48.fp8_lr_8", ""),
 }
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),

@@ -42,8 +42,6 @@ MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commi
 KINDS = "steps,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi"
 MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
-LOGITS = ("--fp8.keep_bf16", "none")  # fp8 for the logits, and for their gradients
-HEAD = (*LOGITS, "--fp8.head_gradients", "fp8")
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
 MUON_STEP = 131_072  # tokens of a step with Muon, and fp32 weights
 MUON_KEYS = ("--optim.master", "fp32", "--train.total_batch_tokens", str(MUON_STEP))
@@ -151,11 +149,10 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         found = [
             step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
             *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
-            step("steps", size, "fp8", fp8(size, *LOGITS), more=8),
+            step("steps", size, "fp8", fp8(size), more=8),
             *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
             step("steps", size, "torch", PYTORCH, torch_s),
-            step("steps", size, "fp8_all", fp8(size, *HEAD), more=4),
-            *([step("steps", size, "fp8_head", ours(work_of(size, precision="fp8")), more=4)] if ends else ()),
+            *([step("steps", size, "fp8_head", fp8(size, "--fp8.keep_bf16", "head"), more=4)] if ends else ()),
         ]
         return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
 
@@ -171,12 +168,12 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         *rest[:1],
         [
             muon("bf16", ours(work_of(first, optim="muon")), 15),
-            muon("fp8", fp8(first, *LOGITS, optim="muon"), 15),
+            muon("fp8", fp8(first, optim="muon"), 15),
             step("muon", first, "torch", torch_muon, 80, MUON_STEP),
         ],
         [
             part(f"ops.{first}.bf16", 35, operations, first, ()),
-            part(f"ops.{first}.fp8", 35, operations, first, ("--precision", "fp8", *LOGITS)),
+            part(f"ops.{first}.fp8", 35, operations, first, ("--precision", "fp8")),
         ],
         [
             step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
@@ -189,14 +186,14 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             step("steps", "llama:c768", "torch", PYTORCH, 60),
         ],
         [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
-        [step("levels", first, slug(level), fp8(first, *LOGITS, level=level), 6) for level in LEVELS],
+        [step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS],
         *([part(f"peer.{first}.{slug(p.name)}", 90, steps_or_absence, p, first, tokens)] for p in TORCHAO[::-1]),
     ]
 
 
 def joint_parts(size: str, gpus: int) -> list[Part]:
     """Return the parts for which all GPUs train together."""
-    fp8 = ["--precision", "fp8", "--recompute", "none", *LOGITS]
+    fp8 = ["--precision", "fp8", "--recompute", "none"]
     arms = {"fp8": fp8, "fp8_muon": [*fp8, "--optimizer", "muon"]}
     return [part(f"multi.{size}.{arm}", 55, together, size, more, gpus) for arm, more in arms.items()]
 

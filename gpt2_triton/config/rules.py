@@ -50,8 +50,6 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if t.precision == "fp8" and t.dtype == "fp32":
         yield "train.precision", "fp8 needs train.dtype bf16, got fp32; set train.dtype to bf16"
-    if config.fp8.head_gradients == "fp8" and config.fp8.keep_bf16 == "head":
-        yield "fp8.head_gradients", "fp8 needs logits in fp8: set fp8.keep_bf16 to none"
     if t.precision == "fp8" and t.seq_len % 16:
         yield "train.seq_len", f"train.precision fp8 needs a multiple of 16, got {t.seq_len}; change it"
     source, _, path = config.init_from.partition(":")

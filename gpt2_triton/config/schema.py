@@ -182,10 +182,7 @@ class TrainConfig(ConfigSection):
 
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
-        "head", "what train.precision fp8 leaves in bf16: head, the product that gives the logits, or none"
-    )
-    head_gradients: Literal["bf16", "fp8"] = free(
-        "bf16", "products of the logits' gradients; fp8 needs fp8.keep_bf16 none: a tenth faster, but a higher loss"
+        "none", "what train.precision fp8 leaves in bf16: head, the products of the logits and their gradients, or none"
     )
 
 

@@ -12,7 +12,7 @@ classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums
                  logits by a fraction of 8e-5.  An exact sum for the target alone would change losses by 0.002 where
                  logits are near 30.
 
-With fp8.head_gradients classifier_dx and the head's matmul_dw take p and lns in e5m2.  Its range is too short for p
+With fp8.keep_bf16 none classifier_dx and the head's matmul_dw take p and lns in e5m2.  Its range is too short for p
 relative to the target: where a loss is small, all p may be below it, where a loss is large, one above it.  So another
 product first sums p over PEEK columns.  The largest power of two up to 1 + that sum is the row's unit: p, S and the 1
 of 1 + S are divided by it, and rs is multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.

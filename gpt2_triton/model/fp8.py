@@ -1,8 +1,7 @@
 """Operands of matrix products in fp8, and their places in the schedule's view.
 
 With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
-backward.  If fp8.keep_bf16 is none, they also replace the operands of the product that gives the logits; with
-fp8.head_gradients, of the head's other products too.  Everything else is as in bf16.
+backward, and unless fp8.keep_bf16 is head those of the logits and their gradients.  Everything else is as in bf16.
 
 A scale belongs to one tensor of one layer.  State.scale has the SCALES of each layer, then HEAD_SCALES.
 """
@@ -64,13 +63,8 @@ def place(name: str, layer: int) -> tuple[str, int]:
 
 
 def formats(dims: Mapping[str, int]) -> set[str]:
-    """Return the `only` values that hold: bf16 for the layers' operands, logits for fp8 logits, and the head's
-    gradients in bf16 or fp8.
-    """
-    head = {"fp8 head" if dims["head8"] else "bf16 head"}
-    if dims["A"] == 0:
-        return head | {"bf16"}
-    return head | {"logits"} if dims["A"] > dims["L"] * len(SCALES) else head
+    """Return the `only` values that hold: bf16 for the layers' operands, and the head in bf16 or fp8."""
+    return {"fp8 head" if dims["head8"] else "bf16 head"} | ({"bf16"} if dims["A"] == 0 else set())
 
 
 def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool) -> list[list[Any]]:
@@ -104,10 +98,9 @@ def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, 
     if ("wte", L) not in index:
         return [*weights, []]
     a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf)
-    w.wte = operand("wte", L, q.wte8, q.wte8t if dims["head8"] else q.wte8[:0], w.wte)
-    if dims["head8"]:  # the kernels that write these two also write their scales
-        a.p = K.Fp8(q.p8, q.p8t, q.p_scale, None, True)
-        a.lns = K.Fp8(q.lnf8[:0], q.lns8t, q.lns_scale, None, True)
+    w.wte = operand("wte", L, q.wte8, q.wte8t, w.wte)
+    a.p = K.Fp8(q.p8, q.p8t, q.p_scale, None, True)  # the kernels that write these two also write their scales
+    a.lns = K.Fp8(q.lnf8[:0], q.lns8t, q.lns_scale, None, True)
     return [*weights, [w.wte]]
 
 

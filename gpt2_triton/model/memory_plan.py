@@ -67,7 +67,7 @@ def dimensions(
     matrices = muon.matrices_at_once(matrix_shapes(architecture.of(config.model).Params, d), d) if d["No"] else []
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
     d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
-    d["head8"] = int(d["A"] > 0 and config.fp8.head_gradients == "fp8")
+    d["head8"] = int(d["A"] > 0 and config.fp8.keep_bf16 == "none")
     d["Rd"] = d["R"] if training and config.model.dropout and not d["A"] else 0
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:

@@ -226,8 +226,8 @@ def open_log(
     sequences = data.train.windows.n
     epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
-    logits = "" if config.fp8.keep_bf16 == "head" else " and the logits"
-    in_fp8 = [f"fp8: products of all layers{logits}"] if model.has_fp8 else []
+    head = "" if config.fp8.keep_bf16 == "head" else " and the head"
+    in_fp8 = [f"fp8: products of all layers{head}"] if model.has_fp8 else []
     for note in (*start.notes, *in_fp8, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
         log.info(note)
     return log

@@ -18,7 +18,7 @@ train.max_minutes train.patience train.skip_limit train.skip_loss_z train.skip_n
 optim.name optim.lr optim.embed_lr optim.adamw_lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
 optim.beta1 optim.beta2 optim.eps optim.momentum optim.weight_decay optim.embed_decay optim.tau optim.clip
 optim.master optim.m optim.v
-fp8.keep_bf16 fp8.head_gradients memory.recompute memory.head_rows
+fp8.keep_bf16 memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major checkpoint.best

@@ -94,7 +94,7 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
                 total_batch_tokens=2 * B * T,
                 precision="fp8" if dtype == "fp8" else "bf16",
             ),
-            fp8=dict(keep_bf16="", head_gradients="fp8" if number == 9 else "bf16"),
+            fp8=dict(keep_bf16="head" if number == 9 else "none"),
             optim=dict(
                 name="muon" if number in MUON else "adamw", master="fp32" if number % 2 and dtype == "bf16" else "none"
             ),

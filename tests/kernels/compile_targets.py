@@ -64,11 +64,10 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
     "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
     "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
-    "fp8": dict(train=dict(precision="fp8")),
+    "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
     "fp8, llama": dict(train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
-    "fp8, logits": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16=""), optim=dict(name="muon", m="bf16")),
-    "fp8, head": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="", head_gradients="fp8")),
+    "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
 }
 OTHER_RUNS = ("decoding", "several GPUs")
 

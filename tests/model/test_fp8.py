@@ -25,13 +25,11 @@ LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(
-    level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, gradients="bf16", llama=False, **train
-):
+def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, llama=False, **train):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
     sections = dict(train=train, memory=dict(recompute=level, head_rows=16))
-    sections["fp8"] = dict(keep_bf16=keep, head_gradients=gradients)
+    sections["fp8"] = dict(keep_bf16=keep)
     model = dict(vocab_size=300, dropout=dropout) | (LLAMA if llama else {})
     return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
@@ -58,7 +56,7 @@ def bits(model):
 
 @functools.cache
 def bits_of_none(dropout, llama):
-    return bits(fp8_model(dropout=dropout, gradients="fp8", llama=llama))
+    return bits(fp8_model(dropout=dropout, llama=llama))
 
 
 @pytest.mark.slow
@@ -71,7 +69,7 @@ def bits_of_none(dropout, llama):
 )  # fmt: skip
 def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, llama, monkeypatch):
     """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
-    history, *tensors = bits(poison(fp8_model(level, dropout=dropout, gradients="fp8", llama=llama), monkeypatch))
+    history, *tensors = bits(poison(fp8_model(level, dropout=dropout, llama=llama), monkeypatch))
     wanted, *others = bits_of_none(dropout, llama)
     assert history == wanted
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
@@ -89,16 +87,12 @@ def gradients_in_bf16(dropout, llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keep, head, dropout, llama",
-    [
-        ("none", "bf16", 0, False), ("none", "fp8", 0, False), ("head", "bf16", 0, False), ("none", "bf16", 0.3, False),
-        ("none", "bf16", 0, True),
-    ],
-)  # fmt: skip
-def test_gradients_are_those_of_bf16_but_for_rounding(keep, head, dropout, llama):
+    "keep, dropout, llama", [("none", 0, False), ("head", 0, False), ("none", 0.3, False), ("none", 0, True)]
+)
+def test_gradients_are_those_of_bf16_but_for_rounding(keep, dropout, llama):
     """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row."""
     loss, want = gradients_in_bf16(dropout, llama)
-    got_loss, got = gradients(fp8_model(keep=keep, gradients=head, dropout=dropout, llama=llama))
+    got_loss, got = gradients(fp8_model(keep=keep, dropout=dropout, llama=llama))
     off = ((got - want).norm() / want.norm()).item()
     assert 0.012 < off <= 0.12 and abs(got_loss / loss - 1) < 1e-3
 
@@ -212,12 +206,11 @@ def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
 
 
 def test_plan_has_no_buffer_that_no_precision_needs():
-    configs = fp8_config(gradients="fp8"), fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
-    everything, logits, head, bf16 = (plan_of(config).buffers.keys() for config in configs)
+    configs = fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
+    everything, head, bf16 = (plan_of(config).buffers.keys() for config in configs)
     assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything
-    assert logits - head == {"lnf8", "wte8"} and not head - logits
-    assert everything - logits == {"wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
-    assert logits - everything == {"p", "lns"}
+    assert everything - head == {"lnf8", "wte8", "wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
+    assert head - everything == {"p", "lns"}
     assert not bf16 & (Fp8Buffers.__dataclass_fields__.keys() | {"scale", "history", "amax"})
 
 
@@ -247,7 +240,6 @@ def test_forward_pass_between_steps_overlaps_no_state():
         (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "needs train.dtype bf16, got fp32"),
         (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
         (dict(fp8=dict(keep_bf16="head,mlp:0")), "fp8.keep_bf16", "'head' or 'none'"),
-        (dict(fp8=dict(head_gradients="fp8")), "fp8.head_gradients", "set fp8.keep_bf16 to none"),
         (
             dict(model=LLAMA | dict(tied=False), train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none")),
             "fp8.keep_bf16",

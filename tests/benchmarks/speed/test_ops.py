@@ -110,7 +110,7 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     """Rows and columns are a byte an element.  GELU's output and its gradient are written in both orders, weights and
     the head's exponentials too; attention's backward pass reads bf16.  The head takes all 32 rows at once.
     """
-    d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none", head_gradients="fp8"))
+    d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none"))
     x, square, stats = d.R * d.C, d.C * d.C, 2 * 4 * d.R
     assert calls(operations, "layernorm_fwd") == [(3 * x + stats + 4 * d.C, 2 * d.L), (5 * x + stats + 4 * d.C, 1)]
     # inp, w, bias; rows, columns, and a byte of the slope
