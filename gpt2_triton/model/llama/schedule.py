@@ -111,9 +111,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dx(a.dln, dfch, w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
-        K.matmul_dw_pair(
-            g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
-        )  # fmt: skip
+        K.matmul_dw_pair(g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer)
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
         if redo.qkv:
@@ -124,9 +122,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         m.observe.tensors(dqkv=l, dx=i)
         if l == 0:  # before the last products, which hide the transfer of wte's gradient, the largest of all
             embed_bwd(K, m, acc)
-        K.matmul_dw_pair(
-            g.attprojw[l], g.qkvw[l], a.scratch, a.dx[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer
-        )  # fmt: skip
+        K.matmul_dw_pair(g.attprojw[l], g.qkvw[l], a.scratch, a.dx[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer)
         m.comm.reduce_grads(l)
 
 
