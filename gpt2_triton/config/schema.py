@@ -156,7 +156,7 @@ class TrainConfig(ConfigSection):
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
-        "operands of the layers' matmuls; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU; "
+        "operands of matrix products; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU; "
         "auto is fp8 on 9.0, else bf16",
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
@@ -211,7 +211,7 @@ class OptimConfig(ConfigSection):
         0.1, "decoupled weight decay of matrices and embeddings; null if tau is given", ge=0
     )
     embed_decay: OptionalFloat = free(
-        None, "weight decay of the embeddings and an untied head; null is that of the matrices", ge=0
+        None, "weight decay of the embeddings and an untied head; null takes the matrices' decay", ge=0
     )
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)

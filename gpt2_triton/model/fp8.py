@@ -1,7 +1,7 @@
 """Operands of matrix products in fp8, and their places in the schedule's view.
 
 With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
-backward, and unless fp8.keep_bf16 is head those of the logits and their gradients.  Everything else is as in bf16.
+backward.  Unless fp8.keep_bf16 is head, they also replace the head's operands.  Everything else is as in bf16.
 
 A scale belongs to one tensor of one layer.  State.scale has the SCALES of each layer, then HEAD_SCALES.
 """
@@ -28,8 +28,8 @@ PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx",
 
 
 def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
-    """Return the configuration with bf16 or fp8 in place of train.precision `auto` on a GPU of this architecture, or
-    on a CPU if it is None, and a line that gives the reason.
+    """Return the configuration with bf16 or fp8 in place of train.precision `auto`, and a line that gives the reason.
+    `architecture` is the GPU's, or None on a CPU.
     """
     if config.train.precision != "auto":
         return config, []
