@@ -21,7 +21,7 @@ from tests.support.models import train_steps
 pytestmark = pytest.mark.gpu
 PATH = Path(__file__).with_name("golden_losses.json")
 ROWS = json.loads(PATH.read_text())
-VARIANTS = ("fp32", *PRECISIONS)
+VARIANTS = ("fp32", *(name for name in PRECISIONS if name != "fp8"))  # the head in fp8: not recorded
 
 
 def losses(variant: str, level: str) -> list[str]:

@@ -352,13 +352,15 @@ IN_FP8 = dict(dtype="bf16", precision="fp8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, precision", [("adamw", {}), ("muon", {}), ("adamw", IN_FP8)])
-def test_ranks_rewind_together(tmp_path, name, precision):
+@pytest.mark.parametrize(
+    "name, precision, stages", [("adamw", {}, (0, 1, 2)), ("muon", {}, (0, 1, 2)), ("adamw", IN_FP8, (0, 2))]
+)
+def test_ranks_rewind_together(tmp_path, name, precision, stages):
     """The third step fails; all return to the second's checkpoint and take the fourth's samples.  gloo adds two numbers
     alike at every stage; at stage 2 the squares of gradients are summed in another order, which may change the norm's
     last bit.
     """
-    for zero in (0, 1, 2):
+    for zero in stages:
         run = tmp_path / str(zero)
         run.mkdir()
         train = dict(steps=3, rewind_after=1, **precision)
