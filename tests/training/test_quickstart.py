@@ -1,4 +1,4 @@
-"""The first command of the README: in 16 of its 40 steps the loss falls from 5.5 to below 4.0; the checkpoint samples."""
+"""The first command of the README: in 16 of 40 steps the loss falls from 5.5 to below 4; its checkpoint samples."""
 
 import json
 import os
