@@ -25,7 +25,7 @@ from gpt2_triton.training.start import check_run_dir, starting
 FLAGS = ("data", "field", "strict", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
-config_app = make_app(NAME, "Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.")
+config_app = make_app(NAME, "Train a model from a recipe or a YAML file; any key below can be given another value.")
 config_app.usage = f"Usage: {NAME} [OPTIONS] CONFIG"
 config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
 app = config_app.meta
@@ -52,7 +52,7 @@ def train(
     run_dir: Path | None = None,
     resume: Annotated[bool | Literal["must"], Parameter(show_choices=False)] = False,
 ) -> int:
-    """Train a GPT-2 from a recipe or a YAML file; any key below can be given another value.
+    """Train a model from a recipe or a YAML file; any key below can be given another value.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def train(
     return 0
 
 
-command = make_app("train", "Train a GPT-2 from a recipe or a YAML file.")
+command = make_app("train", "Train a model from a recipe or a YAML file.")
 command.help_flags = command.version_flags = ()  # --help goes to `app`, which lists the keys
 
 

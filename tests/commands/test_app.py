@@ -273,7 +273,7 @@ def test_print_config_prints_a_complete_config(here, capsys):
 def test_help_lists_each_command_with_its_summary(capsys, argv):
     assert main(tools_app, argv) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "│ perplexity Print a model's loss" in text and "│ train Train a GPT-2 from a recipe or a YAML file" in text
+    assert "│ perplexity Print a model's loss" in text and "│ train Train a model from a recipe or a YAML file" in text
 
 
 @pytest.mark.parametrize(("app", "argv"), [(tools_app, ["train", "--version"]), (train_app, ["--version"])])
