@@ -76,7 +76,7 @@ def llama_loss(params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope:
 
     def rotate(x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, -1)
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
     x = F.embedding(ids.long(), p.wte)
     for l in range(len(p.qkvw)):

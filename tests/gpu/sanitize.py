@@ -39,10 +39,13 @@ CASES = (
     (1, 80, 1, 17, "fp32", "block", 17),
     (12, 768, 2, 256, "fp8", "gelu", 512),
     (2, 128, 3, 48, "fp8", "gelu+ln", 41),
+    (12, 768, 2, 256, "fp8", "none", 512),
+    (12, 768, 2, 256, "bf16", "gelu+ln", 512),
+    (12, 768, 2, 256, "fp8", "none", 512),
+    (3, 192, 3, 50, "fp32", "gelu", 41),
 )
-
-
 MUON = {4, 8}  # numbers of CASES with optim.name muon
+LLAMA = {12: 4, 13: 4, 14: 1}  # numbers of CASES with model.arch llama: their n_kv_head
 
 
 class SeparateAllocations(WrappedKernels):
@@ -86,7 +89,8 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
         config = tiny_config(
             model=dict(
                 n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T, dropout=0.1 if number in MUON else 0
-            ),
+            )
+            | (dict(arch="llama", n_kv_head=LLAMA[number]) if number in LLAMA else {}),
             train=dict(
                 batch_size=B,
                 seq_len=T,

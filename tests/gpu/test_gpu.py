@@ -1,4 +1,4 @@
-"""Tests that need a GPU: gradients at GPT-2's width, the plan against the memory in use, kernel names, equal bits of
+"""Tests that need a GPU: gradients at 124M's width, the plan against the memory in use, kernel names, equal bits of
 two runs, of graphs and launches and beside another process, and gaps in the device's work.  Nothing else may use the
 GPU meanwhile.
 """
@@ -34,16 +34,19 @@ PRECISIONS = {"bf16": None, "fp8, head in bf16": "head", "fp8": "none"}  # fp8.k
 HAS_FP8 = torch.cuda.is_available() and has_fp8(architecture())
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs fp8 products")
 fp8_precisions = [pytest.param(name, marks=needs_fp8) for name in PRECISIONS if name != "bf16"]
+every_arch = pytest.mark.parametrize("arch", ["gpt2", "llama"])
 every_precision = pytest.mark.parametrize("precision", ["bf16", *fp8_precisions])
 bf16_and_fp8 = pytest.mark.parametrize("precision", ["bf16", fp8_precisions[-1]])
 
 
-def gpt2_config(
-    dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256, accumulation: int = 1, every=0
-):
+def wide_config(
+    arch: str = "gpt2", dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256,
+    accumulation: int = 1, every=0,
+):  # fmt: skip
     """Return a configuration with GPT-2 124M's width and vocabulary and fewer layers."""
+    shape = dict(n_head=12, n_embd=768, vocab_size=50257, block_size=1024)
     return tiny_config(
-        model=dict(n_layer=n_layer, n_head=12, n_embd=768, vocab_size=50257, block_size=1024),
+        model=dict(n_layer=n_layer, **shape, **(dict(arch=arch, n_kv_head=4) if arch == "llama" else {})),
         train=dict(batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T),
         memory=dict(recompute=level),
         eval=dict(every=every),
@@ -51,9 +54,9 @@ def gpt2_config(
     )
 
 
-def gpt2_model(precision: str = "bf16", **shape) -> Model:
+def wide_model(precision: str = "bf16", **shape) -> Model:
     """Return an initialised model; precision: one of PRECISIONS, with fp8's scales calibrated."""
-    model = Model(in_precision(precision, gpt2_config(**shape)), gpt2_triton.kernels, "cuda")
+    model = Model(in_precision(precision, wide_config(**shape)), gpt2_triton.kernels, "cuda")
     model.initialise(seed=1)
     return calibrate(model) if model.has_fp8 else model
 
@@ -99,15 +102,21 @@ def exact_gradients(model: Model) -> tuple[float, dict[str, torch.Tensor]]:
 
 def torch_gradients(model: Model) -> dict[str, torch.Tensor]:
     """Return PyTorch's gradients of the first step with everything in bf16."""
-    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
+    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
     [(ids, targets)] = batches(model.config, 1)
-    torch_reference.gpt2_loss(params, ids.cuda(), targets.cuda(), d["V"], d["NH"]).backward()
+    words = params, ids.cuda(), targets.cuda(), d["V"], d["NH"]
+    if model.config.model.arch == "llama":
+        loss = torch_reference.llama_loss(*words, model.train_view.a.rope, model.config.model.norm_eps)
+    else:
+        loss = torch_reference.gpt2_loss(*words)
+    loss.backward()
     return {name: t.grad for name, t, _ in torch_reference.tensors(params, d)}
 
 
-def test_gradients_in_bf16_are_as_accurate_as_pytorchs():
+@every_arch
+def test_gradients_in_bf16_are_as_accurate_as_pytorchs(arch):
     """Each tensor's error is at most 1.1 times that of PyTorch in bf16, which also rounds the gradients."""
-    model = gpt2_model(dtype="bf16")
+    model = wide_model(arch=arch)
     want, exact = exact_gradients(model)
     torchs = torch_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
@@ -117,8 +126,9 @@ def test_gradients_in_bf16_are_as_accurate_as_pytorchs():
         assert off <= bound and off < 0.02, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
 
 
-def test_gradients_in_fp32_equal_float64():
-    model = gpt2_model(dtype="fp32")
+@every_arch
+def test_gradients_in_fp32_equal_float64(arch):
+    model = wide_model(arch=arch, dtype="fp32")
     want, exact = exact_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 1e-6 * want
@@ -127,11 +137,12 @@ def test_gradients_in_fp32_equal_float64():
         assert error(ours, exact[name]) < 1e-5, name
 
 
+@every_arch
 @pytest.mark.parametrize("precision", fp8_precisions)
-def test_gradients_in_fp8_point_where_those_of_float64_do(precision):
+def test_gradients_in_fp8_point_where_those_of_float64_do(precision, arch):
     """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and those of the layers below."""
-    model = gpt2_model(precision)
-    want, exact = exact_gradients(SimpleNamespace(config=gpt2_config(), state=model.state))
+    model = wide_model(precision, arch=arch)
+    want, exact = exact_gradients(SimpleNamespace(config=wide_config(arch), state=model.state))
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 2e-3 * want
     for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
@@ -143,7 +154,7 @@ def test_gradients_in_fp8_point_where_those_of_float64_do(precision):
 @every_precision
 def test_a_step_launches_triton_kernels_and_copies_only(precision):
     """Of the second step, without copies and fills."""
-    model, ours = gpt2_model(precision), {f.__name__ for f in jit_functions()}
+    model, ours = wide_model(precision), {f.__name__ for f in jit_functions()}
     train_steps(model, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train_steps(model, 1)
@@ -160,11 +171,11 @@ def test_a_step_launches_triton_kernels_and_copies_only(precision):
 @bf16_and_fp8
 def test_plan_equals_the_memory_in_use(precision):
     """Between a warm context (a step of the same kernels) and the third step free memory shrinks by the arena."""
-    train_steps(gpt2_model(precision, n_layer=1, T=1024), 1)
+    train_steps(wide_model(precision, n_layer=1, T=1024), 1)
     gc.collect()
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
-    model = gpt2_model(precision, n_layer=12, B=8, T=1024)
+    model = wide_model(precision, n_layer=12, B=8, T=1024)
     train_steps(model, 3)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
@@ -178,7 +189,7 @@ def allocations() -> int:
 
 @bf16_and_fp8
 def test_nothing_allocates_after_the_first_step(precision):
-    model = gpt2_model(precision, accumulation=2)
+    model = wide_model(precision, accumulation=2)
     train_steps(model, 1)
     before = allocations()
     train_steps(model, 3)
@@ -189,16 +200,17 @@ def test_nothing_allocates_after_the_first_step(precision):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_runs_give_the_same_bits(dtype):
-    first, second = gpt2_model(dtype=dtype), gpt2_model(dtype=dtype)
+    first, second = wide_model(dtype=dtype), wide_model(dtype=dtype)
     assert train_steps(first, 5) == train_steps(second, 5)
     for name, flat in first.state_buffers().items():
         assert torch.equal(flat, second.state_buffers()[name]), name
 
 
+@every_arch
 @bf16_and_fp8
-def test_every_recompute_level_gives_the_same_bits(precision):
+def test_every_recompute_level_gives_the_same_bits(precision, arch):
     levels = (*RECOMPUTE_LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
-    runs = {level: (model := gpt2_model(precision, level=level), train_steps(model, 2)) for level in levels}
+    runs = {level: (model := wide_model(precision, arch=arch, level=level), train_steps(model, 2)) for level in levels}
     model, history = runs["none"]
     for level, (other, others) in runs.items():
         assert others == history, level
@@ -210,7 +222,7 @@ def test_every_recompute_level_gives_the_same_bits(precision):
 @bf16_and_fp8
 def test_graphs_give_the_bits_of_eager_launches(precision):
     """Five steps of two micro-steps: the first overwrites, the second adds, and all three graphs are replayed."""
-    eager, graphs = gpt2_model(precision, accumulation=2), gpt2_model(precision, accumulation=2)
+    eager, graphs = wide_model(precision, accumulation=2), wide_model(precision, accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
     for name, flat in eager.state_buffers().items():
@@ -224,7 +236,7 @@ def test_steps_leave_no_gap_on_the_device_and_one_wait_on_the_host():
     """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time from the first to the last of them, and the
     host waits for one event per step, that of the previous step.
     """
-    model = gpt2_model(n_layer=12, B=64, T=1024)
+    model = wide_model(n_layer=12, B=64, T=1024)
     late_steps(model, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         late_steps(model, 4)
@@ -251,7 +263,7 @@ def test_another_process_on_the_gpu_changes_no_bit():
 def test_a_run_compiles_nothing_after_compile(precision):
     for function in jit_functions():
         function.device_caches.clear()  # what other tests have compiled
-    config, late = in_precision(precision, gpt2_config(accumulation=2, every=1)), []
+    config, late = in_precision(precision, wide_config(accumulation=2, every=1)), []
     model = Model(config, gpt2_triton.kernels, "cuda")
     made = model.compile([(model.B, model.T)])
     assert made.kernels > 20  # about 45 kernels were counted
@@ -270,7 +282,7 @@ def test_a_run_compiles_nothing_after_compile(precision):
 
 def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
     """Three sequences of 40 tokens, the last of them in a new window."""
-    model = Model(gpt2_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
+    model = Model(wide_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
     model.initialise(seed=1)
     texts = []
     for model.eager in (True, False):
@@ -279,7 +291,7 @@ def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
 
 
 def test_more_decoded_tokens_allocate_nothing():
-    model = Model(gpt2_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
+    model = Model(wide_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
     model.initialise(seed=1)
     list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
     before = allocations()
