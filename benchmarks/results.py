@@ -44,6 +44,7 @@ MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
 MUON_STEP = 131_072  # tokens of a step with Muon, and fp32 weights
+FP8 = ("--precision", "fp8", "--recompute", "none")  # of `benchmarks ops` and multi_gpu
 MUON_KEYS = ("--optim.master", "fp32", "--train.total_batch_tokens", str(MUON_STEP))
 
 Figures, Env = dict[str, Any], dict[str, str]
@@ -173,16 +174,19 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         ],
         [
             part(f"ops.{first}.bf16", 35, operations, first, ()),
-            part(f"ops.{first}.fp8", 35, operations, first, ("--precision", "fp8")),
+            part(f"ops.{first}.fp8", 35, operations, first, FP8),
         ],
+        [part("ops.d48.fp8", 60, operations, "d48", FP8)] if "d48" in sizes else [],
         [
             step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
+            step("steps", "llama:1b", "fp8", fp8("llama:1b"), 15),
             step("steps", "llama:1b", "torch", PYTORCH, 60),
             part("ops.llama_1b.bf16", 60, operations, "llama:1b", ()),
         ],
         *rest[1:],
         [
             step("steps", "llama:c768", "bf16", ours(work_of("llama:c768")), 15),
+            step("steps", "llama:c768", "fp8", fp8("llama:c768"), 15),
             step("steps", "llama:c768", "torch", PYTORCH, 60),
         ],
         [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
@@ -193,8 +197,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
 
 def joint_parts(size: str, gpus: int) -> list[Part]:
     """Return the parts for which all GPUs train together."""
-    fp8 = ["--precision", "fp8", "--recompute", "none"]
-    arms = {"fp8": fp8, "fp8_muon": [*fp8, "--optimizer", "muon"]}
+    arms = {"fp8": [*FP8], "fp8_muon": [*FP8, "--optimizer", "muon"]}
     return [part(f"multi.{size}.{arm}", 55, together, size, more, gpus) for arm, more in arms.items()]
 
 
