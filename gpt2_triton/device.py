@@ -3,11 +3,9 @@
 The table has peak speeds, for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -169,23 +167,8 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
     return _host_memory() if device == "cpu" else torch.cuda.mem_get_info()
 
 
-def _host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (available, total) bytes of this machine, within cgroup limits; page cache counts as available."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
+def _host_memory() -> tuple[int, int]:
+    """Return (available, total) bytes of this machine; page cache counts as available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
-    free, total = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
-    for limit, used in _group_limits(root):
-        free, total = min(free, max(0, limit - used)), min(total, limit)
-    return free, total
-
-
-def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use without page cache) of each cgroup (v2) that holds this process."""
-    lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for inside in [Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::")]:
-        for group in (inside, *inside.parents):  # in a container only the mount itself may exist
-            with contextlib.suppress(OSError, LookupError, ValueError):  # no such group, or no limit: "max"
-                place = root / "sys/fs/cgroup" / group
-                statistics = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                used = int((place / "memory.current").read_text()) - int(statistics["inactive_file"])
-                yield int((place / "memory.max").read_text()), used
+    return 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]

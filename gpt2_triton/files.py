@@ -1,13 +1,15 @@
-"""File writes that a crash cannot leave half done; also fsync, sha256, free space, globs and names of text files."""
+"""File writes that a crash cannot leave half done; also fsync, sha256, JSON, free space, globs and names of texts."""
 
 import errno
 import glob
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpt2_triton.errors import CheckpointError, ConfigError, UserError
 
@@ -32,6 +34,17 @@ def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> s
             digest.update(part)
             advance(len(part))
     return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; CheckpointError if there is another thing."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); expected a JSON object") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return content
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
@@ -107,10 +120,10 @@ def run_dir_error(run_dir: Path, error: OSError) -> UserError:
     return ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another")
 
 
-def missing_space(directory: Path, needed: int) -> tuple[int, int] | None:
-    """Return (needed, free) in bytes if `needed` bytes do not fit under `directory`, which may not exist yet."""
+def missing_space(directory: Path, needed: int) -> str | None:
+    """Return the bytes needed and free if `needed` bytes do not fit under `directory`, which may not exist yet."""
     free = _free_space(directory)
-    return (needed, free) if free < needed else None
+    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
 
 
 def _free_space(directory: Path) -> int:

@@ -10,7 +10,6 @@ file, so any number of ranks reads the checkpoint.  Muon shards the tensor v dif
 spans.  File names follow the rules below and are never taken from a file's text.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import sha256
+from gpt2_triton.files import read_json, sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state with a value per rank
@@ -41,10 +40,7 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of everything in `directory` that is named as a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    try:
-        names = os.listdir(directory)
-    except PermissionError as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); correct its permissions") from None
+    names = os.listdir(directory)
     return sorted((int(match[1]), directory / name) for name in names if (match := STEP_NAME.fullmatch(name)))
 
 
@@ -56,8 +52,8 @@ def best_step(state: dict[str, Any]) -> int | None:
 def read_best(step_dir: Path) -> tuple[int, float] | None:
     """Return (step, loss) of the lowest validation loss in a checkpoint's state; None if that is unreadable."""
     try:
-        return json.loads((step_dir / STATE).read_text(encoding="utf-8")).get("best")
-    except (OSError, ValueError):
+        return read_json(step_dir / STATE).get("best")
+    except CheckpointError:
         return None
 
 

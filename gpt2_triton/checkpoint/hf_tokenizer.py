@@ -11,22 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, Tokenizer, byte_spelling
-from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import read_json
 
 GPT2_THE = ("Ġthe", 262)  # a token of GPT-2's, by which its tokenizer is known
 STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
 KEPT = ("pad_token", "chat_template")  # of tokenizer_config.json
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; CheckpointError if there is another thing."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); expected a JSON object") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}")
-    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -15,18 +15,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files
-from gpt2_triton.checkpoint.hf_tokenizer import read_json, write_json
+from gpt2_triton.checkpoint.hf_tokenizer import write_json
 from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import read_json
 
 INDEX, ADAPTER = "*.safetensors.index.json", "adapter_config.json"
-ONE_MODEL = f"put one model into a directory, or name its file {MODEL}"
-LOAD_PICKLE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r})"
-LOAD_ADAPTER = "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({!r}).merge_and_unload()"
 # our name: the key in config.json
 CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
 
@@ -48,11 +46,9 @@ def read(name: str) -> Weights:
     """Return the GPT-2 in a directory, or of this name on the hub; CheckpointError if it cannot run here."""
     directory = Path(name) if Path(name).is_dir() else _download(name)
     places: dict[str, Path] = {}
-    for path in _weight_files(name, directory):
+    for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                if twice := sorted(places.keys() & file.keys()):
-                    raise CheckpointError(f"{path}: has {twice[0]}, as {places[twice[0]].name} has; {ONE_MODEL}")
                 places |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             todo = "download it again (in a clone: git lfs pull)"
@@ -88,8 +84,8 @@ def _download(name: str) -> Path:
         raise CheckpointError(f"hf:{name}: no such directory, and the download failed ({got}); {todo}") from error
 
 
-def _weight_files(name: str, directory: Path) -> list[Path]:
-    """Return model.safetensors, else the files that an index names, else all; CheckpointError if none is whole."""
+def _weight_files(directory: Path) -> list[Path]:
+    """Return model.safetensors, else the files that an index names, else the only file; CheckpointError if absent."""
     if (directory / MODEL).is_file():
         return [directory / MODEL]
     for index in sorted(directory.glob(INDEX))[:1]:
@@ -97,14 +93,13 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
         if absent := [path.name for path in files if not path.is_file()]:
             raise CheckpointError(f"{directory}: has no {absent[0]}, which {index.name} names; download it too")
         return files
-    files = [path for path in sorted(directory.glob("*.safetensors")) if not path.name.startswith("adapter_")]
-    if files:
-        return files
-    what, load = f"has no {MODEL}; name another directory, or convert its pickle (.bin)", LOAD_PICKLE
     if (directory / ADAPTER).is_file():
-        what, load = "is a LoRA adapter; merge it into its model", LOAD_ADAPTER
-    command = f"python -c \"{load.format(name)}.save_pretrained('converted')\""
-    raise CheckpointError(f"{directory}: {what}, and take hf:converted: {command}")
+        raise CheckpointError(f"{directory}: is a LoRA adapter; merge it (peft's merge_and_unload), and save the model")
+    files = [*directory.glob("*.safetensors")]
+    if len(files) != 1:
+        todo = "name another directory, or convert a pickle (.bin) by save_pretrained of transformers"
+        raise CheckpointError(f"{directory}: has no {MODEL} and no index of {len(files)} files; {todo}")
+    return files
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     version = next(number for number, stored in VERSIONS.items() if stored == dtype)
     sizes = [getattr(model, name) for name in HEADER_SIZES]
     with open(directory / MODEL, "wb") as file:
-        file.write(_header(MODEL_MAGIC, version, *sizes, model.padded_vocab))
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:8] = MODEL_MAGIC, version, *sizes, model.padded_vocab
+        file.write(header.data)
         for name, first, values in weights.read_all("exporting", _order(weights.shapes, model.n_layer)):
             if name == "wte.weight" and first + len(values) == model.vocab_size:
                 values = np.pad(values, ((0, model.padded_vocab - model.vocab_size), (0, 0)))
@@ -85,9 +87,3 @@ def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:
     kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
     layers = [f"h.{layer}.{kind}" for kind in kinds for layer in range(n_layer)]
     return ["wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias"]
-
-
-def _header(*numbers: int) -> bytes:
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[: len(numbers)] = numbers
-    return header.tobytes()

@@ -4,9 +4,7 @@ The manifest's hashes show a flipped bit, which safetensors would load.  A check
 is unpickled, and no file name is taken from a file's text.
 """
 
-import json
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,24 +30,17 @@ from gpt2_triton.checkpoint.format import (
 )
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-
-SCAN = 1 << 20  # elements per scan for NaN and infinity: few enough for the cache
-# by dtype: an integer of its size, and its exponent bits; NaN and infinity alone set them all
-EXPONENT = {torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F800000)}
-
+from gpt2_triton.files import read_json
 
 # ---- verifying ----
 
 
 def verify(step_dir: Path) -> str:
-    """Return the first problem of a checkpoint; "" if its files are as written.
-
-    CheckpointError without permission to read it: a file that may not be read is not damaged.
-    """
+    """Return the first problem of a checkpoint; "" if its files are as written."""
     try:
         if not step_dir.is_dir():
             return "is missing or not a directory"
-        manifest = _read_json(step_dir / MANIFEST)
+        manifest = read_json(step_dir / MANIFEST)
         names = [*map(tensors_name, range(len(manifest) - 1)), STATE]
         if len(names) == 1 or manifest.keys() != set(names):
             return f"{MANIFEST}: expected a file for each rank, and {STATE}"
@@ -60,25 +51,12 @@ def verify(step_dir: Path) -> str:
             for name in names:
                 if (found := fingerprint(step_dir / name, progress.advance)) != manifest[name]:
                     return f"{name}: is {found}, expected {manifest[name]} as in {MANIFEST}"
-        named, step = STEP_NAME.fullmatch(step_dir.absolute().name), _read_json(step_dir / STATE).get("step")
+        named, step = STEP_NAME.fullmatch(step_dir.absolute().name), read_json(step_dir / STATE).get("step")
         if named and step != int(named[1]):  # a copy
             return f"{STATE}: step is {step}, expected {int(named[1])} as in the name of the directory"
-    except PermissionError as error:
-        todo = "correct its permissions, or move the checkpoint away"
-        raise CheckpointError(f"{error.filename}: cannot be read (permission denied); {todo}") from None
     except (OSError, CheckpointError) as error:
         return f"cannot be read ({error})"
     return ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); choose another step") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}; choose another step")
-    return content
 
 
 # ---- finding ----
@@ -87,28 +65,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
     """Return the newest intact checkpoint in `directory` up to step `last`; None if there is no checkpoint.
 
-    Intact: it verifies and is finite.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
+    Intact: it verifies.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
     """
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
-        problem = verify(path) or _non_finite(path)
-        if not problem:
+        if not (problem := verify(path)):
             return path
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
     if steps:  # None would start a new run over checkpoints that may be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
-
-
-def _non_finite(step_dir: Path) -> str:
-    """Return where a checkpoint has NaN or infinity: hashes do not show damage in a GPU's memory."""
-    try:
-        for path in step_dir.glob("rank_*"):
-            _read_tensors(path)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -130,12 +97,10 @@ def find_checkpoint(path: Path) -> Path:
     directory = _directory_of(path)
     found = latest_checkpoint(directory)
     if found is None and (path / "config.yaml").is_file():
-        todo = f"wait for its next save, or continue it: train --run_dir {shlex.quote(str(path))} --resume"
-        raise CheckpointError(f"{path}: this run has no checkpoint yet; {todo}")
+        raise CheckpointError(f"{path}: this run has no checkpoint yet; wait for its next save")
     if found is None:
-        got = f"{path} is a file" if path.is_file() else f"expected {path}/checkpoints/step_NNNNNNNN"
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
-        raise CheckpointError(f"{path}: no checkpoint found, {got}; {todo}")
+        raise CheckpointError(f"{path}: no checkpoint found; {todo}")
     return found
 
 
@@ -149,14 +114,8 @@ def _directory_of(path: Path) -> Path:
 
 
 def best_checkpoint(newest: Path) -> Path | None:
-    """Return the checkpoint of the lowest validation loss, not verified; None if the state of `newest` names none.
-
-    CheckpointError if that state cannot be read.
-    """
-    try:
-        step = best_step(_read_json(newest / STATE))
-    except OSError as error:
-        raise CheckpointError(f"{newest / STATE}: {error.strerror}; choose another step") from None
+    """Return the checkpoint of the lowest validation loss, not verified; None if the state of `newest` names none."""
+    step = best_step(read_json(newest / STATE))
     return None if step is None else step_path(newest.parent, step)
 
 
@@ -183,7 +142,7 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     One rank's tensors are mapped privately from its file; several ranks' are merged in memory.
     """
-    state = _read_json(step_dir / STATE)
+    state = read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
@@ -198,31 +157,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
-    if name := first_non_finite(tensors):
-        raise CheckpointError(f"{path}: {name} has a NaN or an infinity; remove this step and use an older one")
-    return tensors
-
-
-def first_non_finite(tensors: dict[str, Tensor]) -> str | None:
-    """Return the name of the first bf16 or fp32 host tensor with a NaN or an infinity, or None."""
     for name, tensor in tensors.items():
-        integer, exponent = EXPONENT.get(tensor.dtype, (None, 0))
-        if integer is None:
-            continue
-        bits = tensor.view(integer).numpy().reshape(-1)
-        if any((bits[i : i + SCAN] & exponent == exponent).any() for i in range(0, len(bits), SCAN)):
-            return name
-    return None
-
-
-def covered_length(spans_by_rank: list[Spans]) -> int | None:
-    """Return the number of elements that the spans of all ranks cover; None if they overlap or leave gaps."""
-    end = 0
-    for first, length in sorted((first, length) for spans in spans_by_rank for first, length in spans if length):
-        if first != end or length < 0:
-            return None
-        end += length
-    return end
+        is_float = tensor.is_floating_point() and tensor.numel()
+        if is_float and not all(extreme.isfinite() for extreme in tensor.aminmax()):  # 20 times as fast as isfinite
+            raise CheckpointError(f"{path}: {name} has a NaN or an infinity; remove this step and use an older one")
+    return tensors
 
 
 def merge_shards(
@@ -238,8 +177,7 @@ def merge_shards(
             merged[name] = tensor
             continue
         by_rank = of_tensor.get(name, spans_by_rank)
-        total = covered_length(by_rank)
-        assert total is not None, "the ranks' spans overlap or leave gaps"
+        total = sum(length for spans in by_rank for _, length in spans)
         merged[name] = torch.empty(total, dtype=tensor.dtype)
         for shard, spans in zip(shards, by_rank, strict=True):
             start = 0

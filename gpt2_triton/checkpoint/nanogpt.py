@@ -15,10 +15,6 @@ from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes
 from gpt2_triton.errors import CheckpointError
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
-CONVERT = (
-    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous().clone() for k, v in '
-    "torch.load('FILE', weights_only=True).items()}, 'model.safetensors')\""
-)
 
 
 class Inert:
@@ -45,7 +41,7 @@ def read(path: str) -> Weights:
     content = content if isinstance(content, dict) else {}
     arguments = content.get("model_args", getattr(content.get("config"), "values", None))
     if not isinstance(content.get("model"), dict) or not isinstance(arguments, dict):
-        todo = f"write other weights beside a config.json, as hf: reads them: {CONVERT.replace('FILE', path)}"
+        todo = "save other weights as model.safetensors beside a config.json, and take hf:DIRECTORY"
         raise CheckpointError(f"{where}: has no model and model_args; {expected}; {todo}")
     if missing := [key for key in MODEL_ARGS if key not in arguments]:
         raise CheckpointError(f"{where}: its model_args have no {missing[0]}; {expected}")

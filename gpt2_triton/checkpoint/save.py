@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_triton import files
 from gpt2_triton.checkpoint.format import (
     FORMAT,
     MANIFEST,
@@ -40,7 +39,7 @@ from gpt2_triton.checkpoint.format import (
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import fsync, remove
+from gpt2_triton.files import fsync, missing_space, remove
 
 FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' headers
 
@@ -86,7 +85,7 @@ def _begin(temporary: Path, tensors: dict[str, Tensor], ranks: int) -> None:
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for leftover in temporary.parent.glob(".step_*"):
         remove(leftover)
-    if missing := missing_space(temporary.parent, tensors, ranks):
+    if missing := missing_space(temporary.parent, ranks * _bytes_of(tensors)):
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
     temporary.mkdir()
 
@@ -152,14 +151,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
     """Raise CheckpointError if a checkpoint of these tensors would not fit: at the start of a run, not hours later."""
-    if missing := missing_space(directory, tensors):
+    if missing := missing_space(directory, _bytes_of(tensors)):
         raise CheckpointError(f"{directory}: no room for a checkpoint: {missing}; make room, or change --run_dir")
 
 
-def missing_space(directory: Path, tensors: dict[str, Tensor], ranks: int = 1) -> str | None:
-    """Return the bytes needed and free if `ranks` files of these tensors do not fit; `directory` need not exist."""
-    missing = files.missing_space(directory, ranks * sum(t.nbytes for t in tensors.values()) + FILES_BYTES)
-    return f"{missing[0]:,} bytes needed, {missing[1]:,} free" if missing else None
+def _bytes_of(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values()) + FILES_BYTES
 
 
 # ---- deleting ----

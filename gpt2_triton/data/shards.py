@@ -6,7 +6,6 @@ uint16 for GPT-2, 1024 + 2 * ntok bytes in all, and as uint32 for a vocabulary o
 
 import functools
 import hashlib
-import json
 import os
 import shlex
 import stat
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.console import command_line
-from gpt2_triton.errors import DataError
-from gpt2_triton.files import expand_glob, is_text, sha256, write_atomic
+from gpt2_triton.errors import CheckpointError, DataError
+from gpt2_triton.files import expand_glob, is_text, read_json, sha256, write_atomic
 
 # magic and version: type of the tokens
 FORMATS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -229,7 +228,6 @@ def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the record of a preparation; empty if it is missing or damaged."""
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return read_json(path)
+    except CheckpointError:
         return {}
-    return record if isinstance(record, dict) else {}

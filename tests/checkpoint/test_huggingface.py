@@ -4,9 +4,7 @@ line.
 
 import json
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -161,10 +159,8 @@ def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     first.rename(tmp_path / "weights.safetensors")
     save_file({"ema": torch.zeros(1)}, tmp_path / "ema.safetensors")  # in no index
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
-    index.unlink()  # then all files count
-    assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
-    shutil.copy(tmp_path / "weights.safetensors", tmp_path / "z.safetensors")  # another model, for all that is known
-    with pytest.raises(CheckpointError, match="z.safetensors: has .*, as weights.safetensors has; put one model into"):
+    index.unlink()  # then they may be of several models
+    with pytest.raises(CheckpointError, match=f"has no model.safetensors and no index of {len(others) + 2} files; "):
         imported(tmp_path)
 
 
@@ -213,27 +209,14 @@ def test_import_leaves_out_other_heads_and_names_them(tmp_path, capsys, kind):
     assert heads and capsys.readouterr().err.endswith(told)
 
 
-def command_in(message):
-    """Return the command at the end of a message, with this Python."""
-    return message[message.index("python -c") :].replace("python", shlex.quote(sys.executable), 1)
-
-
-@pytest.mark.slow
-def test_the_command_for_pickles_converts_them(saved, copy):
-    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has no model.safetensors; .* convert its pickle") as error:
+def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="no index of 0 files; .* convert a pickle .* by save_pretrained"):
         imported(copy)
-    subprocess.run(command_in(str(error.value)), shell=True, cwd=copy, check=True, capture_output=True)
-    assert torch.equal(imported(copy / "converted")["params"], imported(saved)["params"])
-
-
-def test_adapters_are_refused_with_the_command_that_merges_them(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    save_file({"base_model.model.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it .*merge_and_unload.*'converted'") as error:
-        huggingface.read(str(tmp_path))
-    compile(shlex.split(command_in(str(error.value)))[2], "command", "exec")
+    save_file({"base_model.model.lora_A.weight": torch.zeros(1)}, copy / "adapter_model.safetensors")
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it .*merge_and_unload"):
+        imported(copy)
 
 
 REFUSED_CONFIGS = [

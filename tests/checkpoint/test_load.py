@@ -99,15 +99,6 @@ def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
     assert capsys.readouterr().err.count("warning: ") == 2
 
 
-def test_latest_checkpoint_passes_over_weights_that_are_not_finite(newest, capsys):
-    """As damage in a GPU's memory leaves them: the files are those that were written."""
-    tensors = example(30)
-    tensors["m"][0] = float("nan")
-    save_checkpoint(newest.parent, 30, tensors, made_state(30), Retention(0))
-    assert latest_checkpoint(newest.parent) == newest
-    assert "warning: skipping damaged" in (err := capsys.readouterr().err) and "m has a NaN or an infinity" in err
-
-
 def test_latest_checkpoint_up_to_a_step(newest):
     assert latest_checkpoint(newest.parent, 19) == newest.parent / STEP_10
     assert latest_checkpoint(newest.parent, 20) == newest and latest_checkpoint(newest.parent, 9) is None
@@ -134,10 +125,10 @@ def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             find_checkpoint(path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=f"has no checkpoint yet; .* train --run_dir {tmp_path} --resume$"):
+    with pytest.raises(CheckpointError, match="has no checkpoint yet; wait for its next save$"):
         find_checkpoint(tmp_path / "best")
     (tmp_path / "ckpt.pt").touch()
-    with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found, .* is a file; .* or nanogpt:FILE$"):
+    with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found; .* or nanogpt:FILE$"):
         find_checkpoint(tmp_path / "ckpt.pt")
     with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing"):
         find_checkpoint(tmp_path / "checkpoints" / STEP_30)
@@ -202,10 +193,9 @@ def test_load_refuses_what_is_not_safetensors_and_executes_nothing(newest, tmp_p
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["params", "m"])
-def test_load_refuses_nan_and_infinity(tmp_path, monkeypatch, name, value):
-    """In bf16 and fp32, at any place of a scan; the largest finite number is accepted."""
-    monkeypatch.setattr(load, "SCAN", 10)
-    for at in (0, 9, 10, 32):
+def test_load_refuses_nan_and_infinity(tmp_path, name, value):
+    """In bf16 and fp32; the largest finite number is accepted."""
+    for at in (0, 32):
         tensors = example(10)
         tensors[name][at] = torch.finfo(tensors[name].dtype).max
         path = save_checkpoint(tmp_path / f"good{at}", 10, tensors, made_state(10), Retention(0))

@@ -219,9 +219,7 @@ def directory_in_use(place: Path) -> DataError:
 def require_space(directory: Path, size: int) -> None:
     """DataError unless shards of `size` more bytes fit on the disk."""
     if missing := missing_space(directory, size):
-        needed, free = missing
-        what = f"{free:,} bytes free, {needed:,} needed"
-        raise DataError(f"{directory}: not enough room: {what}; make room or choose another directory")
+        raise DataError(f"{directory}: not enough room: {missing}; make room or choose another directory")
 
 
 @contextmanager
