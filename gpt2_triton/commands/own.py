@@ -66,7 +66,6 @@ def settings(
 
     rank, ranks = rank_and_size()
     workers = max(1, (os.cpu_count() or 1) // ranks)
-    continued = None
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     try:
         measured = text.measure_text(own.data, workers, documents.Reading(own.field))
@@ -86,10 +85,7 @@ def settings(
         error.on_every_rank = True  # all read the same text
         raise
     shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
-    if continued and measured.was_prepared_by_02(Path(continued.data.train).parent):
-        prepare = False  # keep shards of version 0.2: it read the text differently
-    else:
-        picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
+    picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
     config = Config.load(recipe, picked | dict(given), gpus)
     log = print_line if (prepare or summary) and rank == 0 else lambda line: None
     log(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))

@@ -64,11 +64,11 @@ def prepare_builtin(*, out: Out = Path("data/builtin"), tokenizer: Tokenizer = "
 
 def prepare_dataset(
     *,
-    version: str | None = None,
+    version: str = "sample-10BT",
     source: str,
     revision: str | None = None,
     field: Field = "text",
-    endoftext: Annotated[bool | None, Parameter(negative="--no-endoftext", show_default=False)] = None,
+    endoftext: EndOfText = False,
     strict: Strict = False,
     out: Path | None = None,
     tokenizer: Tokenizer = "gpt2",
@@ -81,13 +81,11 @@ def prepare_dataset(
     Parameters
     ----------
     version: str
-        Configuration of the dataset, such as sample-100BT; by default sample-10BT. A folder has none.
+        Configuration of the dataset, such as sample-100BT.
     source: str
-        Name of the dataset on the Hub, or a folder of files as `prepare text` takes.
+        Name of the dataset on the Hub.
     revision: str
         Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
-    endoftext: bool | None
-        Take <|endoftext|> as the end-of-text token; by default in a folder, not in a dataset of the Hub.
     out: Path
         Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
     tokens: int
@@ -97,14 +95,9 @@ def prepare_dataset(
     """
     from gpt2_triton.data.prepare import dataset
 
-    if version is None and not Path(source).is_dir():
-        version = "sample-10BT"
-    name = "-".join([Path(source).name, *([version] if version else [])])
     given = dataset.Dataset(source, version, revision, field)
-    endoftext = given.is_folder if endoftext is None else endoftext
-    dataset.prepare_dataset(
-        given, out or Path("data") / name, tokenizer, tokens, workers, shard_tokens, endoftext, strict
-    )
+    out = out or Path("data") / f"{Path(source).name}-{version}"
+    dataset.prepare_dataset(given, out, tokenizer, tokens, workers, shard_tokens, endoftext, strict)
 
 
 for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source

@@ -142,7 +142,6 @@ class DataConfig(ConfigSection):
         "fixed", "fixed: training sequences begin every seq_len tokens; shifted: they begin elsewhere in each epoch"
     )
     allow_changed: bool = free(False, "true: resume on other data than the checkpoint's, and record what differs")
-    verify: bool = free(False, "true: at the start compare the sha256 of every shard with shards.json next to it")
 
 
 class TrainConfig(ConfigSection):
@@ -270,7 +269,6 @@ class CheckpointConfig(ConfigSection):
 
 class LogConfig(ConfigSection):
     every: int = free(1, "steps between logged steps", ge=1)
-    main_log: Literal["none", "llmc"] = free("none", "llmc: also write main.log, in llm.c's format")
     stats_every: int = free(
         0, "steps between statistics of activations, gradients and updates; also of the last step; 0 never", ge=0
     )

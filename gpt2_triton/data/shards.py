@@ -18,7 +18,7 @@ import numpy as np
 
 from gpt2_triton.console import command_line
 from gpt2_triton.errors import CheckpointError, DataError
-from gpt2_triton.files import expand_glob, is_text, read_json, sha256, write_atomic
+from gpt2_triton.files import expand_glob, is_text, read_json, write_atomic
 
 # magic and version: type of the tokens
 FORMATS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -138,20 +138,6 @@ class Shard:
         for piece, start in pieces[1:]:
             self.require_known(np.frombuffer(piece, self.dtype)[None], [(start - HEADER_BYTES) // self.dtype.itemsize])
         return hashlib.sha256(b"".join(piece for piece, _ in pieces)).hexdigest()
-
-    def verify(self) -> bool:
-        """Compare the file's sha256 with its sha256 in shards.json; DataError if they differ, False if it has none."""
-        shards = read_record(self.path.with_name(RECORD)).get("shards")
-        row = shards.get(self.path.name) if isinstance(shards, dict) else None
-        if not isinstance(row, dict) or "sha256" not in row:
-            return False
-        try:
-            found = sha256(self.path)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
-        if found != row["sha256"]:
-            raise DataError(f"{self.path}: damaged: sha256 {found}, not {row['sha256']} as in {RECORD}; {PREPARE}")
-        return True
 
     def require_known(self, rows: np.ndarray, firsts: Sequence[int]) -> None:
         """DataError for a token outside the vocabulary, which the embedding kernel would read out of bounds.

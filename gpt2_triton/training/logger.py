@@ -1,4 +1,4 @@
-"""The log of a run: one console line per step, and metrics.jsonl, which also feeds main.log and Weights & Biases.
+"""The log of a run: one console line per step, and metrics.jsonl, which also feeds Weights & Biases.
 
 Each line is written at once.  A resumed run first drops the lines after its checkpoint.  The final files therefore
 equal the files of an unbroken run, except for times (ms, tok_s, mfu).
@@ -15,15 +15,7 @@ from gpt2_triton.console import LogFile, print_line
 from gpt2_triton.files import run_dir_error, write_atomic
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
-from gpt2_triton.training.metrics import (
-    MAIN_LOG,
-    METRICS,
-    STATS,
-    Record,
-    llmc_line,
-    null_non_finite,
-    truncate,
-)
+from gpt2_triton.training.metrics import METRICS, STATS, Record, null_non_finite, truncate
 from gpt2_triton.training.run_info import read_run, write_run
 from gpt2_triton.training.wandb_logger import WandbLogger
 
@@ -68,10 +60,6 @@ class Logger:
         self._file = LogFile(self._run_dir / METRICS)
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
-        llmc, main_log = self.config.log.main_log == "llmc", self._run_dir / MAIN_LOG
-        if llmc or main_log.exists():  # llm.c itself would leave the lines of dropped steps
-            write_atomic(main_log, "".join(map(llmc_line, history)).encode())
-        self._main_log = LogFile(main_log) if llmc else None
 
     @property
     def wandb_id(self) -> str | None:
@@ -159,15 +147,13 @@ class Logger:
             file.close()
 
     def _files(self) -> list[LogFile]:
-        return [file for file in (self._file, self._main_log, self._stats) if file]
+        return [file for file in (self._file, self._stats) if file]
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)
         if record in self._of_last_step:  # a second resume from one checkpoint repeats its first records
             return
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        if self._main_log:
-            self._main_log.write(llmc_line(record))
         self._wandb.log(record)
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the only record of a run's numbers; llm.c's main.log, Weights & Biases and plots are made from it.
+"""metrics.jsonl, the only record of a run's numbers; Weights & Biases and plots are made from it.
 
 One object per line, each with `step`, the number of finished steps:
     {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
@@ -18,7 +18,6 @@ from gpt2_triton.console import print_line
 from gpt2_triton.files import write_atomic
 
 METRICS = "metrics.jsonl"
-MAIN_LOG = "main.log"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
 Record = dict[str, Any]
@@ -57,24 +56,3 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
     kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
     write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
-
-
-def llmc_line(record: Record) -> str:
-    """Return the record as a line of llm.c's main.log, or "" if llm.c logs no such record.
-
-    llm.c numbers a training step by the updates before it, so the first step is s:0.  It numbers validation and
-    HellaSwag by finished updates, as we do.
-    """
-    step = record["step"]
-    if "loss" in record:
-        loss, lr, norm = (_number(record[key]) for key in ("loss", "lr", "norm"))
-        return f"s:{step - 1} trl:{loss:.4f} lr:{lr:.6f} norm:{norm:.2f}\n"
-    if "val_loss" in record:
-        return f"s:{step} tel:{_number(record['val_loss']):.4f}\n"
-    if "hellaswag" in record:
-        return f"s:{step} eval:{_number(record['hellaswag']):.4f}\n"
-    return ""
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

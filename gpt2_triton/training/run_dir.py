@@ -10,11 +10,11 @@ from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.files import run_dir_error
-from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, read_metrics
+from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-WRITTEN = (METRICS, STATS, MAIN_LOG, "config.yaml", "run.json", "seen")  # each is written as a hidden file first
+WRITTEN = (METRICS, STATS, "config.yaml", "run.json", "seen")  # each is written as a hidden file first
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
@@ -54,6 +54,6 @@ def _begin(run_dir: Path, resume: Resume) -> None:
 
 def _keep_aside(run_dir: Path) -> str:
     """Rename the logs with the first free number, such as metrics.jsonl.1; return the new names."""
-    names = [name for name in (METRICS, STATS, MAIN_LOG) if (run_dir / name).exists()]
+    names = [name for name in (METRICS, STATS) if (run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any((run_dir / f"{name}.{n}").exists() for name in names))
     return ", ".join((run_dir / name).rename(run_dir / f"{name}.{number}").name for name in names)

@@ -17,7 +17,7 @@ from gpt2_triton.checkpoint.save import Retention, require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import Progress, format_bytes, print_line
+from gpt2_triton.console import format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
@@ -113,21 +113,7 @@ def open_data(config: Config, control: ControlGroup) -> Data:
         if both := [shard.path for shard in validation.windows.shards if shard.path.resolve() in trained]:
             todo = "the validation loss will be too low; narrow data.train, or name other files in data.val"
             print_line(f"warning: data.train contains the validation data {both[0]}: {todo}", error=True)
-    if config.data.verify:
-        _verify([shard for shards in data.shards.values() for shard in shards], control)
     return data
-
-
-def _verify(shards: Sequence[Shard], control: ControlGroup) -> None:
-    """Compare this rank's part of the shards with shards.json next to them; DataError if a shard differs."""
-    unknown, own = 0, shards[control.rank :: control.size]
-    with Progress("verifying shards", sum(shard.count for shard in own), "tokens") as progress:
-        for shard in own:
-            unknown += not shard.verify()
-            progress.advance(shard.count)
-    if unknown:
-        what = f"{unknown:,} of {len(own):,} shards have no sha256 in shards.json, and were not verified"
-        print_line(f"warning: data.verify: {what}", error=True)
 
 
 def _open_shards(config: Config, split: str) -> list[Shard]:

@@ -189,20 +189,6 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert second == first.replace(eval={"every": 3}) and second.optim.lr == 5e-4
 
 
-def test_resume_keeps_the_shards_of_version_02_while_its_files_are_the_same(here, trained, capsys):
-    argv, old = ["own", "--run_dir", "run", "--resume", "--data", "my.txt"], Path("data/of_version_02")
-    assert main(app, argv) == 0
-    Path(trained[0].data.train).parent.rename(old)
-    record = json.loads((old / "shards.json").read_text())
-    (old / "shards.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("field", "endoftext")}))
-    config = trained[0].replace(data={"train": f"{old}/train_*.bin", "val": f"{old}/val_*.bin"})
-    (here / "run" / "config.yaml").write_text(config.to_yaml())
-    (here / "more.md").write_text("one more file, which version 0.2 did not read")
-    assert main(app, [*argv, "more.md"]) == 0 and trained[1] == config and [*Path("data").iterdir()] == [old]
-    (here / "my.txt").write_text(TEXT + "changed")
-    assert main(app, argv) == 0 and trained[2].data.train != config.data.train
-
-
 def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):
     (here / "folder").mkdir()
     (here / "folder" / "A.MD").write_text(TEXT)

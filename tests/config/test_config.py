@@ -12,7 +12,7 @@ from gpt2_triton.config.values import SIZES
 KEYS = """
 model.arch model.n_layer model.n_head model.n_kv_head model.n_embd model.n_inner model.vocab_size model.block_size
 model.dropout model.norm_eps model.rope_theta model.rope_factor model.tied
-data.train data.val data.tokenizer data.seed data.windows data.allow_changed data.verify
+data.train data.val data.tokenizer data.seed data.windows data.allow_changed
 train.steps train.batch_size train.seq_len train.total_batch_tokens train.dtype train.precision train.seed
 train.max_minutes train.patience train.skip_limit train.skip_loss_z train.skip_norm_z train.rewind_after
 optim.name optim.lr optim.embed_lr optim.adamw_lr optim.warmup optim.schedule optim.final_frac optim.wsd_decay_frac
@@ -22,7 +22,7 @@ fp8.keep_bf16 memory.recompute memory.head_rows
 eval.every eval.tokens eval.hellaswag_every eval.hellaswag_data eval.hellaswag_limit
 sample.every sample.tokens sample.prompt sample.temperature sample.top_k
 checkpoint.every checkpoint.keep checkpoint.major checkpoint.best
-log.every log.main_log log.stats_every log.wandb log.wandb_project
+log.every log.stats_every log.wandb log.wandb_project
 parallel.gpus parallel.zero parallel.timeout debug.hash_state
 init_from
 """.split()

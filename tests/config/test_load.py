@@ -30,7 +30,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("train:\n  steps: 010", {}, "x.yaml:2: train.steps: 010 is octal in YAML; write it without the 0 in front, or"),
     ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
     ("train:\n  steps:", {}, "x.yaml:2: train.steps: must be a valid integer, got null; leave the key out for 19560 ("),
-    ("data: {verify: ~}", {}, "must be a valid boolean, got null; leave the key out for False (true: at the start"),
+    ("data: {allow_changed: ~}", {}, "must be a valid boolean, got null; leave the key out for False (true: resume"),
     ("fp8: {keep_bf16: qkv}", {}, "x.yaml:1: fp8.keep_bf16: must be 'head' or 'none', got 'qkv'"),
     ("model:\n  n_layer: 1\n  n_layer: 2", {}, "x.yaml:3: model.n_layer: given twice, first in line 2"),
     ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),

@@ -12,7 +12,7 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.logger import Logger, duration
 from gpt2_triton.training.lr_schedule import learning_rate
-from gpt2_triton.training.metrics import MAIN_LOG, METRICS, STATS, llmc_line, read_metrics
+from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 from tests.support.loop import records
 
 
@@ -150,31 +150,13 @@ def test_logger_refuses_a_directory_that_cannot_be_written(tmp_path):
         Logger(tmp_path, config())
 
 
-def test_main_log_has_the_lines_of_llm_c(tmp_path):
-    """The lines of llm.c's logger.h; its training steps count from 0.  A value that is not finite is C's nan."""
-    logger = Logger(tmp_path, config(main_log="llmc"))
-    logger.validation(0, 11.0)
-    logger.step(1, result(loss=10.98765, norm=23.456, seconds=0.1))
-    logger.step(2, result(loss=float("nan"), norm=float("inf"), seconds=0.1, applied=False))
-    logger.sample(2, "Once")
-    logger.close()
-    lr = [learning_rate(step, config().optim, 1000) for step in (0, 1)]
-    assert (tmp_path / MAIN_LOG).read_text().splitlines() == [
-        "s:0 tel:11.0000",
-        f"s:0 trl:10.9877 lr:{lr[0]:.6f} norm:23.46",
-        f"s:1 trl:nan lr:{lr[1]:.6f} norm:nan",
-    ]
-    assert llmc_line({"step": 250, "hellaswag": 0.25, "n": 10042}) == "s:250 eval:0.2500\n"
-
-
-def test_main_log_and_statistics_lose_undone_steps_also_if_they_are_turned_off(tmp_path):
-    first = Logger(tmp_path, config(main_log="llmc", stats_every=1))
+def test_statistics_lose_undone_steps_also_if_they_are_turned_off(tmp_path):
+    first = Logger(tmp_path, config(stats_every=1))
     for step in (1, 2, 3):
         first.step(step, result(2.0, 1.0, 0.1))
         first._stats.write(json.dumps({"step": step}) + "\n")
     first.close()
     Logger(tmp_path, config(), 2).close()
-    assert (tmp_path / MAIN_LOG).read_text().split()[::4] == ["s:0", "s:1"]
     assert [record["step"] for record in read_metrics(tmp_path / STATS)] == [1, 2]
 
 

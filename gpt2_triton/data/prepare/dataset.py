@@ -1,14 +1,14 @@
-"""A dataset of the Hugging Face Hub, or a folder, as shards: val_000000.bin, train_000001.bin, train_000002.bin, ...
+"""A dataset of the Hugging Face Hub as shards: val_000000.bin, train_000001.bin, train_000002.bin, ...
 
 Documents are streamed in their order, each after an end-of-text token, and the first shard is validation: the layout
 of llm.c's fineweb.py.
 """
 
 import copy
-import hashlib
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,29 +16,22 @@ from typing import Any, NamedTuple
 from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import PROGRESS, SHARD_TOKENS, Batch, Log, ShardRecords, count_tokens
-from gpt2_triton.data.prepare.documents import File, Reading
+from gpt2_triton.data.prepare.documents import Reading
 from gpt2_triton.data.prepare.hub import hub_errors, repository
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import DataError
 
 AGAIN = "run the same command again: it resumes after the last finished shard"
-OFFLINE = "check the name in --source and the network, or give a folder of its files, or use `prepare text`"
-CARD = {"README.md", "dataset_infos.json"}  # in a copy of a dataset of the Hub
-
-Piece = tuple[bool, str]  # whether the end-of-text token comes first, and text
+OFFLINE = "check the name in --source and the network, or use `prepare text` for its files"
 
 
 class Dataset(NamedTuple):
-    """A dataset's name on the Hub, or a folder of files."""
+    """A dataset on the Hub."""
 
     name: str
     version: str | None = None  # its configuration, as sample-10BT
     revision: str | None = None  # branch or commit; by default the newest commit of main
     field: str = "text"
-
-    @property
-    def is_folder(self) -> bool:
-        return Path(self.name).is_dir()
 
 
 def prepare_dataset(
@@ -57,15 +50,13 @@ def prepare_dataset(
     The validation shard has shard_tokens tokens like the others, but at most a tenth of `tokens`.
     DataError if `strict` and anything is left out.
     """
-    if dataset.is_folder and (dataset.version or dataset.revision):
-        raise DataError(f"--version, --revision: go with the Hub, and {dataset.name} is a folder; name a folder in it")
+    if Path(dataset.name).is_dir():
+        raise DataError(f"--source: {dataset.name} is a folder; `prepare text {dataset.name}` takes it")
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens)
-    recipe |= dict(source=dataset._asdict()) | (dict(endoftext=endoftext) if endoftext or dataset.is_folder else {})
+    recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
     source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
-    if dataset.is_folder:
-        recipe["folder"] = _digest(source.files)
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers, log):
         shards, took = read_record(out_dir / RECORD)["shards"], timedelta(seconds=round(time.monotonic() - begun))
         documents.report(source.notes, log)
@@ -73,17 +64,8 @@ def prepare_dataset(
     return out_dir
 
 
-def _digest(files: list[File]) -> str:
-    """Return the number of files, and a digest of their names, sizes and times."""
-    stats = ((file.name, file.path.stat()) for file in files)
-    rows = "".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for name, stat in stats)
-    return f"{len(files)} files, {hashlib.sha256(rows.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
-
-
 def _commit(dataset: Dataset, out_dir: Path) -> str | None:
-    """Return the commit to read: the recorded one if a preparation is resumed; None for a folder."""
-    if dataset.is_folder:
-        return None
+    """Return the commit to read: the recorded one if a preparation is resumed."""
     if re.fullmatch(r"[0-9a-f]{40}", dataset.revision or ""):
         return dataset.revision
     for record in (RECORD, PROGRESS):
@@ -94,18 +76,14 @@ def _commit(dataset: Dataset, out_dir: Path) -> str | None:
 
 
 class _Documents:
-    """The documents of a dataset as a Source; a state is a place in its files or rows, and the notes until there."""
+    """The documents of a dataset as a Source; a state is a place in its rows, and the notes until there."""
 
     unit = "tokens"
 
     def __init__(self, dataset: Dataset, how: Reading, strict: bool, recipe: dict[str, Any]):
         self._dataset, self._how, self._strict, self._recipe = dataset, how, strict, recipe
         self.name, self.size = dataset.name, recipe["tokens"] or _nominal_tokens(dataset.version)
-        self.files, self.notes = documents.find_files([Path(self.name)]) if dataset.is_folder else ([], {})
-        for card in [file for file in self.files if file.name in CARD]:
-            self.files.remove(card)
-            documents.note(self.notes, "files that describe the dataset", card.path)
-        self._place: Callable[[], Any]  # of the rows or texts that were yielded last
+        self.notes: documents.Notes = {}
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
         number, left = len(shards), (self._recipe["tokens"] or 1 << 62) - count_tokens(shards)
@@ -114,60 +92,37 @@ class _Documents:
 
     def batches(self, state: Any) -> Iterator[Batch]:
         """Yield batches of documents with BATCH_CHARS characters or more."""
-        if state and "notes" not in state:  # begun by version 0.2
-            state = {"place": [state, 0], "notes": {}}
-        self.notes = copy.deepcopy(state["notes"]) if state else self.notes
-        pieces: list[Piece] = []
+        place, before = state["place"] if state else (None, 0)
+        self.notes = copy.deepcopy(state["notes"]) if state else {}
+        dataset, as_is = self._open(place), not self._how.endoftext and self._recipe["tokenizer"] != "bytes"
+        pieces: list[tuple[bool, str]] = []
         size = 0
-        for more in (self._of_folder if self._dataset.is_folder else self._of_hub)(state):
-            pieces += more
-            size += sum(len(text) for _, text in more)
+        texts = documents.texts_of_rows(self._rows(dataset, before), self._how.field, self.notes)
+        for n, (where, _, text) in enumerate(texts, before + 1):
+            # as llm.c tokenises FineWeb, or as `prepare text` does
+            parts = [text] if as_is else documents.clean(where, text, self._how, self.notes)
+            pieces += [(True, part) for part in parts if part]
+            size += sum(map(len, parts))
             if size >= build.BATCH_CHARS:
                 documents.require_all(self.notes, self._strict)
                 yield Batch("", state, pieces)
-                state, pieces, size = {"place": self._place(), "notes": copy.deepcopy(self.notes)}, [], 0
+                state = {"place": [dataset.state_dict(), n], "notes": copy.deepcopy(self.notes)}
+                pieces, size = [], 0
         documents.require_all(self.notes, self._strict)
         if pieces:
             yield Batch("", state, pieces)
         elif state is None:
             raise documents.no_text(self.name, self.notes)
 
-    def _of_folder(self, state: Any) -> Iterator[list[Piece]]:
-        """Yield each text of the files; those before `state` are read and dropped."""
-        first, done = state["place"] if state else (0, 0)
-        i = n = 0
-        self._place = lambda: [i, n]
-        for i, file in enumerate(self.files[first:], first):
-            last = 0
-            for n, (document, text) in enumerate(documents.read(file.path, self._how, self.notes), 1):
-                if i > first or n > done:
-                    yield [(document != last, text)]
-                elif n == done:
-                    self.notes.clear()  # what was read again is in the state's notes
-                    self.notes |= copy.deepcopy(state["notes"])
-                last = document
-
-    def _of_hub(self, state: Any) -> Iterator[list[Piece]]:
-        """Yield the documents of each row from `state` on."""
-        place, n = state["place"] if state else (None, 0)
-        dataset = self._open(place)
-        self._place = lambda: [dataset.state_dict(), n]
-
-        def rows() -> Iterator[tuple[str, Any]]:
-            nonlocal n
-            following = iter(dataset)
-            while True:
-                with hub_errors(self.name, AGAIN):
-                    row = next(following, None)
-                if row is None:
-                    return
-                n += 1
-                yield f"{self.name}, row {n:,}", row
-
-        as_is = not self._how.endoftext and self._recipe["tokenizer"] != "bytes"  # as llm.c tokenises FineWeb
-        for where, _, text in documents.texts_of_rows(rows(), self._how.field, self.notes):
-            parts = [text] if as_is else documents.clean(where, text, self._how, self.notes)
-            yield [(True, part) for part in parts if part]
+    def _rows(self, dataset: Any, before: int) -> Iterator[tuple[str, Any]]:
+        """Yield (place, row); `before` rows precede the first."""
+        following = iter(dataset)
+        for n in itertools.count(before + 1):
+            with hub_errors(self.name, AGAIN):
+                row = next(following, None)
+            if row is None:
+                return
+            yield f"{self.name}, row {n:,}", row
 
     def _open(self, place: Any) -> Any:
         """Return a dataset of the Hub as an iterable of rows, from `place` on."""

@@ -39,14 +39,6 @@ class MeasuredText(NamedTuple):
         """The sha256 of the whole text and of how it is read, whatever its files are called."""
         return hashlib.sha256(f"{tuple(self.how)}{''.join(self.digests)}".encode()).hexdigest()
 
-    def was_prepared_by_02(self, directory: Path) -> bool:
-        """Return whether version 0.2 or older made the shards of a directory from these files, or from some of them."""
-        record = read_record(directory / RECORD)
-        files = record.get("source")
-        if not isinstance(files, list) or "endoftext" in record:
-            return False
-        return {row["sha256"] for row in files} <= {*self.digests}
-
 
 def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOCUMENTS) -> MeasuredText:
     """Read files, folders and globs of text; DataError if a file cannot be read, or if there is no text."""

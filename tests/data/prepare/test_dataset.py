@@ -1,6 +1,6 @@
 """A dataset becomes llm.c's shards; one that was killed anywhere and resumed has the bytes of an unbroken one.
 
-The datasets are folders, which `datasets` streams like those of the Hub; the Hub is a server in this process.
+`datasets` streams them from a folder, as from the Hub; the Hub is a server in this process.
 """
 
 import functools
@@ -27,7 +27,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
 
 
@@ -48,12 +48,18 @@ def folder(tmp_path_factory):
     for i in range(3):
         rows = [{"id": 7, "text": text} for text in texts[100 * i : 100 * i + 100]]
         pq.write_table(pa.Table.from_pylist(rows), path / f"{i}.parquet", row_group_size=30)
-    return SimpleNamespace(path=path, texts=texts, source=Dataset(str(path)))
+    return SimpleNamespace(path=path, texts=texts, source=Dataset("kjj0/fineweb10B-gpt2", None, "c" * 40))
 
 
 def prepare(folder, out, **options):
+    """Prepare the dataset of a folder as if it were on the Hub."""
     options = {"shard_tokens": SHARD, "log": lambda line: None} | options
-    return prepare_dataset(folder.source, out, "bytes", **options)
+    if not hasattr(folder, "path"):
+        return prepare_dataset(folder.source, out, "bytes", **options)
+    load = datasets.load_dataset
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given))
+        return prepare_dataset(folder.source, out, "bytes", **options)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     *full, last, end, val = sizes
     assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
     record = json.loads((out / "shards.json").read_text())
-    assert record["source"] == {"name": str(folder.path), "version": None, "revision": None, "field": "text"}
+    assert record["source"] == folder.source._asdict() and folder.source.field == "text"
     assert record["tokenizer"] == "bytes"
     for name, row in record["shards"].items():
         data = (out / name).read_bytes()
@@ -117,61 +123,8 @@ def test_balance_last_two_halves_a_short_last_shard(tmp_path):
         np.testing.assert_array_equal(tokens_of(tmp_path), np.arange(100 + length))
 
 
-def test_dataset_of_jsonl_with_another_field(tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i}"}) + "\n" for i in range(400)))
-    out = prepare_dataset(Dataset(str(tmp_path / "in"), field="body"), tmp_path / "out", "bytes", None, 1, 500)
-    np.testing.assert_array_equal(tokens_of(out), llmc_tokens([f"text {i}" for i in range(400)]))
-
-
-def test_rows_that_are_no_text_are_refused_with_the_fields_that_there_are(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text('{"tokens": [1, 2], "id": 1}\n')
-    words = ["prepare", "fineweb", "--out", str(tmp_path / "out"), "--source", str(tmp_path / "in"), "--field"]
-    for field, message in (
-        (
-            "tokens",
-            'no text, but rows without text in the field tokens: 1, first IN/a.jsonl, line 1: {"tokens": [1, 2], "id"',
-        ),
-        (
-            "text",
-            'no text, but rows without text in the field text: 1, first IN/a.jsonl, line 1: {"tokens": [1, 2], "id"',
-        ),
-    ):
-        assert main(app, [*words, field]) == 3
-        assert message.replace("IN", str(tmp_path / "in")) in capsys.readouterr().err
-
-
 class Stop(Exception):
     pass
-
-
-def test_folder_of_several_kinds_is_read_whole_and_counted_over_stops(tmp_path, monkeypatch):
-    """Names of splits, a later field, rows without text, a separator, an empty file, a link, a card of the Hub."""
-    (tmp_path / "in").mkdir()
-    rows = [{"text": f"row {i}"} | ({"link": "x"} if i > 100 else {}) for i in range(150)]
-    rows += [{"text": None}, {"text": 5}]
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "in" / "test.txt").write_text("one line\n" * 400 + "<|endoftext|>two\r\n" + "<|endoftext|>three")
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "train.json").write_text(json.dumps([{"text": "four"}, {"id": 1}]))
-    (tmp_path / "in" / "u").symlink_to(tmp_path / "far")
-    for name in ("e.txt", "README.md", "x.py"):
-        (tmp_path / "in" / name).write_text("a card" if name == "README.md" else "")
-    source = SimpleNamespace(source=Dataset(str(tmp_path / "in")))
-    texts = [f"row {i}" for i in range(150)] + ["one line\n" * 400, "two\n", "three", "four"]
-    whole = prepare(source, tmp_path / "whole", shard_tokens=700, log=(lines := []).append)
-    np.testing.assert_array_equal(tokens_of(whole), llmc_tokens(texts))
-    assert lines[0] == "<|endoftext|> taken as end of text: 2"
-    for what in ("kinds (.py): 1,", "that describe the dataset: 1,", "in the field text: 3,", "empty files: 1,"):
-        assert what in lines[1]
-    for count in range(1, 6):
-        _stop_after(source, tmp_path / "stopped", count, monkeypatch, shard_tokens=700)
-    again = []
-    assert contents(prepare(source, tmp_path / "stopped", shard_tokens=700, log=again.append)) == contents(whole)
-    assert again[1:3] == lines[:2]
-    with pytest.raises(DataError, match="--strict: would leave out files of other kinds .* first "):
-        prepare(source, tmp_path / "strict", strict=True)
 
 
 def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(folder, tmp_path, unbroken, monkeypatch):
@@ -333,26 +286,6 @@ def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder
         prepare(folder, out)
 
 
-def test_dataset_changed_before_a_resume_is_refused(folder, tmp_path, monkeypatch):
-    copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
-    shutil.copytree(folder.path, tmp_path / "copy")
-    _stop_after(copy, tmp_path / "out", 5, monkeypatch)
-    for name in ("0", "1", "2"):
-        shutil.copy(folder.path / f"{2 - int(name)}.parquet", tmp_path / "copy" / f"{name}.parquet")
-    with pytest.raises(DataError, match="begun with another folder: 3 files, .* choose another --out"):
-        prepare(copy, tmp_path / "out")
-
-
-def test_folder_that_has_another_file_is_not_prepared_already(folder, tmp_path):
-    copy = SimpleNamespace(source=Dataset(str(tmp_path / "copy")))
-    shutil.copytree(folder.path, tmp_path / "copy")
-    prepare(copy, tmp_path / "out")
-    prepare(copy, tmp_path / "out")
-    shutil.copy(folder.path / "0.parquet", tmp_path / "copy" / "00.parquet")
-    with pytest.raises(DataError, match="out: in use: .* choose another directory"):
-        prepare(copy, tmp_path / "out")
-
-
 # ---- mistakes ----
 
 
@@ -361,25 +294,19 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "numbers").mkdir()
-    (tmp_path / "numbers" / "a.jsonl").write_text('{"text": 5}\n')
-    (tmp_path / "empty").mkdir()
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given))
     here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
+    known = ["kjj0/fineweb10B-gpt2", "--revision", "c" * 40]
     for words, code, message in (
-        (["numbers"], 3, 'rows without text in the field text: 1, first numbers/a.jsonl, line 1: {"text": 5}; name'),
-        (["empty"], 3, "empty: no text; give a file"),
-        ([str(folder.path), "--version", "x"], 3, "--version, --revision: go with the Hub, and "),
-        ([str(folder.path), "--field", "body"], 3, "body"),
+        ([str(folder.path)], 3, f"{folder.path} is a folder; `prepare text {folder.path}` takes it"),
+        ([*known, "--field", "body"], 3, "no field 'body', it has id, text; name the field that holds the text"),
         (["no/where"], 3, "no/where: cannot read: ConnectError"),
-        (["wrong"], 3, "; check the name in --source and the network, or give a folder"),
-        (
-            [str(folder.path)],
-            3,
-            "too little text: the validation shard takes all 29,452 tokens; give that number as --tokens",
-        ),
-        ([str(folder.path), "--tokens", "29452"], 0, None),  # as that message says
-        ([str(folder.path), "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
-        ([str(folder.path), "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
+        (["wrong"], 3, "; check the name in --source and the network, or use `prepare text`"),
+        (known, 3, "too little text: the validation shard takes all 29,452 tokens; give that number as --tokens"),
+        ([*known, "--tokens", "29452"], 0, None),  # as that message says
+        ([*known, "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
+        ([*known, "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
     ):
         assert main(app, [*here, *words]) == code, words
         err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -388,7 +315,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
 
 def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19_999))
-    with pytest.raises(DataError, match="not enough room: 19,999 bytes free, 20,000 needed"):
+    with pytest.raises(DataError, match="not enough room: 20,000 bytes needed, 19,999 free"):
         prepare(folder, tmp_path / "out", tokens=10_000)
     assert not list((tmp_path / "out").glob("[!.]*"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000))
@@ -401,18 +328,14 @@ def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, cap
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
     assert main(app, ["prepare", command, "--version", "sample-100BT", "--tokens", "1000000", "--workers", "3"]) == 0
     assert main(app, ["prepare", command]) == 0
-    assert main(app, ["prepare", command, "--source", str(tmp_path)]) == 0
-    (source, out, *rest), (default, default_out, *_), (*_, endoftext_in_a_folder, _) = calls
+    (source, out, *rest), (default, default_out, *_) = calls
     assert source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
     assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000, False, False]
-    assert endoftext_in_a_folder
     assert str(default_out) == f"data/{command}-sample-10BT"
 
 
 def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkeypatch):
     """The Hub is asked for its newest commit once; a commit that is given is not asked for."""
-    import datasets
-
     load, opened = datasets.load_dataset, []
 
     def load_dataset(name, version, **options):
@@ -433,25 +356,8 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
-def test_dataset_of_the_hub_that_version_02_began_is_resumed(hub, folder, tmp_path, monkeypatch):
-    """A state was a place then, without notes."""
-    import datasets
-
-    load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, **options: load(str(folder.path), **options))
-    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2"))
-    _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
-    progress = json.loads((tmp_path / "out" / PROGRESS).read_text())
-    for place in progress["places"][1:]:
-        place["state"] = place["state"] and place["state"]["place"][0]
-    (tmp_path / "out" / PROGRESS).write_text(json.dumps(progress))
-    np.testing.assert_array_equal(tokens_of(prepare(on_hub, tmp_path / "out")), llmc_tokens(filter(None, folder.texts)))
-
-
 def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch):
     """A nested field; the counts survive stops, and a row with a separator is never cut by one."""
-    import datasets
-
     rows = [{"doc": {"text": f"row {i}<|endoftext|>more" if i % 3 else None}, "id": i} for i in range(300)]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(3)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
@@ -468,8 +374,6 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
 
 
 def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch):
-    import datasets
-
     texts = [f"row {i}\r\n<|endoftext|>\0more" for i in range(50)]
     stream = datasets.Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
@@ -480,8 +384,6 @@ def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch
 
 
 def test_dataset_of_the_hub_in_zst_names_the_package_that_reads_it(hub, tmp_path, monkeypatch):
-    import datasets
-
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {}["zstd not supported"])
     with pytest.raises(DataError, match="zstd not supported.*; pip install zstandard"):
         prepare(SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2")), tmp_path / "out")
