@@ -57,7 +57,10 @@ def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
     train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
     return {
         name: saved.replace(
-            train=train | {"precision": precision}, fp8={"keep_bf16": keep}, optim={"master": "none", "name": "adamw"}
+            train=train | {"precision": precision},
+            fp8={"keep_bf16": keep},
+            optim={"master": "none", "name": "adamw"},
+            memory={"recompute": "none"},
         )
         for name, (precision, keep) in arms.items()
     }
