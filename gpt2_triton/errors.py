@@ -53,14 +53,3 @@ class ReplicaMismatchError(UserError):
 
     exit_code = 1
     on_every_rank = True
-
-
-def require_at_least(prefix: str, **options: tuple[float, float]) -> None:
-    """Raise ConfigError with a line for each option=(value, least) that has value < least; `prefix` is "--" or ""."""
-    wrong = [
-        f"{prefix}{name}: must be at least {least}, got {value}"
-        for name, (value, least) in options.items()
-        if not value >= least
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))

@@ -1,6 +1,6 @@
 """`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
 
-Okabe and Ito's colours remain distinct to colour-blind readers.  The same runs give the same file.
+Okabe and Ito's colours remain distinct to colour-blind readers.
 """
 
 import json
@@ -17,7 +17,7 @@ from gpt2_triton.console import format_count, printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
-FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # metadata
+FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PANELS = {
@@ -35,11 +35,11 @@ OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0
 class Curves(NamedTuple):
     name: str
     records: list[dict[str, Any]]
-    tokens_per_step: float | None
+    tokens_per_step: float
 
-    def points(self, key: str, x_scale: float = 1.0) -> np.ndarray:
-        """Return (x_scale * step, value) [n, 2] of the steps that have a value."""
-        found = [(r["step"] * x_scale, r[key]) for r in self.records if r.get(key) is not None]
+    def points(self, key: str) -> np.ndarray:
+        """Return (tokens, value) [n, 2] of the steps that have a value."""
+        found = [(r["step"] * self.tokens_per_step, r[key]) for r in self.records if r.get(key) is not None]
         return np.array(found, np.float64).reshape(-1, 2)
 
     def summary(self) -> str:
@@ -47,9 +47,8 @@ class Curves(NamedTuple):
         val, train, speed, mfu, hellaswag = (
             self.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         )
-        name = textwrap.fill(self.name, 28).replace("$", r"\$")  # no mathematics
-        name = f" {name}" if name[0] == "_" else name  # matplotlib leaves out labels that begin with _
-        lines = [name, f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"]
+        loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
+        lines = [textwrap.fill(self.name, 28), loss]
         if len(speed):
             lines.append(
                 f"{format_count(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else "")
@@ -67,7 +66,7 @@ def read_run(path: Path) -> Curves:
     records = read_metrics(file)
     if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
         raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
-    tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), None)
+    tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), 1.0)
     return Curves(file.resolve().parent.name, records, tokens)
 
 
@@ -80,8 +79,8 @@ def read_curve(name: str) -> dict[str, Any]:
 
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
-    """Draw all runs over tokens, or over steps if a run does not record tokens.  `openai` adds OpenAI's GPT-2 as
-    horizontal lines, `beside` curves of CURVES.  Return a line for each run and curve that compares their losses.
+    """Draw all runs over tokens.  `openai` adds OpenAI's GPT-2 as horizontal lines, `beside` curves of CURVES.  Return
+    a line for each run and curve that compares their losses.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
@@ -90,12 +89,8 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
     os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that matplotlib may not have
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    by_tokens = all(run.tokens_per_step for run in runs)
-    if curves and not by_tokens:
-        raise ConfigError("plot: --beside needs runs that record tokens; leave out --beside, or the other runs")
     panels = [key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)]
     figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
     layout: list[Any] = [["loss"] * len(panels), panels]
@@ -103,10 +98,9 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     tops = []
     for i, run in enumerate(runs):
         style = dict(color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3])
-        scale = (run.tokens_per_step or 1.0) if by_tokens else 1.0
-        tops.append(_draw_loss(axes["loss"], run, scale, style))
+        tops.append(_draw_loss(axes["loss"], run, style))
         for key in panels:
-            _draw_line(axes[key], run.points(key, scale), style, smooth=key != "lr")
+            _draw_line(axes[key], run.points(key), style, smooth=key != "lr")
     last = axes["loss"].dataLim.x1
     for curve, marker in zip(curves, "sDv"):
         shown = curve["points"][curve["points"][:, 0] <= last]
@@ -119,20 +113,19 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
         _draw_openai(axes)
     for key, panel in axes.items():
         _finish(panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots"))
-        panel.set_xlabel("tokens" if by_tokens else "steps")
+        panel.set_xlabel("tokens")
     figure.legend(*axes["loss"].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "gpt2_triton"}):
-        figure.savefig(out, dpi=150, metadata=FORMATS[out.suffix])
+    figure.savefig(out, dpi=150)
     return [compare(run, curve) for curve in curves for run in runs]
 
 
-def _draw_loss(axes: Any, run: Curves, scale: float, style: dict[str, Any]) -> float:
+def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> float:
     """Draw training loss as a line and validation loss as dots; return the top of the panel that shows both.
 
     The first twentieth of a long run may lie above the top: the fall from ln(vocabulary) would flatten the rest.
     """
-    loss, val = run.points("loss", scale), run.points("val_loss", scale)
+    loss, val = run.points("loss"), run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
     axes.plot([], [], label=run.summary(), **style)
@@ -177,7 +170,7 @@ def _finish(axes: Any, title: str) -> None:
 
 def compare(run: Curves, curve: dict[str, Any]) -> str:
     """Return a line: the run's last validation loss, and the curve's loss interpolated to as many tokens."""
-    val = run.points("val_loss", run.tokens_per_step or 1.0)
+    val = run.points("val_loss")
     if not len(val):
         return f"{run.name}: no validation loss to compare with {curve['name']}"
     tokens, loss = val[-1]

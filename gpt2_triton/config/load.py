@@ -3,9 +3,7 @@
 Mistakes become one ConfigError with a line each: the place (file and line, or option), what is wrong, the fix.
 """
 
-import difflib
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,8 +99,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         lines = _key_lines(path, root)
         tree = {} if root is None else loader.construct_document(root)
     except OSError as error:
-        near = difflib.get_close_matches(str(path), [str(file) for file in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = ""
         if os.path.isfile(path / "config.yaml"):
             config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"
@@ -125,7 +122,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
-    """Return the line of each key; ConfigError for a key given twice, and for an octal number."""
+    """Return the line of each key; ConfigError for a key given twice."""
     lines: dict[str, int] = {}
 
     def collect(node: yaml.Node | None, prefix: str) -> None:
@@ -134,9 +131,6 @@ def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
             if name in lines:
                 raise ConfigError(f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one")
             lines[name] = line
-            if getattr(value, "tag", "").endswith(":int") and re.match(r"[-+]?0\d", value.value):
-                what = f"{value.value} is octal in YAML; write it without the 0 in front, or quote it as text"
-                raise ConfigError(f"{path}:{line}: {name}: {what}")
             if not prefix:
                 collect(value, f"{name}.")
 

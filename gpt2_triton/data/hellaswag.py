@@ -14,8 +14,7 @@ import hashlib
 import re
 import textwrap
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -63,34 +62,21 @@ def load_questions(
 
     An error ends with `todo`, IN_COMMAND or IN_TRAINING.
     """
-    rows = _read_jsonl(path or downloaded(todo), limit, todo)
+    try:
+        rows = _read_jsonl(path or downloaded(todo), limit, todo)
+    except OSError as error:
+        raise DataError(f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {todo}") from None
     return {style: STYLES[style](rows, tokenizer) for style in styles}
 
 
-@contextmanager
-def _reading(path: Path, todo: str) -> Iterator[None]:
-    """Raise DataError if the block raises OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot read or write: {error.strerror}; {todo}") from None
-
-
 def downloaded(todo: str = IN_COMMAND) -> Path:
-    """Return the cached .jsonl; download it first if it is missing."""
+    """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
     try:
-        where = Path.home() / CACHED
+        target = Path.home() / CACHED
     except RuntimeError:  # a user without an entry in passwd
         raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {todo}") from None
-    with _reading(where, todo):
-        _download(where, todo)
-    return where
-
-
-def _download(target: Path, todo: str = IN_COMMAND) -> None:
-    """Download the .jsonl, 12 MB, unless it is at `target`; any number of processes may do so at once."""
     if target.is_file() and sha256(target) == SHA256:
-        return
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
@@ -101,12 +87,13 @@ def _download(target: Path, todo: str = IN_COMMAND) -> None:
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {todo}")
     write_atomic(target, data)
+    return target
 
 
 def _read_jsonl(path: Path, limit: int, todo: str) -> list[Example]:
     """Return the first `limit` rows (0: all); empty lines do not count."""
     rows: list[Example] = []
-    with _reading(path, todo), open(path, "rb") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():

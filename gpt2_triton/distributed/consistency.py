@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import secrets
 import time
 from pathlib import Path
@@ -14,44 +13,31 @@ from gpt2_triton.files import run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """Raise ConfigError, naming the ranks, if ranks do not see rank 0's run directory or cannot write to it.
+    """Raise ConfigError, naming the ranks, if ranks do not see rank 0's run directory.
 
     Such a rank's shards would be missing from checkpoints.  Rank 0 makes a file; the others look for it for `seconds`.
-    Each rank that sees the file then makes and removes a file of its own.
     """
     if control.size == 1:
         return
-    name = f".seen.{secrets.token_hex(4)}.tmp"
-    path, end = run_dir / control.from_rank0(lambda: _make(run_dir, name)), time.monotonic() + seconds
-    while not os.path.exists(path) and time.monotonic() < end:  # Path.exists raises without permission
+    path, end = run_dir / control.from_rank0(lambda: _make(run_dir)), time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    answers = control.all_gather(_write_error(run_dir) if os.path.exists(path) else f"do not see {run_dir}")
+    blind = [rank for rank, sees in enumerate(control.all_gather(path.exists())) if not sees]
     if control.rank == 0:
         path.unlink(missing_ok=True)
-    wrong = {answer: [rank for rank, other in enumerate(answers) if other == answer] for answer in answers if answer}
-    if wrong:
+    if blind:
         control.leave()
-        found = "; ".join(f"ranks {ranks} {answer}" for answer, ranks in wrong.items())
-        raise ConfigError(f"--run_dir: {found}; give a directory that all nodes see and may write to")
+        raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give a directory that all nodes see")
 
 
-def _make(run_dir: Path, name: str) -> str:
+def _make(run_dir: Path) -> str:
+    """Make a file with a new name in the run directory, and return the name."""
+    name = f".seen.{secrets.token_hex(4)}.tmp"
     try:
         (run_dir / name).touch()
     except OSError as error:
         raise run_dir_error(run_dir, error) from error
     return name
-
-
-def _write_error(run_dir: Path) -> str:
-    """Make and remove a file; return in words why that is not possible, or ""."""
-    own = run_dir / f".seen.{secrets.token_hex(4)}.tmp"
-    try:
-        own.touch()
-        own.unlink(missing_ok=True)
-    except OSError as error:
-        return f"cannot write to {run_dir} ({error.strerror})"
-    return ""
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:

@@ -28,12 +28,10 @@ Scores = dict[str, float]  # rows, and acc and acc_norm with the standard error 
 
 def questions_of_run(config: Config) -> Questions | None:
     """Return the questions of a run, in llm.c's style; None if eval.hellaswag_every is 0."""
-    e = config.eval
-    if not e.hellaswag_every:
+    if not (e := config.eval).hellaswag_every:
         return None
-    path = Path(e.hellaswag_data) if e.hellaswag_data else None
-    tokenizer, style = get_tokenizer(config.data.tokenizer), "completion"
-    return load_questions(path, tokenizer, e.hellaswag_limit, (style,), IN_TRAINING)[style]
+    path, tokenizer = Path(e.hellaswag_data) if e.hellaswag_data else None, get_tokenizer(config.data.tokenizer)
+    return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",), IN_TRAINING)["completion"]
 
 
 def evaluate(model: Model, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:

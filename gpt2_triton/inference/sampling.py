@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gpt2_triton.errors import ConfigError, require_at_least
+from gpt2_triton.errors import ConfigError
 
 
 class Sampling(NamedTuple):
@@ -15,6 +15,8 @@ class Sampling(NamedTuple):
     def check(self, prefix: str, tokens: int, seed: int) -> None:
         """Raise ConfigError for values out of range; `prefix`, such as "--", comes before an option's name."""
         least = dict(tokens=(tokens, 1), temperature=(self.temperature, 0), top_k=(self.top_k, 0), seed=(seed, 0))
-        require_at_least(prefix, **least)
+        for name, (value, limit) in least.items():
+            if not value >= limit:  # NaN too
+                raise ConfigError(f"{prefix}{name}: must be at least {limit}, got {value}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{prefix}top_p: must be above 0 and at most 1, got {self.top_p}; 1 keeps every token")

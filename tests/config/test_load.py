@@ -27,7 +27,6 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("train: {steps: 1.5}", {}, "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part"),
     ("", {"train.steps": "1,000"}, "--train.steps: must be a valid integer, got '1,000'"),
     ("", {"train.steps": "1.2345k"}, "--train.steps: must be a valid integer, got '1.2345k'"),
-    ("train:\n  steps: 010", {}, "x.yaml:2: train.steps: 010 is octal in YAML; write it without the 0 in front, or"),
     ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
     ("train:\n  steps:", {}, "x.yaml:2: train.steps: must be a valid integer, got null; leave the key out for 19560 ("),
     ("data: {allow_changed: ~}", {}, "must be a valid boolean, got null; leave the key out for False (true: resume"),
@@ -107,8 +106,7 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
 
 
 def test_load_names_an_unreadable_file(tmp_path):
-    empty = _empty(tmp_path)
-    with pytest.raises(ConfigError, match=f"emty.yaml: cannot read .*: No such file.*; did you mean {empty}"):
+    with pytest.raises(ConfigError, match="emty.yaml: cannot read the configuration: No such file or directory$"):
         Config.load(tmp_path / "emty.yaml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         Config.load(tmp_path)

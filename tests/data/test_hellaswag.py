@@ -45,8 +45,9 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def target(tmp_path):
-    return tmp_path / "cache" / "file.jsonl"
+def target(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / hellaswag.CACHED
 
 
 def names(target):
@@ -55,8 +56,8 @@ def names(target):
 
 def test_download_happens_once(server, target):
     for _ in range(2):
-        hellaswag._download(target)
-        assert target.read_bytes() == CONTENT and names(target) == ["file.jsonl"]
+        hellaswag.downloaded()
+        assert target.read_bytes() == CONTENT and names(target) == [target.name]
     assert len(server.requests) == 1
 
 
@@ -64,24 +65,22 @@ def test_download_happens_once(server, target):
 def test_download_cut_short_leaves_no_file(server, target, sent):
     server.sent = sent
     with pytest.raises(DataError, match=rf"/file: cannot download: .*{sent} bytes.*; try again; else get it with"):
-        hellaswag._download(target)
+        hellaswag.downloaded()
     assert names(target) == []
 
 
 def test_download_with_wrong_sha256_leaves_no_file(server, target):
     server.content = CONTENT[::-1]
     found, expected = hashlib.sha256(server.content).hexdigest(), hellaswag.SHA256
-    with pytest.raises(
-        DataError, match=f"/file: wrong sha256 {found}, expected {expected}; try again; else get it with"
-    ):
-        hellaswag._download(target)
+    with pytest.raises(DataError, match=f"/file: wrong sha256 {found}, expected {expected}; try again"):
+        hellaswag.downloaded()
     assert names(target) == []
 
 
 def test_download_replaces_a_damaged_file(server, target):
-    target.parent.mkdir()
+    target.parent.mkdir(parents=True)
     target.write_bytes(b"damaged")
-    hellaswag._download(target)
+    hellaswag.downloaded()
     assert target.read_bytes() == CONTENT
 
 
@@ -89,7 +88,7 @@ def test_download_failure_is_one_line(server, target, monkeypatch):
     for url, reason in ((hellaswag.URL + "s", "Not Found"), ("http://127.0.0.1:1/file", "Connection refused")):
         monkeypatch.setattr(hellaswag, "URL", url)
         with pytest.raises(DataError, match=rf"{re.escape(url)}: cannot download: .*{reason}; try again"):
-            hellaswag._download(target)
+            hellaswag.downloaded()
 
 
 def test_user_without_a_home_is_told_what_to_set(monkeypatch):
@@ -101,10 +100,10 @@ def test_user_without_a_home_is_told_what_to_set(monkeypatch):
 
 def test_download_by_several_ranks_at_once(server, target):
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=hellaswag._download, args=(target,)) for _ in range(4)]
+    ranks = [fork.Process(target=hellaswag.downloaded) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0] * 4
-    assert target.read_bytes() == CONTENT and names(target) == ["file.jsonl"]
+    assert target.read_bytes() == CONTENT and names(target) == [target.name]
