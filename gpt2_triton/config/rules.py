@@ -79,6 +79,8 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
         yield "model.dropout", "model.arch llama has none; set it to 0"
     if not m.tied and config.train.precision == "fp8" and config.fp8.keep_bf16 == "none":
         yield "fp8.keep_bf16", "an untied head stays in bf16: set fp8.keep_bf16 to head"
+    if config.train.precision == "fp8" and 2 * m.inner < (least := m.n_embd + 2 * m.kv_channels):
+        yield "model.n_inner", f"train.precision fp8 needs {least // 2} or more, got {m.inner}; raise it"
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:

@@ -67,6 +67,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model: {size: d12, n_layer: 3}", {}, "model.size: d12 has n_layer 12, but n_layer is 3; remove one"),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
+    ("model: {arch: llama, n_inner: 1024}", {"train.precision": "fp8"}, "fp8 needs 1152 or more, got 1024; raise it"),
     ("", {"train.seq_len": "2048"}, "--train.seq_len: 2048 is longer than model.block_size 1024"),
     ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256"),
     ("", {"data.train": "builtin"}, "make both builtin, or neither"),
