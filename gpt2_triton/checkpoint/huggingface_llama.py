@@ -43,7 +43,7 @@ def read(
         return to_fp32(load(name)[rows])
 
     weights = Weights(where, model, tokenizer := tokenizer_of(model), read, path.parent)
-    look_in(tokenizer or "", f"hf:{path.parent}")
+    look_in(tokenizer or "", path.parent)
     if absent := [name for name in weights.shapes if name not in stored]:
         raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
     return weights
@@ -54,7 +54,8 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = given.get("rope_type", given.get("type", "default"))  # the latter before transformers 4.43
-    other = {key: given.get(key) for key, value in SCALING.items() if kind == "llama3" and given.get(key) != value}
+    numbers = SCALING | {"factor": given.get("factor") or "some number"}
+    other = {key: given.get(key) for key, value in numbers.items() if kind == "llama3" and given.get(key) != value}
     if kind not in ("default", "llama3") or other:
         raise CheckpointError(
             f"{path}: rotary positions of type {kind} {other or ''}, and only Llama 3's are supported"

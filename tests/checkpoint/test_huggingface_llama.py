@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.huggingface_llama import SCALING
 from gpt2_triton.checkpoint.weights import from_checkpoint, to_flat_buffers
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.support.helpers import error
@@ -77,12 +78,14 @@ def test_a_tied_head_may_be_repeated_and_an_untied_one_may_not_be_missing(tmp_pa
 
 
 LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0))
+NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 
 
 @pytest.mark.parametrize(
     "change, named",
     [
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear"),
+        (NO_FACTOR, "type llama3 {'factor': None}"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused(tmp_path, change, named):
