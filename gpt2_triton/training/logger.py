@@ -12,6 +12,7 @@ from typing import Any
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import LogFile, print_line
+from gpt2_triton.data.tokenizer import keep_vocabulary
 from gpt2_triton.files import run_dir_error, write_atomic
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
@@ -21,7 +22,7 @@ from gpt2_triton.training.wandb_logger import WandbLogger
 
 
 class Logger:
-    """Writes config.yaml and run.json at once, then each record; `step` always counts finished steps.
+    """Writes config.yaml, run.json and Llama 3's vocabulary at once, then each record; `step` counts finished steps.
 
     resume_step: 0 for a new run; a resumed run drops the records of later steps
     about: this start, from run_info.describe_start
@@ -48,6 +49,7 @@ class Logger:
             found = read_run(run_dir) if resume_step else {}
             self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
             write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
+            keep_vocabulary(config.data.tokenizer, run_dir)
             starts = found.get("starts", [])
             write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
         except OSError as error:

@@ -14,7 +14,7 @@ from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-WRITTEN = (METRICS, STATS, "config.yaml", "run.json", "seen")  # each is written as a hidden file first
+WRITTEN = (METRICS, STATS, "config.yaml", "run.json", "seen", "tokenizer.model")  # each as a hidden file first
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:

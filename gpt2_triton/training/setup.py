@@ -97,7 +97,7 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     return config.replace(train={"precision": saved}), [f"train.precision auto: {saved} (of the run so far)"]
 
 
-def open_data(config: Config, control: ControlGroup) -> Data:
+def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if data or configuration differ between ranks."""
     T = config.train.seq_len
     with _read_by_all():
@@ -105,7 +105,8 @@ def open_data(config: Config, control: ControlGroup) -> Data:
         validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
-    look_in(config.data.tokenizer, config.init_from)
+    for directory in (run_dir, Path(config.init_from.removeprefix("hf:"))):
+        look_in(config.data.tokenizer, directory)
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # a missing tokenizer fails now, not at the first sample
     if validation and control.rank == 0:

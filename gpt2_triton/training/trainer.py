@@ -81,7 +81,7 @@ class Trainer:
         self.bytes_before = used_bytes(self.group.device)  # in use on this GPU before the model is built
         with self.watchdog.phase("loading"):
             config, notes = setup.choose_precision(config, found)
-            self.data = open_data(config, self.control)
+            self.data = open_data(config, run_dir, self.control)
             start = restore(found, config, self.data)
             start.notes.extend(notes)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state

@@ -82,10 +82,10 @@ def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
         assert tokenizer.encode(text) == [128000, *ids] and tokenizer.decode(ids) == text
     assert tokenizer.decode([128009]) == "<|eot_id|>" and not (tmp_path / "vocab.json").exists()
     monkeypatch.setenv("LLAMA3_TOKENIZER", "")
-    look_in("llama3", f"hf:{tmp_path}")
+    look_in("llama3", tmp_path)
     get_tokenizer.__wrapped__("llama3")
     assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path)
-    look_in("llama3", f"hf:{tmp_path}/other")  # what was given stays
+    look_in("llama3", tmp_path / "other")  # what was given stays
     assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path)
 
 

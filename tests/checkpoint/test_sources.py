@@ -1,5 +1,7 @@
 """Every kind of source gives a configuration and weights that run."""
 
+import importlib.metadata
+import os
 import tracemalloc
 
 import pytest
@@ -10,7 +12,10 @@ from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights, load_weights, open_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
+from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.training.logger import Logger
+from tests.data.prepare.test_text import llama3
 from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
 from tests.support.tiny import tiny_model
 
@@ -33,6 +38,18 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
         assert config.model == config_of(vocab_size=256).model
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
+
+
+def test_a_run_keeps_llama3s_vocabulary_and_its_steps_find_it(tmp_path, monkeypatch):
+    llama3()
+    config = config_of(vocab_size=128256).replace(data=dict(tokenizer="llama3"))
+    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    Logger(tmp_path / "run", config).close()
+    monkeypatch.setenv("LLAMA3_TOKENIZER", "")
+    load_weights(str(step))
+    assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path / "run")
+    monkeypatch.setattr(importlib.metadata, "distribution", None)  # the installed vocabulary
+    assert get_tokenizer.__wrapped__("llama3").encode(" Việt").tolist() == [101798]
 
 
 def peak_of(call):
