@@ -1,6 +1,6 @@
 """Sizes of GPT-2 and Llama 3 as the benchmarks run them: one update per batch of sequences."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,10 +9,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
 
 T, VOCAB = 1024, ModelConfig().vocab_size  # of GPT-2
-LLAMA_1B = dict(
-    arch="llama", n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_inner=8192, vocab_size=128_256, block_size=131_072,
-    rope_factor=32.0,
-)  # fmt: skip
 
 
 class Size(NamedTuple):
@@ -42,10 +38,9 @@ class Work(NamedTuple):
 
     def config(self, n_layer: int | None = None) -> Config:
         """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's n_layer."""
-        model: dict[str, Any] = LLAMA_1B if self.size == "llama:1b" else dict(size=self.size)
         config = Config.model_validate(
             dict(
-                model=model,
+                model=dict(size=self.size),
                 data=dict(tokenizer="llama3" if self.size == "llama:1b" else "gpt2"),
                 train=dict(batch_size=self.batch, seq_len=SIZES[self.size].T, precision=self.precision),
                 optim=dict(name=self.optim, lr=3e-4, warmup=0, schedule="constant"),

@@ -72,7 +72,7 @@ class ConflictError(ValueError):
 class ModelConfig(ConfigSection):
     size: str | None = kept(
         None,
-        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, or llama:c768, for layers, heads, channels, block_size",
+        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, or llama:c768, 1b, 3b or 8b, for the keys of the sizes",
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout")
@@ -99,7 +99,7 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """Replace `size` by its four keys.  Only block_size may be given beside it with another value."""
+        """Replace `size` by its keys.  Only block_size may be given beside it with another value."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}

@@ -18,8 +18,15 @@ _GPT3 = {
 }  # fmt: skip
 SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) in _GPT2.items()}
 SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
-SIZES |= {"llama:c768": (12, 768, 12, 8192)}
-LLAMA_KEYS = {"llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048}}
+_LLAMA = {"c768": (12, 768, 12, 8192), "1b": (16, 2048, 32, 1 << 17), "3b": (28, 3072, 24, 1 << 17)}
+SIZES |= {f"llama:{name}": sizes for name, sizes in (_LLAMA | {"8b": (32, 4096, 32, 1 << 17)}).items()}
+_META = {"arch": "llama", "n_kv_head": 8, "vocab_size": 128_256}
+LLAMA_KEYS = {
+    "llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048},
+    "llama:1b": _META | {"n_inner": 8192, "rope_factor": 32.0},
+    "llama:3b": _META | {"n_inner": 8192, "rope_factor": 32.0},
+    "llama:8b": _META | {"n_inner": 14_336, "rope_factor": 8.0, "tied": False},
+}
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each level keeps less than the level before it

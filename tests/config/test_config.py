@@ -97,3 +97,9 @@ def test_model_sizes_have_the_parameters_of_gpt2():
     """llm.c counts 124.5M, 354.9M, 774.7M and 1558.9M with the vocabulary padded to 50304."""
     found = [Config.model_validate({"model": {"size": f"d{d}"}}).n_params for d in (12, 24, 36, 48)]
     assert [round(n / 1e6, 1) for n in found] == [124.5, 354.9, 774.1, 1557.7]
+
+
+def test_model_sizes_have_the_parameters_of_llama_3():
+    """transformers counts 1,235,814,400, 3,212,749,824 and 8,030,261,248."""
+    found = [Config.model_validate({"model": {"size": f"llama:{name}"}}).n_params for name in ("1b", "3b", "8b")]
+    assert found == [1_235_814_400, 3_212_749_824, 8_030_261_248]

@@ -60,6 +60,9 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
+    "bf16, llama 8B": dict(
+        model=dict(arch="llama", n_layer=1, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14_336, tied=False)
+    ),
     "fp32": dict(train=dict(dtype="fp32"), optim=dict(master="none")),
     "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
     "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),

@@ -52,6 +52,17 @@ def test_dims_have_the_number_of_parameters_of_the_config(model):
     assert dimensions(config, reference, 1, config.train.seq_len)["N"] == config.n_params
 
 
+def test_llama_3s_8b_trains_on_eight_gpus_of_80_gb():
+    """A GPU has all parameters, in bf16, and an eighth of AdamW's moments and of the summed gradients, in fp32."""
+    model, train = dict(size="llama:8b"), dict(batch_size=1, seq_len=8192, total_batch_tokens=8 * 8192)
+    sections = dict(model=model, train=train, data=dict(tokenizer="llama3"), parallel=dict(zero=2))
+    config = Config.model_validate(sections | dict(memory=dict(recompute="gelu+ln+qkv")))
+    plan, N = plan_of(config, shape=StepShape.of(config, 8)), config.n_params
+    kinds = {kind: size / N for kind, size in plan.by_kind().items()}
+    assert 2 <= kinds["parameters"] < 2.01 and 1 <= kinds["optimizer"] < 1.01 and 0.5 < kinds["gradients"] < 2
+    assert 50 * GIB < plan.total < 60 * GIB
+
+
 def refusal(monkeypatch, config: Config, free: int, shape: StepShape | None = None) -> str:
     """Return the message about a training run on a machine with so many free bytes for the plan."""
     shape = shape or StepShape.of(config)
