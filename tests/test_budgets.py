@@ -25,7 +25,7 @@ BUDGETS = {
     "benchmarks": 1047,
     "benchmarks/accuracy": 761,
     "benchmarks/losses": 1222,
-    "benchmarks/speed": 1063,
+    "benchmarks/speed": 1058,
     "benchmarks/tune": 622,
     "tests": 1126,
     "tests/benchmarks": 346,
