@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,12 +58,11 @@ def save_checkpoint(
     state: dict[str, Any],
     retention: Retention,
     control: ControlGroup = SINGLE_PROCESS,
-    damaged: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of `step` under `directory`, replacing any, prune older ones, and return its path.
 
     All ranks of `control` call it with their shards as `tensors`; with several, state["shares"] has the shard's spans.
-    If any rank fails, all raise OSError, and nothing has changed.  Steps in `damaged` are neither counted nor deleted.
+    If any rank fails, all raise OSError, and nothing has changed.
     """
     target, temporary = step_path(directory, step), directory / f".step_{step:08d}.tmp"
     control.from_rank0(lambda: _begin(temporary, tensors, control.size))
@@ -76,7 +74,7 @@ def save_checkpoint(
         if control.rank == 0:
             remove(temporary)
         raise
-    control.from_rank0(lambda: _prune(directory, step, best_step(state), retention, damaged))
+    control.from_rank0(lambda: _prune(directory, step, best_step(state), retention))
     return target
 
 
@@ -169,9 +167,9 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-def _prune(directory: Path, newest: int, best: int | None, retention: Retention, damaged: Collection[int]) -> None:
+def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
     """Delete the checkpoints that `retention` does not keep.  Later ones are damaged: the run passed over them."""
-    steps = {step: path for step, path in list_steps(directory) if step <= newest and step not in damaged}
+    steps = {step: path for step, path in list_steps(directory) if step <= newest}
     kept = {best, *[*steps][-retention.keep :]}
     if retention.every:
         kept |= {step for step in steps if step % retention.every == 0}

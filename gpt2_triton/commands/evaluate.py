@@ -93,10 +93,9 @@ def perplexity(
         print_line(f"data.val of the run: {shards[0]}")
     V, T = config.model.vocab_size, config.train.seq_len
     opened: list[Shard] = []
-    todo = f"name others after {checkpoint}"
     for given in shards:
-        require_tokenizer(given, config.data.tokenizer, todo)
-        opened += open_shards(given, V, T, todo)
+        require_tokenizer(given, config.data.tokenizer)
+        opened += open_shards(given, V, T)
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")

@@ -30,9 +30,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
 CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
 ENDINGS = 4
-GET = f"get it with `curl -LO {URL}`"
-IN_COMMAND = f"{GET} and give it as --data FILE"
-IN_TRAINING = f"{GET} and set eval.hellaswag_data to it, or eval.hellaswag_every to 0"
+TODO = f"get it with `curl -LO {URL}`, and give it as --data FILE, to a run as eval.hellaswag_data"
 
 
 class Example(BaseModel):
@@ -55,26 +53,21 @@ class Questions(NamedTuple):
     labels: np.ndarray  # the right ending: int64 [rows]
 
 
-def load_questions(
-    path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str], todo: str = IN_COMMAND
-) -> dict[str, Questions]:
-    """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl.
-
-    An error ends with `todo`, IN_COMMAND or IN_TRAINING.
-    """
+def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
+    """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl."""
     try:
-        rows = _read_jsonl(path or downloaded(todo), limit, todo)
+        rows = _read_jsonl(path or downloaded(), limit)
     except OSError as error:
-        raise DataError(f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {todo}") from None
+        raise DataError(f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {TODO}") from None
     return {style: STYLES[style](rows, tokenizer) for style in styles}
 
 
-def downloaded(todo: str = IN_COMMAND) -> Path:
+def downloaded() -> Path:
     """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
     try:
         target = Path.home() / CACHED
     except RuntimeError:  # a user without an entry in passwd
-        raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {todo}") from None
+        raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {TODO}") from None
     if target.is_file() and sha256(target) == SHA256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,36 +76,36 @@ def downloaded(todo: str = IN_COMMAND) -> Path:
             data = response.read()
     except (OSError, HTTPException) as error:  # a cut connection raises HTTPException
         why = getattr(error, "reason", None) or error
-        raise DataError(f"{URL}: cannot download: {why}; try again; else {todo}") from error
+        raise DataError(f"{URL}: cannot download: {why}; try again; else {TODO}") from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
-        raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {todo}")
+        raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {TODO}")
     write_atomic(target, data)
     return target
 
 
-def _read_jsonl(path: Path, limit: int, todo: str) -> list[Example]:
+def _read_jsonl(path: Path, limit: int) -> list[Example]:
     """Return the first `limit` rows (0: all); empty lines do not count."""
     rows: list[Example] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                rows.append(_parse(line, f"{path}:{number}", todo))
+                rows.append(_parse(line, f"{path}:{number}"))
             if len(rows) == limit > 0:
                 break
     if not rows:
-        raise DataError(f"{path}: no rows; {todo}")
+        raise DataError(f"{path}: no rows; {TODO}")
     return rows
 
 
-def _parse(line: bytes, where: str, todo: str) -> Example:
+def _parse(line: bytes, where: str) -> Example:
     try:
         return Example.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'not a row'}: {first['msg']}"
         got = textwrap.shorten(line.decode(errors="replace"), 100, placeholder=" ...")
-        raise DataError(f"{where}: {what}, in {got}; {todo}") from None
+        raise DataError(f"{where}: {what}, in {got}; {TODO}") from None
 
 
 def completion(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:

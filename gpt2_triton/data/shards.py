@@ -26,8 +26,7 @@ HEADER_BYTES = 1024
 EDGE_BYTES = 1 << 16  # hashed at each end of a small shard
 BLOCKS, BLOCK_TOKENS = 32, 512  # hashed in a large shard
 RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes and sha256
-CORRECT = "correct data.train and data.val"
-SET_VOCABULARY = "set model.vocab_size and data.tokenizer as this data needs"
+SET_VOCABULARY = "choose other data, or set model.vocab_size and data.tokenizer as it needs"
 RESTORE = "restore it and resume"
 PREPARE = f"make shards with `{command_line('prepare')}`"
 PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` that make them
@@ -55,21 +54,19 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 class Shard:
     """A shard on disk: `count` tokens, at least one window.  `read` refuses a file that has changed."""
 
-    def __init__(self, path: Path | str, vocab_size: int, seq_len: int, todo: str = ""):
-        """`todo`: what to do if the shard does not suit the model; by default, change the configuration."""
-        self.path, self.vocab_size, self._todo = Path(path), vocab_size, todo
+    def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
+        self.path, self.vocab_size = Path(path), vocab_size
         try:
             self.dtype, self.count, self._state = read_header(self.path)
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
         if self.count < seq_len + 1:
-            todo = todo or "lower train.seq_len or leave this file out"
             what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
-            raise DataError(f"{self.path}: too short: {what}; {todo}")
+            raise DataError(f"{self.path}: too short: {what}; lower train.seq_len or leave this file out")
         if (needed := token_dtype(vocab_size)) != self.dtype:
             bits, expected = 8 * self.dtype.itemsize, 8 * needed.itemsize
             what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
-            raise DataError(f"{self.path}: another tokenizer's: {what}; {todo or SET_VOCABULARY}")
+            raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
 
     def read(self, first: int, out: np.ndarray) -> None:
         """Fill `out`, dtype [n], with the tokens from `first` on; DataError if the file has changed or is gone.
@@ -150,7 +147,7 @@ class Shard:
         at = firsts[row] + column
         where = f"token {at:,} (byte {HEADER_BYTES + self.dtype.itemsize * at:,}) outside the vocabulary"
         what = f"{rows[row, column]}, must be less than {self.vocab_size:,}"
-        raise DataError(f"{self.path}: {where}: {what}; {self._todo or SET_VOCABULARY}")
+        raise DataError(f"{self.path}: {where}: {what}; {SET_VOCABULARY}")
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
@@ -180,25 +177,22 @@ def map_tokens(path: Path) -> np.memmap:
     return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def open_shards(pattern: str, vocab_size: int, seq_len: int, todo: str = "") -> list[Shard]:
-    """Return the shards that match a path or glob, in the order of their names, with headers checked.
-
-    `todo`: as for Shard; it also tells what to do if no file matches.
-    """
+def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
+    """Return the shards that match a path or glob, in the order of their names, with headers checked."""
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
         raise DataError(f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin")
     if not paths:
         arguments = PREPARE_RECIPE.get(os.path.basename(os.path.dirname(pattern)))
         make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
-        raise DataError(f"{pattern}: no such shards; {make}, or {todo or CORRECT}")
-    return [Shard(path, vocab_size, seq_len, todo) for path in paths]
+        raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern")
+    return [Shard(path, vocab_size, seq_len) for path in paths]
 
 
-def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
+def require_tokenizer(pattern: str, tokenizer: str) -> None:
     """Raise DataError for text, or if shards.json names another tokenizer; other projects' shards have no shards.json.
 
-    `todo`: what to do about another tokenizer.  Without this check the byte 65 would be trained on as GPT-2's token 65.
+    Without this check the byte 65 would be trained on as GPT-2's token 65.
     """
     found = expand_glob(pattern)
     if text := [path for path in found if is_text(path) and Path(path).name != RECORD]:
@@ -207,7 +201,7 @@ def require_tokenizer(pattern: str, tokenizer: str, todo: str = "") -> None:
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:
-            todo = todo or f"set data.tokenizer to {made_with}, and model.vocab_size to its size, or choose other data"
+            todo = f"choose other data, or set data.tokenizer to {made_with}, and model.vocab_size to its size"
             raise DataError(f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}")
 
 

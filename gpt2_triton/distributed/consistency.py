@@ -9,7 +9,6 @@ from typing import Any
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import run_dir_error
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
@@ -19,7 +18,9 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     """
     if control.size == 1:
         return
-    path, end = run_dir / control.from_rank0(lambda: _make(run_dir)), time.monotonic() + seconds
+    path = run_dir / control.from_rank0(lambda: f".seen.{secrets.token_hex(4)}.tmp")
+    control.from_rank0(path.touch)
+    end = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
     blind = [rank for rank, sees in enumerate(control.all_gather(path.exists())) if not sees]
@@ -28,16 +29,6 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     if blind:
         control.leave()
         raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give a directory that all nodes see")
-
-
-def _make(run_dir: Path) -> str:
-    """Make a file with a new name in the run directory, and return the name."""
-    name = f".seen.{secrets.token_hex(4)}.tmp"
-    try:
-        (run_dir / name).touch()
-    except OSError as error:
-        raise run_dir_error(run_dir, error) from error
-    return name
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:

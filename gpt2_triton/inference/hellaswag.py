@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Progress
-from gpt2_triton.data.hellaswag import ENDINGS, IN_TRAINING, Questions, load_questions
+from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError
@@ -31,7 +31,7 @@ def questions_of_run(config: Config) -> Questions | None:
     if not (e := config.eval).hellaswag_every:
         return None
     path, tokenizer = Path(e.hellaswag_data) if e.hellaswag_data else None, get_tokenizer(config.data.tokenizer)
-    return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",), IN_TRAINING)["completion"]
+    return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",))["completion"]
 
 
 def evaluate(model: Model, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:

@@ -102,25 +102,6 @@ class BorrowedSignals(ShutdownSignals):
         signal.raise_signal(number)
 
 
-class TimeLimit:
-    """train.max_minutes; is_near() turns True while there is still time to finish a step and to save."""
-
-    def __init__(self, minutes: float, began: float):
-        """`began`: time.monotonic() at which the minutes begin; 0 minutes are no limit."""
-        self._end = began + 60 * minutes if minutes else None
-        self._lap_began, self._longest = time.monotonic(), 0.0
-
-    def is_near(self, saving: float) -> bool:
-        """Return True if the time left may not suffice for one more step; call it once a step.
-
-        `saving`: seconds that a save takes.  The estimate adds two saves, because an earlier save may still run.  It
-        adds two of the longest steps: the next step carries the request, and the host reads it one step later.
-        """
-        now = time.monotonic()
-        self._longest, self._lap_began = max(self._longest, now - self._lap_began), now
-        return self._end is not None and now + 2 * self._longest + 2 * saving > self._end
-
-
 def mark_preempted(run_dir: Path) -> None:
     """Leave PREEMPTED in the run directory, if the disk allows it."""
     with contextlib.suppress(OSError):

@@ -7,38 +7,33 @@ run_state.py decides when to rewind; docs/engineering/stability.md describes the
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import list_steps, read_best, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import CheckpointError, DataError
-from gpt2_triton.model import state_io
 from gpt2_triton.model.model import Model
 
 
 def restore_model(
-    target: int, run_dir: Path, model: Model, checkpointer: AsyncCheckpointer, control: ControlGroup
+    target: int, run_dir: Path, model: Model, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
-    """Give the model its state after step `target`, and delete later checkpoints of the run.  Return the step
-    reached, and the (step, loss) of the lowest validation loss so far, or None if its checkpoint was deleted.
+    """Give the model the state of the newest intact checkpoint up to step `target`, and delete later ones.  Return its
+    step, and the (step, loss) of the lowest validation loss so far, or None if that checkpoint was deleted.
 
-    If the last save was of this step, its host copy gives the state.  Else the newest intact checkpoint up to this step
-    gives the state; raise CheckpointError if no checkpoint is intact.
+    Raise CheckpointError if no checkpoint is intact.
     """
     directory = run_dir / "checkpoints"
-    if not _restore_from_host(target, model, checkpointer, control):
-        target = control.from_rank0(lambda: _newest_intact(directory, target))
-        _, tensors = load_checkpoint(step_path(directory, target))
-        model.load(tensors)
+    reached = control.from_rank0(lambda: _newest_intact(directory, target))
+    _, tensors = load_checkpoint(step_path(directory, reached))
+    model.load(tensors)
     control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
-    control.from_rank0(lambda: discard_after(directory, target))
-    best = control.from_rank0(lambda: _best_at(target, directory))
-    return target, ((best[0], best[1]) if best else None)
+    control.from_rank0(lambda: discard_after(directory, reached))
+    best = control.from_rank0(lambda: _best_at(reached, directory))
+    return reached, ((best[0], best[1]) if best else None)
 
 
 def _newest_intact(directory: Path, target: int) -> int:
@@ -51,22 +46,8 @@ def _newest_intact(directory: Path, target: int) -> int:
 
 def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
     """Return the best (step, loss) that the checkpoint of `target` records, if the best checkpoint still exists."""
-    best = read_best(step_path(directory, target))  # None if damaged; then the host copy was used
+    best = read_best(step_path(directory, target))
     return best if best and best[0] in dict(list_steps(directory)) else None
-
-
-def _restore_from_host(target: int, model: Model, checkpointer: AsyncCheckpointer, control: ControlGroup) -> bool:
-    """Restore each rank's shards from its host copy and gather the weights; return False if that is not possible.
-
-    False on several ranks at ZeRO-0: a rank needs all moments there, and its host copy has only a shard.
-    """
-    if control.size > 1 and model.dims["zero"] == 0 or not checkpointer.restore_from_host(target, model.local_shards()):
-        return False
-    model.comm.gather_params()
-    for name in sorted(state_io.EQUAL & model.state_buffers().keys()):  # only rank 0 saves them
-        row = model.state_buffers()[name]
-        row.copy_(torch.from_numpy(np.array(control.from_rank0(row.tolist), np.float32)))
-    return True
 
 
 def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:

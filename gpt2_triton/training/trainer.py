@@ -6,6 +6,8 @@ A run that stops after any step and resumes from its checkpoint therefore gives 
 """
 
 import contextlib
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,7 @@ from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, TimeLimit, how_to_continue, mark_preempted
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, how_to_continue, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.setup import build_model, open_checkpointer, open_data, open_log, restore, to_save
 from gpt2_triton.training.step_queue import StepQueue
@@ -89,8 +91,7 @@ class Trainer:
         self.checkpointer = open_checkpointer(self.config, run_dir, self.group, self._saved() if found else None)
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
-        self.time_limit = TimeLimit(self.config.train.max_minutes, self.signals.made_at)
-        self.bytes_to_save = sum(piece.nbytes for pieces in self.model.local_shards().values() for piece in pieces)
+        self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
         self.sequences = self.config.total_batch_tokens // self.config.train.seq_len  # of a step
         self.queue = StepQueue(self.model, self.watchdog)
         self.batches = self._prefetch()
@@ -166,13 +167,13 @@ class Trainer:
         received = max(self.control.all_gather(self.signals.received))
         if self.group.rank == 0:
             mark_preempted(self.run_dir)
-        why = "" if received else ", near train.max_minutes"
+        why = "" if received else ", by train.max_minutes"
         self.log.info(f"stopped after step {step}{why}; {how_to_continue(self.run_dir)}")
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
         inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
-        self.signals.time_is_up |= self.time_limit.is_near(self.checkpointer.expected_seconds(self.bytes_to_save))
+        self.signals.time_is_up |= time.monotonic() > self.ends_at
         inputs[step_io.STOP] = self.signals.requested
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
 
@@ -231,7 +232,7 @@ class Trainer:
         self.queue.discard()
         failed, target = self.state.step, self._rewind_target()
         with self.watchdog.phase("rewinding"):
-            target, best = recovery.restore_model(target, self.run_dir, self.model, self.checkpointer, self.control)
+            target, best = recovery.restore_model(target, self.run_dir, self.model, self.control)
             self.state.rewind_to(target, best)
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()

@@ -7,23 +7,18 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES, Retention
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, TENSORS, content, example, names, state
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names, state
 
 
 def pieces(step, n=33):
     """Return a shard as the trainer passes it: every tensor in pieces, here of 30 elements and the rest."""
     return {name: [tensor[:30], tensor[30:]] for name, tensor in example(step, n).items()}
-
-
-def joined(shard):
-    return content({name: torch.cat(tensor) for name, tensor in shard.items()})
 
 
 def test_save_copies_before_it_returns(tmp_path):
@@ -42,15 +37,6 @@ def test_save_calls_before_it_writes(tmp_path):
     saver.save(10, pieces(10), {}, before=lambda: seen.append([*tmp_path.iterdir()]))
     saver.wait(raise_errors=True)
     assert seen == [[]] and [*tmp_path.iterdir()]
-
-
-def test_restore_from_host_gives_the_last_save(tmp_path):
-    saver, now = AsyncCheckpointer(tmp_path, Retention(0)), pieces(30)
-    assert not saver.restore_from_host(10, now)
-    for step in (10, 20):
-        saver.save(step, pieces(step), {})
-    assert not saver.restore_from_host(10, now) and joined(now) == content(example(30))
-    assert saver.restore_from_host(20, now) and joined(now) == content(example(20))
 
 
 def test_save_returns_while_writing_and_the_next_save_waits(tmp_path, monkeypatch):
@@ -153,23 +139,11 @@ def test_state_that_was_saved_last_is_not_written_again(tmp_path):
     assert written[0] == written[1] != written[2]
 
 
-def test_checkpoints_that_the_run_did_not_resume_from_do_not_count(newest):
-    """Step 20 is damaged, and the run continues after step 10: with keep 2, steps 10 and 25 are the intact ones."""
-    (newest / TENSORS).write_bytes(b"")
-    saver = AsyncCheckpointer(newest.parent, Retention(2), resumed=state(10))
-    kept = []
-    for step in (25, 30, 20, 35):  # 20: replaced after a rewind
-        saver.save(step, pieces(step), state(step))
-        saver.wait(raise_errors=True)
-        kept.append([int(name[-2:]) for name in names(newest.parent)])
-    assert kept == [[10, 20, 25], [20, 25, 30], [20, 25, 30], [30, 35]]
-
-
 def test_state_that_the_run_continues_from_is_not_written_again(newest):
     saver, before = AsyncCheckpointer(newest.parent, Retention(0), resumed=state(20)), newest.stat().st_ino
     saver.save(20, pieces(20), state(20))
     saver.wait(raise_errors=True)
-    assert newest.stat().st_ino == before and not saver.restore_from_host(20, pieces(20))
+    assert newest.stat().st_ino == before
     saver.save(20, pieces(20), state(20, sample=1))
     saver.wait(raise_errors=True)
     assert newest.stat().st_ino != before

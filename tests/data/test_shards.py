@@ -72,9 +72,9 @@ def test_shard_of_another_format_is_refused(shard, header):
 
 
 def test_shard_of_another_width_is_refused(shard):
-    assert "16 bits, and a vocabulary of 128,256 has 32; set model.vocab_size and data" in refusal(shard, 128_256)
+    assert "16 bits, and a vocabulary of 128,256 has 32; choose other data, or set" in refusal(shard, 128_256)
     write_shard(shard, TOKENS.astype(np.uint32))
-    assert "32 bits, and a vocabulary of 50,257 has 16; set model.vocab_size and data" in refusal(shard, 50_257)
+    assert "32 bits, and a vocabulary of 50,257 has 16; choose other data, or set" in refusal(shard, 50_257)
 
 
 @pytest.mark.parametrize("count", [0, -5, 99, 101])
@@ -124,7 +124,7 @@ def test_shard_token_outside_a_large_vocabulary_is_located(shard):
 
 def test_open_shards_refuses_a_pattern_without_match(tmp_path):
     message = refusal(tmp_path / "none_*.bin")
-    assert "none_*.bin" in message and "python -m gpt2_triton prepare" in message and "data.train" in message
+    assert "none_*.bin" in message and "python -m gpt2_triton prepare" in message and "correct the pattern" in message
 
 
 def test_open_shards_refuses_a_directory(tmp_path):
@@ -140,7 +140,7 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
-        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; set"):
+        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; choose other"):
             require_tokenizer(str(given), "gpt2")
 
 

@@ -27,7 +27,6 @@ from gpt2_triton.model import peer_copies, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import NOT_A_LAYER
-from gpt2_triton.training import recovery
 from tests.support import ranks
 from tests.support.loop import before_steps, losses, records, train
 from tests.support.tiny import merged, tiny_config
@@ -338,13 +337,6 @@ def test_search_for_non_finite_tensor_changes_no_byte_of_the_run(tmp_path, capfd
     assert_equal(tensors(plain), tensors(searched))
 
 
-def rewinding(config, run):
-    """Train as nan_on_rank_1 does; at ZeRO-0 the file is read, else each rank restores its host copy."""
-    if config.parallel.zero:
-        recovery.load_checkpoint = lambda _: pytest.fail("read from disk")
-    return nan_on_rank_1(config, run, (2,))
-
-
 IN_FP8 = dict(dtype="bf16", precision="fp8")
 
 
@@ -362,7 +354,7 @@ def test_ranks_rewind_together(tmp_path, name, precision, stages):
         run.mkdir()
         train = dict(steps=3, rewind_after=1, **precision)
         config = config_of(zero, train=train, optim=dict(name=name), checkpoint=dict(every=2))
-        assert ranks.run(2, tmp_path / "stderr", rewinding, config, run) == [0, 0]
+        assert ranks.run(2, tmp_path / "stderr", nan_on_rank_1, config, run, (2,)) == [0, 0]
         assert records(run)[2] == {"step": 2, "rewound_from": 3, "sample": 36}
         assert len(losses(run)) == 3 and load_checkpoint(find_checkpoint(run))[0]["sample"] == 48
         same = assert_equal if zero < 2 else assert_close

@@ -14,7 +14,6 @@ from gpt2_triton.training.preemption import (
     REPEAT_WINDOW,
     BorrowedSignals,
     ShutdownSignals,
-    TimeLimit,
 )
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,15 +94,6 @@ def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, tmp_path, 
         signal.raise_signal(signal.SIGTERM)
         assert signals.received and not passed_on
     assert passed_on == [signal.SIGTERM] and not exit_codes
-
-
-def test_time_limit_leaves_time_for_two_steps_and_two_saves(monkeypatch):
-    moments = iter([100.0, 103.0, 105.0, 110.0, 115.0, 120.0, 125.0, 0.0, 0.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(moments))
-    limit = TimeLimit(1.0, began=90.0)  # ends at 150
-    seen = [limit.is_near(saving=10.0) for _ in range(6)]  # the longest step takes 5 s: two and two saves 30 s
-    assert seen == [False, False, False, False, False, True]
-    assert not TimeLimit(0, began=-1e9).is_near(1e9)  # none
 
 
 @pytest.mark.slow

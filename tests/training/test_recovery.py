@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gpt2_triton.model.memory_plan
-from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.config.config import Config
@@ -16,7 +15,7 @@ from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.model import Model
-from gpt2_triton.training import recovery, trainer
+from gpt2_triton.training import trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.support.loop import before_steps, make_trainer, poison, records, stop_after, train
@@ -147,16 +146,6 @@ def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path)
     assert (state["rewinds"], state["rewound_to"]) == (1, 2)
 
 
-def test_rewind_from_memory_or_disk_gives_the_same_bytes(rewound, tmp_path, monkeypatch):
-    """The fixture's run takes the copy in memory, so that it would be the same without a file to read."""
-    with monkeypatch.context() as patch:
-        patch.setattr(recovery, "load_checkpoint", lambda _: pytest.fail("read from disk"))
-        assert train(rewind_config(), tmp_path / "memory", resume=False) == 0
-    monkeypatch.setattr(AsyncCheckpointer, "restore_from_host", lambda self, step, share: False)
-    assert train(rewind_config(), tmp_path / "disk", resume=False) == 0
-    assert final(tmp_path / "memory") == final(tmp_path / "disk") == final(rewound)
-
-
 @pytest.mark.parametrize("launches", [3, 4, 5], ids=["at the failure", "at the rewind", "after it"])
 def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatch, launches):
     with monkeypatch.context() as patch:
@@ -178,7 +167,7 @@ def test_rewind_after_without_a_checkpoint_is_refused():
 
 
 def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch, capsys):
-    """Step 3 fails, and the host has no copy of step 2."""
+    """Step 3 fails, and step 2 is damaged."""
     rewind = Trainer._rewind
 
     def after_damage(self):
@@ -186,7 +175,6 @@ def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch,
         (tmp_path / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
         return rewind(self)
 
-    monkeypatch.setattr(recovery, "_restore_from_host", lambda *_: False)
     monkeypatch.setattr(Trainer, "_rewind", after_damage)
     config = run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=1, keep=0))
     assert train(config, tmp_path, resume=False) == 0
