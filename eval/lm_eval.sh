@@ -26,5 +26,6 @@ training_split: null
 YAML
     include=(--include_path "$out/tasks")
 fi
-lm_eval run --model hf --model_args "pretrained=$out,dtype=float32" --tasks "$tasks" "${include[@]}" \
+grep -qs begin_of_text "$out/tokenizer_config.json" && begin=,add_bos_token=True || begin=
+lm_eval run --model hf --model_args "pretrained=$out,dtype=float32$begin" --tasks "$tasks" "${include[@]}" \
     --batch_size 32 --output_path "$out/lm_eval" "$@"

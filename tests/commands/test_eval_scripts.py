@@ -61,6 +61,19 @@ def test_script_reports_a_mistake_in_one_line_and_names_itself_in_its_help(tmp_p
     assert lines[0].startswith(f"Usage: eval/{name}.py [OPTIONS] CHECKPOINT") and lines[2].startswith("Print a model's")
 
 
+@pytest.mark.parametrize(("begin", "more"), [("<|begin_of_text|>", ",add_bos_token=True"), ("<|endoftext|>", "")])
+def test_lm_eval_begins_llama_3s_texts(tmp_path, begin, more):
+    """A harness that prints its arguments, and an export that is there."""
+    (tmp_path / "lm_eval").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "lm_eval").chmod(0o755)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": begin}))
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HELLASWAG": ""}
+    command = [ROOT / "eval" / "lm_eval.sh", "run", tmp_path]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert f"--model_args pretrained={tmp_path},dtype=float32{more} --tasks hellaswag" in ran.stdout
+
+
 @pytest.mark.parametrize("words", [[], ["run"], ["--help"]])
 def test_lm_eval_without_source_and_out_prints_its_usage(tmp_path, words):
     ran = subprocess.run([ROOT / "eval" / "lm_eval.sh", *words], cwd=tmp_path, capture_output=True, text=True)

@@ -14,14 +14,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import torch_reference
+from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference.load import load_for_losses
 from tests.data.prepare.test_text import gpt2, llama3
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
@@ -86,6 +91,31 @@ def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
     losses, want = hellaswag.ending_losses(model, questions), plain_losses(model, questions)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     np.testing.assert_array_equal(hellaswag.predictions(questions, losses), hellaswag.predictions(questions, want))
+
+
+@pytest.mark.slow
+def test_a_llama_has_transformers_scores(rows_file, tmp_path):
+    """By the command, which imports the weights that transformers has saved."""
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=176)
+    config = LlamaConfig(
+        vocab_size=256, num_hidden_layers=2, max_position_embeddings=192, initializer_range=0.06, **sizes
+    )
+    torch.manual_seed(0)
+    theirs, directory = LlamaForCausalLM(config), str(tmp_path / "llama")
+    theirs.save_pretrained(directory)
+    questions, out = data.load_questions(rows_file, get_tokenizer("bytes"), 2, tuple(data.STYLES)), tmp_path / "out"
+    words = ["--data", str(rows_file), "--limit", "2", "--batch_tokens", "1000", "--dtype", "fp32", "--json", str(out)]
+    assert main(app, ["hellaswag", directory, *words]) == 0
+    model = load_for_losses(*load_weights(directory), 1000, "fp32")
+    for style, asked in questions.items():
+        want = []
+        for context, ending in zip(asked.contexts, asked.endings, strict=True):
+            ids = torch.from_numpy(np.concatenate([context, ending]).astype(np.int64))[None]
+            with torch.no_grad():
+                logits = theirs(ids[:, :-1]).logits[0].log_softmax(-1)
+            want.append(-logits.gather(1, ids[0, 1:, None])[-len(ending) :].sum().item())
+        np.testing.assert_allclose(hellaswag.ending_losses(model, asked), want, rtol=1e-5)
+        assert json.loads(out.read_text())[style] == hellaswag.scores(asked, np.array(want))
 
 
 @pytest.mark.slow
