@@ -59,13 +59,11 @@ def read(name: str) -> Weights:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
-    path = directory / "config.json"
-    if (given := read_json(path)).get("model_type") == "llama":
-        return huggingface_llama.read(f"hf:{name}", path, given, places, load)
-    config = _read_config(path)
-    model = model_config_from_sizes(f"hf:{name}", **{ours: config[theirs] for ours, theirs in CONFIG_KEYS.items()})
+    config = read_json(path := directory / "config.json")
+    if config.get("model_type") == "llama":
+        return huggingface_llama.read(f"hf:{name}", path, config, places, load)
     tied = config.get("tie_word_embeddings", True)
-    weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
+    weights = find_weights(f"hf:{name}", _model(path, config), places, load, tied=tied)
     tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
     return dataclasses.replace(weights, tokenizer=tokenizer, beside=directory)
 
@@ -102,18 +100,15 @@ def _weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return config.json; CheckpointError if it describes a model that computes something else."""
-    config = read_json(path)
+def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
+    """Return the sizes in config.json; CheckpointError if it describes a model that computes something else."""
     for key, allowed in REQUIRED.items():
         if (got := config.get(key, allowed[0])) not in allowed:
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
-    for key in CONFIG_KEYS.values():
-        if not isinstance(config.get(key), int):
-            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, expected a whole number")
-    if config.get("n_inner") not in (None, 4 * config["n_embd"]):
+    model = model_config_from_sizes(str(path), **{ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()})
+    if config.get("n_inner") not in (None, model.inner):
         raise CheckpointError(f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported")
-    return config
+    return model
 
 
 # ---- writing ----

@@ -122,22 +122,15 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
 
 def _publish(temporary: Path, target: Path) -> None:
     """Make the complete `temporary` the checkpoint `target` by one rename; a checkpoint in its place is removed."""
+    replaced = temporary
     if not os.path.lexists(target):
         os.rename(temporary, target)
-        replaced = None
-    elif _exchange(temporary, target):
-        replaced = temporary
-    else:
+    elif not _exchange(temporary, target):
         os.rename(target, replaced := temporary.with_suffix(".old"))
-        try:
-            os.rename(temporary, target)
-        except OSError:
-            os.rename(replaced, target)
-            raise
+        os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
-    if replaced:
-        remove(replaced)
+    remove(replaced)
 
 
 def _exchange(one: Path, other: Path) -> bool:

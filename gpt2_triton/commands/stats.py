@@ -23,8 +23,6 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     from gpt2_triton.training.metrics import STATS, read_metrics
 
     path = run / STATS
-    if not run.is_dir():
-        raise ConfigError(f"{run}: no such directory; expected a run directory")
     if not path.is_file():
         raise ConfigError(f"{run}: no {STATS} there; a run writes it with --log.stats_every 100")
     records = {

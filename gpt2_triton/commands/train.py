@@ -77,8 +77,6 @@ def train(
         raise ConfigError("CONFIG requires an argument, as in `train own --data my.txt`; see --help")
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
-    if plan and print_config:
-        raise ConfigError("--plan: does not go with --print_config; give one of them")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     overrides = parse_overrides(keys)

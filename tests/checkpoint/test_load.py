@@ -66,7 +66,8 @@ def test_verify_notices_a_damaged_file(newest, tmp_path, capsys, name, damage):
         path.mkdir()
     elif damage != "missing":
         path.write_bytes(dict(truncated=good[:-1], longer=good + b"}", empty=b"")[damage])
-    assert_refused(newest, "cannot be read" if name == MANIFEST else f"{name}: ", capsys)
+    unreadable = name == MANIFEST or damage in ("missing", "directory")
+    assert_refused(newest, "cannot be read" if unreadable else f"{name}: ", capsys)
 
 
 def test_verify_names_a_missing_rank(newest, capsys):
@@ -78,7 +79,7 @@ def test_verify_names_a_missing_rank(newest, capsys):
     (newest / MANIFEST).write_text(json.dumps(files))
     assert verify(newest) == ""
     (newest / ranks[2]).unlink()
-    assert_refused(newest, f"{ranks[2]}: is missing", capsys)
+    assert_refused(newest, f"cannot be read ([Errno 2] No such file or directory: '{newest / ranks[2]}')", capsys)
 
 
 def test_verify_takes_a_read_error_for_damage(newest, capsys, monkeypatch):
