@@ -24,7 +24,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
-from benchmarks.speed.sizes import MODELS, T, work_of
+from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
@@ -97,8 +97,8 @@ def configured(given: argparse.Namespace, keys: list[str]) -> Config:
 
 def title_of(config: Config) -> str:
     t = config.train
-    micro_steps = config.total_batch_tokens // (t.batch_size * T)
-    work = f"d{config.model.n_layer}, {t.precision}, {config.optim.name}, {micro_steps} x B {t.batch_size}"
+    micro_steps = config.total_batch_tokens // (t.batch_size * t.seq_len)
+    work = f"{config.model.n_layer} layers, {t.precision}, {config.optim.name}, {micro_steps} x B {t.batch_size}"
     return f"{work}, recompute {config.memory.recompute}"
 
 
@@ -121,8 +121,8 @@ def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=MODELS, nargs="?", default="d12")
-    parser.add_argument("--batch", type=int, help="sequences of 1024 tokens on each GPU")
+    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
+    parser.add_argument("--batch", type=int, help="sequences on each GPU")
     parser.add_argument("--recompute", help="memory.recompute")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name")

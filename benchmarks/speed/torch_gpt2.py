@@ -120,22 +120,23 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     )
 
 
-def batch_of(size: str, batch: int) -> tuple[Tensor, Tensor]:
-    tokens = tokens_of(work_of(size, batch).config())
+def batch_of(size: str, batch: int, seq_len: int | None) -> tuple[Tensor, Tensor]:
+    tokens = tokens_of(work_of(size, batch, keys=("--train.seq_len", str(seq_len)) if seq_len else ()).config())
     ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens)
     return ids, targets
 
 
 def main(
-    size: str, batch: int, steps: int, start: float, fp8: str | None, optim: str, weights: str, micro_steps: int
-) -> None:
+    size: str, batch: int, steps: int, start: float, fp8: str | None, optim: str, weights: str, micro_steps: int,
+    seq_len: int | None,
+) -> None:  # fmt: skip
     model, adamw = build(size)
     if weights == "fp32":
         model.float()
     optimizer = MuonAndAdamW(model) if optim == "muon" else adamw
     if fp8:
         in_float8(model, fp8)
-    compiled, tokens = torch.compile(model), batch_of(size, batch)
+    compiled, tokens = torch.compile(model), batch_of(size, batch, seq_len)
     run = functools.partial(run_steps, compiled, optimizer, tokens, micro_steps=micro_steps)
     run(1)
     first_step = time.time() - start
@@ -157,4 +158,5 @@ if __name__ == "__main__":
     parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast")
     parser.add_argument("--micro_steps", type=int, default=1, help="batches in a step")
+    parser.add_argument("--seq_len", type=int, help="tokens of a sequence; by default the size's")
     main(**vars(parser.parse_args()))
