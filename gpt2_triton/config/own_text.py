@@ -152,7 +152,7 @@ def _agree_with(given: Mapping[str, str], keys: dict[str, Any]) -> None:
         keys.pop("optim.tau", None)
     if given.get("train.dtype", keys["train.dtype"]) == "fp32":
         keys.pop("optim.master", None)
-    if given.get("model.arch", keys.get("model.arch")) == "llama":
+    if "llama" in (given.get("model.arch", keys.get("model.arch")), given.get("model.size", "")[:5]):
         keys["model.dropout"] = 0.0
     if given.get("optim.name") == "adamw":
         keys["optim.lr"] = min(keys["optim.lr"], 1e-3)
