@@ -93,6 +93,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
         "attention_dkdv, longest": ("_attention_dkdv_kernel", attention | dict(T=2048, SPAN=2048)),
+        "attention_dkdv, spans": ("_attention_dkdv_kernel", attention | grouped | dict(T=8192)),
         "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
         "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
         "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),

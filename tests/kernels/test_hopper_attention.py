@@ -145,17 +145,6 @@ def test_attention_bwd_accumulates_dbias(rng, monkeypatch):
 
 
 @without_gpu
-def test_attention_bwd_of_long_sequences_takes_the_portable_kernel_for_dk_and_dv(rng, monkeypatch):
-    B, NH, T = 1, 2, 192
-    monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
-    monkeypatch.setattr(attention_dkdv, "attention_bwd_dkdv", None)
-    arguments, want = draw(rng, B, NH, T)
-    dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
-    dbias, _ = on_hopper(monkeypatch, 1, dqkv, *arguments)
-    assert error(dqkv, want[0]) < 4 * EPS[BF16] and error(dbias, want[1]) < 4 * EPS[BF16]  # the interpreter truncates
-
-
-@without_gpu
 @pytest.mark.parametrize("B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)])
 def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B, NH, NKV, T):
     C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
@@ -171,6 +160,20 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B,
     for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want[2])), strict=True):
         assert error(got, expected) < 2 * EPS[BF16]
     assert error(delta, want[3]) < 2e-6
+
+
+@without_gpu
+@pytest.mark.parametrize("NH,NKV,T", [(1, 1, 192), (2, 1, 320)])
+def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch, NH, NKV, T):
+    """Sequences of more than 2,048 tokens pass through shared memory in spans; here spans have 128."""
+    qkv, dout, rope = rng(T, (NH + 2 * NKV) * HS, dtype=BF16), rng(T, NH * HS, dtype=BF16), rng(T, HS)
+    out, lse = poisoned(T, NH * HS, dtype=BF16), poisoned(1, NH, T)
+    forward(out, lse, qkv, 1)
+    whole, spans = poisoned(*qkv.shape, dtype=BF16), poisoned(*qkv.shape, dtype=BF16)
+    on_hopper(monkeypatch, 1, whole, dout, qkv, out, lse, rope=rope)
+    monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
+    on_hopper(monkeypatch, 2, spans, dout, qkv, out, lse, rope=rope)
+    assert torch.equal(spans, whole)
 
 
 @without_gpu
@@ -256,25 +259,14 @@ def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
             forward(poisoned(64, HS, dtype=BF16), poisoned(1, 1, 64), qkv, 1, mbarrier=barriers)
 
 
-# T, HS, whether forward and dQ have kernels, and dK and dV
-TAKES = [
-    (64, 64, True, True),
-    (1024, 64, True, True),
-    (2048, 64, True, True),
-    (1088, 64, True, True),
-    (2112, 64, True, False),  # lse and delta leave no room for three programs
-    (1000, 64, False, False),  # a block that is not whole
-    (32, 64, False, False),
-    (1024, 80, False, False),
-    (1024, 128, False, False),
-]
+# T, HS, whether it is taken; 1,000 has a block that is not whole
+TAKES = [(64, 64, True), (1088, 64, True), (2112, 64, True), (1000, 64, False), (32, 64, False), (1024, 128, False)]
 
 
-@pytest.mark.parametrize("T,HS,whole,dkdv", TAKES)
-def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole, dkdv):
+@pytest.mark.parametrize("T,HS,whole", TAKES)
+def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole):
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
         monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
         ours = gpu and dtype == "bf16"
-        assert hopper.takes("attention_fwd", T, HS, dtype) == ("attention_fwd" if ours and whole else None)
-        assert hopper.takes("attention_bwd_dq", T, HS, dtype) == ("attention_dq" if ours and whole else None)
-        assert hopper.takes("attention_bwd_dkdv", T, HS, dtype) == ("attention_dkdv" if ours and dkdv else None)
+        for op, kernel in (("fwd", "fwd"), ("bwd_dq", "dq"), ("bwd_dkdv", "dkdv")):
+            assert hopper.takes(f"attention_{op}", T, HS, dtype) == (f"attention_{kernel}" if ours and whole else None)

@@ -8,7 +8,7 @@ are the kernels' parts.
 import triton
 
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.hopper import attention_dkdv, swiglu
+from gpt2_triton.kernels.hopper import swiglu
 from gpt2_triton.kernels.hopper.activation import SLICE_M, SLICE_N
 from gpt2_triton.kernels.hopper.attention import HEAD
 from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
@@ -55,7 +55,7 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
 def _takes_attention(op: str, T: int, HS: int) -> str | None:
     """Return the module for attention over T tokens and heads of HS columns, in whole blocks of 64 tokens."""
     # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 -> 0.346, dK and dV 0.654 -> 0.486
-    if T % HEAD or HS != HEAD or op == "attention_bwd_dkdv" and T > attention_dkdv.LONGEST:
+    if T % HEAD or HS != HEAD:
         return None
     own = dict(attention_fwd="attention_fwd", attention_bwd_dq="attention_dq", attention_bwd_dkdv="attention_dkdv")
     return own[op]

@@ -1,11 +1,12 @@
 """dK and dV for Hopper: the second kernel of attention's backward pass, with its parts in attention.py.
 
-A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of the whole sequence are
-in shared memory.  It takes the heads of its group one after the other.  Scores are transposed, [keys, queries], and
-computed for 32 queries at a time, so that p and ds fit in registers.  dv has the portable kernel's bits.  dk does not:
-the portable kernel starts the sum of v @ dout.T at -delta, and this kernel subtracts delta from the sum.
+A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of a span of the sequence
+are in shared memory.  It takes the heads of its group one after the other, and the spans of each head.  Scores are
+transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit in registers.  dv has the
+portable kernel's bits.  dk does not: the portable kernel starts the sum of v @ dout.T at -delta, and this kernel
+subtracts delta from the sum.
 
-lse and delta could come with each block, for sequences of any length; but GPT-2's dK and dV then take 13% longer.
+lse and delta could come with each block; but GPT-2's dK and dV then take 13% longer.
 """
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from gpt2_triton.kernels.tuning import next_power_of_2
 OPTIONS = dict(num_warps=4, maxnreg=168)
 PROGRAMS = 3  # that share a multiprocessor: its 65,536 registers hold 3 x 128 threads x 168
 SHARED = 228 * 1024 // PROGRAMS - 1024  # bytes of shared memory for each; CUDA takes 1 KB more
-# 2,048 tokens, a power of two: their lse and delta, fp32, fit beside six blocks and the barriers
+# tokens of a span: 2,048, a power of two; their lse and delta, fp32, fit beside six blocks and the barriers
 LONGEST = 1 << ((SHARED - 6 * HEAD * HEAD * 2 - 256) // 8).bit_length() - 1
 
 PART = gl.constexpr(32)  # queries that are scored at a time
@@ -46,8 +47,10 @@ VECTOR_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.constexpr):
-    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage; `part` is the block's first part."""
+def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, keys, DIAGONAL: gl.constexpr):
+    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage; `part` is the block's first part, and
+    `keys` the first part of the program's keys, counted from the span's start.
+    """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
     zeros = gl.zeros([SIDE, PART], gl.float32, PART_LAYOUT)
     stage = step % STAGES
@@ -62,9 +65,9 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * FACTOR - lse_buf.index(part + n).load(COLUMNS)[None, :])
         if DIAGONAL:
-            # i and j count from the sequence's start: from the block's start they cost 12 more instructions
+            # i and j count from the span's start: from the block's start they cost 12 more instructions
             i = (part + n) * PART + gl.arange(0, PART, layout=COLUMNS)
-            j = part * PART + gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
+            j = keys * PART + gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
             p = gl.where(i[None, :] >= j[:, None], p, 0.0)
         p16 = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
         dv = warpgroup_mma(p16, dout, dv, is_async=True)
@@ -78,14 +81,16 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, DIAGONAL: gl.
 
 @gluon.jit
 def _begin_head(
-    qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bh, h, first, steps,
+    qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bh, h, first, steps, start,
     T: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Load a head's first blocks of queries, into the stages of steps from `base` on, and its lse and delta."""
+    """Load the first blocks of queries of a head's span, into the stages of steps from `base` on, and lse and delta of
+    the span, which begins at token `start`.
+    """
     for step in gl.static_range(STAGES):
         at = row + step * SIDE
         load_pair(qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step < steps)
-    i = gl.arange(0, SPAN, layout=VECTOR_LAYOUT)
+    i = start + gl.arange(0, SPAN, layout=VECTOR_LAYOUT)
     at = bh.to(gl.int64) * T + i
     needed = (i >= first) & (i < T)
     lse_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(lse_ptr + at, mask=needed, other=0.0))
@@ -93,15 +98,16 @@ def _begin_head(
 
 
 @gluon.jit
-def _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, steps):
-    """Add a head's blocks of queries."""
+def _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, keys, steps):
+    """Add the blocks of queries of a head's span, from `block` on; `keys` is the program's block."""
     PARTS: gl.constexpr = SIDE // PART
-    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, True)
+    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, keys * PARTS, True)
     load_pair(
         qkv_desc, dout_desc, ring, base % STAGES, row + STAGES * SIDE, h * SIDE, h * SIDE, STAGES < steps
     )  # fmt: skip
     for step in range(1, steps):
-        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base + step, (block + step) * PARTS, False)
+        part = (block + step) * PARTS
+        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base + step, part, keys * PARTS, False)
         at = row + (step + STAGES) * SIDE
         load_pair(
             qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step + STAGES < steps
@@ -122,7 +128,13 @@ def _attention_dkdv_kernel(
     kv = bkv % NKV
     first = block * SIDE
     row = b * T + first
-    steps = BLOCKS - block
+    SPANS: gl.constexpr = (T + SPAN - 1) // SPAN
+    if SPANS == 1:
+        start, spans, steps = 0, 1, BLOCKS - block
+    else:
+        start = first // SPAN * SPAN  # of the span of the program's keys
+        spans = SPANS - first // SPAN
+        steps = (min(T, start + SPAN) - first) // SIDE
     k_column = (NH + kv) * SIDE
     v_column = (NH + NKV + kv) * SIDE
     ring = ring_of(qkv_desc, STAGES)
@@ -132,7 +144,8 @@ def _attention_dkdv_kernel(
     load_pair(qkv_desc, qkv_desc, own, 0, row, k_column, v_column, True)
     h = kv * GROUP
     _begin_head(
-        qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h, first, steps, T, SPAN
+        qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h, first, steps, start,
+        T, SPAN,
     )  # fmt: skip
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
@@ -140,15 +153,25 @@ def _attention_dkdv_kernel(
     v = own.y.index(0).load(PART_OPERAND)
     dk = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
     dv = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
-    dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, 0, row, h, block, steps)
-    for member in range(1, GROUP):
-        base = member * steps
+    keys = block - start // SIDE
+    dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, 0, row, h, keys, keys, steps)
+    base = steps
+    for n in range(1, GROUP * spans):
+        member = n // spans
         h = kv * GROUP + member
+        if SPANS > 1:
+            start = start + SPAN if start + SPAN < T else first // SPAN * SPAN
+            row = b * T + max(first, start)
+            steps = (min(T, start + SPAN) - max(first, start)) // SIDE
+            keys = (first - start) // SIDE
         _begin_head(
             qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bkv * GROUP + member, h,
-            first, steps, T, SPAN,
+            first, steps, start, T, SPAN,
         )  # fmt: skip
-        dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, steps)
+        dk, dv = _take_head(
+            k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, max(keys, 0), keys, steps
+        )  # fmt: skip
+        base += steps
     dk *= SCALE
     if rope_ptr is not None:
         cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
@@ -160,8 +183,8 @@ def _attention_dkdv_kernel(
         gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
     staged_dk = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
-    store_gradient(dqkv_desc, columns_desc, staged_dk, row, k_column)
-    store_gradient(dqkv_desc, columns_desc, staged_dv, row, v_column)
+    store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
+    store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
     end_ring(own)
     end_ring(ring)
     tma.store_wait(0)
@@ -178,6 +201,6 @@ def attention_bwd_dkdv(
     blocks = T // HEAD
     _attention_dkdv_kernel[(blocks * B * NH // group,)](
         *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta, rope, NH,
-        T=T, SPAN=next_power_of_2(T), GROUP=group, **OPTIONS,
+        T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group, **OPTIONS,
     )  # fmt: skip
     return B * blocks
