@@ -43,7 +43,7 @@ BUDGETS = {
     "tests/gpu": 814,
     "tests/ground": 374,
     "tests/inference": 702,
-    "tests/kernels": 4624,
+    "tests/kernels": 4617,
     "tests/model": 2533,
     "tests/support": 1825,
     "tests/training": 2152,
