@@ -57,21 +57,20 @@ class LogFile:
     """
 
     def __init__(self, path: Path):
-        self._path, self._waiting, self._refused = path, b"", False
+        self._path, self._waiting = path, b""
         self._file = open(path, "ab", buffering=0)
 
     def write(self, text: str) -> None:
         """Append the waiting lines, then `text`."""
+        is_first = not self._waiting
         self._waiting += text.encode(errors="backslashreplace")
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
-            self._refused = False
         except OSError as error:
-            if not self._refused:
+            if is_first:
                 why = f"cannot be written ({error.strerror})"
                 print_line(f"warning: {self._path}: {why}: its lines wait; make room", error=True)
-            self._refused = True
 
     def sync(self) -> None:
         """Return once the lines are on the disk, so that they survive a power cut; an error is left to `write`."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -24,19 +24,12 @@ LATER_KEYS |= {"model.tied": True}
 WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
-class Resume(NamedTuple):
-    """What a run continues from."""
+def read(
+    found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, Any], dict[str, Tensor], list[str], dict[str, Change]]:
+    """Return state, tensors, lines for the console about what has changed, and the shards that have changed.
 
-    state: dict[str, Any]  # the content of state.json
-    tensors: dict[str, Tensor]
-    notes: list[str]  # lines for the console about what has changed
-    changed_data: dict[str, Change]  # by file; empty without data.allow_changed
-
-
-def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]) -> Resume:
-    """Load the checkpoint `found`, which verifies, for the run that continues from it.
-
-    `explicit` is the configuration as a save writes it, `shards` the shards by their key in state.json.
+    `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their keys in state.json.
     CheckpointError if the checkpoint is of another run, ConfigError if it has more steps than train.steps.
     """
     saved, tensors = load_checkpoint(found)
@@ -57,7 +50,7 @@ def read(found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[
         notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
         notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
-    return Resume(saved, tensors, notes, files)
+    return saved, tensors, notes, files
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

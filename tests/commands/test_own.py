@@ -141,6 +141,7 @@ def test_one_rank_exports(here, trained, monkeypatch):
     exported = []
     monkeypatch.setattr(own, "export", lambda *_: exported.append(os.environ["RANK"]))
     monkeypatch.setattr(trainer, "train", lambda *_: 0)
+    monkeypatch.setattr(own, "_weights", lambda _: None)
     launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
     for rank in "01":
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
