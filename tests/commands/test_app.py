@@ -29,7 +29,6 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["my.txt"], "my.txt: text, no configuration; `python -m gpt2_triton train own --data my.txt` trains on it"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["missing.json"], "missing.json: neither a file nor a recipe"),  # JSON is YAML, and not only text
-    (["x.yaml", "--optim.lrr", "1"], "--optim.lrr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr"),
     (["x.yaml", "--epochs=1"], "--epochs: unknown option; train --help lists them"),
