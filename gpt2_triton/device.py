@@ -75,17 +75,17 @@ def select_interpreter() -> bool:
 
 
 def patch_language_once() -> None:
-    """Make Triton's interpreter patch triton.language once per process.
+    """Make Triton's interpreter patch triton.language once per process, and not look for overflow of integers.
 
-    The interpreter patches about 200 functions for each launch and device function, and restores them.  Both
-    take half of a small model's step.  Without a GPU no kernel is compiled, so nothing needs the original functions.
+    It patches about 200 functions for each launch and device function, and restores them: half of a small model's step.
+    Without a GPU no kernel is compiled, so nothing needs the originals.  Overflow is reported with debug alone.
     """
     from triton.runtime import interpreter
 
     original = getattr(interpreter, "_patch_lang", None)
     if original is None or original.__module__ == __name__:
         return
-    nothing_to_restore = SimpleNamespace(restore=lambda: None)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
     @functools.cache
     def patch_all() -> None:
@@ -94,7 +94,7 @@ def patch_language_once() -> None:
 
     def patch_lang(fn: Any) -> Any:
         patch_all()
-        return nothing_to_restore
+        return SimpleNamespace(restore=lambda: None)  # nothing
 
     interpreter._patch_lang = patch_lang
 

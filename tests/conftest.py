@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
     from tests.support import interpreter
 
-    interpreter.make_casts_fast()
+    interpreter.make_fast()
 
 import pytest  # noqa: E402
 
