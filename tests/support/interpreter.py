@@ -61,18 +61,18 @@ def make_memory_fast() -> None:
         return (ptrs.data.view(np.int64) - start) // dtype.itemsize
 
     def load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any, **more: Any) -> interpreter.TensorHandle:
-        element = ptrs.get_element_ty()
-        dtype = interpreter._get_np_dtype(element)
-        if mask.data.all():
-            out = memory(dtype)[places(ptrs, dtype)]
-        else:
-            out = np.zeros(mask.data.shape, dtype) if other is None else other.data.astype(dtype)
-            out[mask.data] = memory(dtype)[places(ptrs, dtype)[mask.data]]
+        element, read = ptrs.get_element_ty(), np.asarray(mask.data)  # Triton 3.6 may give an array's own .data
+        array = memory(interpreter._get_np_dtype(element))
+        at = places(ptrs, array.dtype)
+        if read.all():
+            return interpreter.TensorHandle(array[at], element)
+        out = np.zeros(at.shape, array.dtype) if other is None else other.data.astype(array.dtype)
+        out[read] = array[at[read]]
         return interpreter.TensorHandle(out, element)
 
     def store(self: Any, ptrs: Any, value: Any, mask: Any, *hints: Any, **more: Any) -> None:
-        array = memory(value.data.dtype)
-        array[places(ptrs, array.dtype)[mask.data]] = value.data[mask.data]
+        array, written = memory(value.data.dtype), np.asarray(mask.data)
+        array[places(ptrs, array.dtype)[written]] = value.data[written]
 
     builder = interpreter.InterpreterBuilder
     builder.create_masked_load, builder.create_masked_store = load, store
