@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from gpt2_triton.checkpoint.format import list_steps, read_best, step_path
+from gpt2_triton.checkpoint.format import best_step, list_steps, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
@@ -28,12 +28,12 @@ def restore_model(
     """
     directory = run_dir / "checkpoints"
     reached = control.from_rank0(lambda: _newest_intact(directory, target))
-    _, tensors = load_checkpoint(step_path(directory, reached))
+    state, tensors = load_checkpoint(step_path(directory, reached))
     model.load(tensors)
     control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
     control.from_rank0(lambda: discard_after(directory, reached))
-    best = control.from_rank0(lambda: _best_at(reached, directory))
-    return reached, ((best[0], best[1]) if best else None)
+    steps = saved_steps(run_dir, control)
+    return reached, (tuple(state["best"]) if best_step(state) in steps else None)
 
 
 def _newest_intact(directory: Path, target: int) -> int:
@@ -42,12 +42,6 @@ def _newest_intact(directory: Path, target: int) -> int:
     if found is None:
         raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, was deleted; use --resume")
     return int(found.name.removeprefix("step_"))
-
-
-def _best_at(target: int, directory: Path) -> tuple[int, float] | None:
-    """Return the best (step, loss) that the checkpoint of `target` records, if the best checkpoint still exists."""
-    best = read_best(step_path(directory, target))
-    return best if best and best[0] in dict(list_steps(directory)) else None
 
 
 def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
