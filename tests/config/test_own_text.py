@@ -90,6 +90,7 @@ def test_other_keys_follow_the_given_ones():
     gpt2, llama3 = (config_for(1_000_000, data__tokenizer=name) for name in ("gpt2", "llama3"))
     assert (gpt2.model.vocab_size, llama3.model.vocab_size) == (50257, 128256) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
+    assert not config_for(1_000_000, 139.8, model__size="llama:c768").model.dropout
 
 
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
