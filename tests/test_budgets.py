@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/chaos": 663,
     "tests/checkpoint": 2267,
     "tests/commands": 1470,
-    "tests/config": 629,
+    "tests/config": 630,
     "tests/data": 990,
     "tests/data/prepare": 1183,
     "tests/distributed": 562,
