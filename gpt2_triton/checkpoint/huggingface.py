@@ -96,7 +96,7 @@ def _weight_files(directory: Path) -> list[Path]:
     files = [*directory.glob("*.safetensors")]
     if len(files) != 1:
         todo = "name another directory, or convert a pickle (.bin) by save_pretrained of transformers"
-        raise CheckpointError(f"{directory}: has no {MODEL} and no index of {len(files)} files; {todo}")
+        raise CheckpointError(f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; {todo}")
     return files
 
 
