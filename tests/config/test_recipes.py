@@ -15,7 +15,8 @@ from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 ROOT = Path(__file__).parents[2]
-SIZES = dict(gpt2_124m=124, gpt2_124m_fast=124, gpt2_350m=354, gpt2_774m=774, gpt2_1558m=1558, gpt3_125m=125)
+SIZES = dict(gpt2_124m=124, gpt2_350m=354, gpt2_774m=774, gpt2_1558m=1558, gpt3_125m=125)
+SIZES |= dict(gpt2_124m_fast=124, gpt2_1558m_fast=1558)
 
 
 def require_fit(config, gpu, gpus=1):
@@ -32,7 +33,7 @@ def test_recipe_fits_an_h200(name):
     require_fit(Config.load(name), "h200")
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_774m", "gpt2_1558m"])
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_774m", "gpt2_1558m", "gpt2_1558m_fast"])
 def test_recipe_fits_an_h100(name):
     require_fit(Config.load(name), "h100")
 
