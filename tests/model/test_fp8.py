@@ -191,7 +191,7 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
 
 
 @pytest.mark.parametrize(("architecture", "train", "chosen"), [
-    ("9.0", {}, "fp8 (faster on compute capability 9.0)"),
+    ("9.0", {}, "fp8 (faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md)"),
     ("8.9", {}, "bf16 (fp8 is faster on compute capability 9.0, this is 8.9)"),
     (None, {}, "bf16 (fp8 is faster on compute capability 9.0, this is a CPU)"),
     ("9.0", dict(seq_len=8), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
