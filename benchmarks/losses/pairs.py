@@ -12,14 +12,16 @@ and `baseline` (the arm to compare with; by default the first).  An arm may also
     end.from   a number of steps, after which options such as end.optim.lr replace those without `end.`
 
 Runs with equal seeds have the same initial weights and the same data in the same order.  A finished run is a line of
-RESULTS.jsonl.  The command makes only runs without a line, so it continues a series.  To use several GPUs, start it
-once per GPU, each time with another CUDA_VISIBLE_DEVICES and other --seeds.
+RESULTS.jsonl.  The command makes only runs without a line, so it continues a series.  With --work DIR a run that
+SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same command continues it.  To use several GPUs, start it once
+per GPU, each time with another CUDA_VISIBLE_DEVICES and other --seeds.
 
 The training loss is the mean of the last fifth of the steps.  The report has the mean and standard deviation of each
 arm, and its mean difference over pairs of equal seed, with the 95% interval by Student's t.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -145,20 +147,37 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
 # ---- a run ----
 
 
-def train(series: Series, arm: str, seed: int, data: Path, digest: str) -> Result | None:
+@contextlib.contextmanager
+def folder_of(run: str, work: Path | None) -> Iterator[Path]:
+    """Yield a folder for a run, and remove it; a folder of `work` stays if the run is interrupted."""
+    if work is None:
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+        with tempfile.TemporaryDirectory(dir=shared) as folder:
+            yield Path(folder)
+    else:
+        folder = work / hashlib.sha256(run.encode()).hexdigest()[:16]
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Path | None) -> Result | None:
     """Make a run in processes of its own.  If one fails, print the end of its output and return None."""
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as run_dir:
-        begin, program = time.monotonic(), series.arms[arm].program
-        for words in commands(series, arm, seed, Path(run_dir), data):
-            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if done.returncode:
-                last = "\n".join(done.stdout.splitlines()[-8:])
-                print(f"{arm} seed {seed}: exit code {done.returncode}\n{last}", file=sys.stderr, flush=True)
+    begin, program, options = time.monotonic(), series.arms[arm].program, series.options(arm, seed)
+    with folder_of(f"{arm} {options} {digest}", work) as run_dir:
+        for words in commands(series, arm, seed, run_dir, data):
+            with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+                try:
+                    output, _ = process.communicate()
+                except BaseException:  # of a signal
+                    process.terminate()
+                    process.communicate()
+                    raise
+            if process.returncode:
+                last = "\n".join(output.splitlines()[-8:])
+                print(f"{arm} seed {seed}: exit code {process.returncode}\n{last}", file=sys.stderr, flush=True)
                 return None
-        found = {"arm": arm, "seed": seed, "config": series.config, "program": program}
-        found |= {"options": series.options(arm, seed), "data": digest}
-        return found | {"seconds": round(time.monotonic() - begin, 1)} | figures(Path(run_dir))
+        found = {"arm": arm, "seed": seed, "config": series.config, "program": program, "options": options}
+        return found | {"data": digest, "seconds": round(time.monotonic() - begin, 1)} | figures(run_dir)
 
 
 def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> Iterator[list[str]]:
@@ -167,7 +186,10 @@ def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> 
     save = {"checkpoint.every": end.pop("from")} if end else {}
     words = [sys.executable, "-m", *series.arms[arm].program.split(), str(ROOT / series.config)]
     words += ["--run_dir", str(run_dir), "--data.train", f"{data}/train_*.bin", "--data.val", f"{data}/val_*.bin"]
-    yield [*words, *(word for key, value in (whole | save).items() for word in (f"--{key}", value))]
+    again = [] if end or series.arms[arm].program != PROGRAM else ["--resume"]
+    if not again:
+        shutil.rmtree(run_dir, ignore_errors=True)  # what an interrupted run left
+    yield [*words, *again, *(word for key, value in (whole | save).items() for word in (f"--{key}", value))]
     if end:
         shutil.rmtree(step_path(run_dir / "checkpoints", int(whole["train.steps"])))
         yield [*words, "--resume", *(word for key, value in (whole | end).items() for word in (f"--{key}", value))]
@@ -265,7 +287,7 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     for name in {name for name, _ in runs}:
         series.check(name)
     for number, (name, seed) in enumerate(runs, start=1):
-        if row := train(series, name, seed, a.data, digest):
+        if row := train(series, name, seed, a.data, digest, a.work):
             with open(a.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
             losses = f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
@@ -290,6 +312,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the series, YAML")
     parser.add_argument("--out", type=Path, required=True, help="results: one line of JSON per run")
     parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
+    parser.add_argument("--work", type=Path, help="directory of unfinished runs; by default they are lost")
     parser.add_argument("--arm", action="append", help="an arm to train; may be repeated; by default all")
     parser.add_argument("--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1")
     parser.add_argument("--report", action="store_true", help="train nothing, print the table")

@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +93,26 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
     assert pairs.main([*words, "--arm", "PyTorch"]) == 1
     assert capsys.readouterr().err.startswith("PyTorch seed 0: exit code 2\n")
     assert (tmp_path / "r.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_in_its_folder(words, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("train.steps: 5", "train.steps: 40"))
+    (tmp_path / "r.jsonl").unlink()
+    command = [sys.executable, "-m", "benchmarks.losses.pairs", *words, "--work", str(tmp_path / "work")]
+    command += ["--arm", "one", "--seeds", "0"]
+
+    def steps():
+        return sum(path.read_text().count('"loss"') for path in tmp_path.glob(f"work/*/{METRICS}"))
+
+    with subprocess.Popen(command) as process:
+        while process.poll() is None and steps() < 3:
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode == 143 and 3 <= (before := steps()) < 40
+    assert subprocess.run(command).returncode == 0
+    (found,) = pairs.read_results(tmp_path / "r.jsonl")
+    assert before < found["steps"] == 40 and not list((tmp_path / "work").iterdir())
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)
