@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
+from tests.support import ranks
 from tests.support.loop import losses
 from tests.support.ranks import free_port
 
@@ -179,10 +182,10 @@ def clean_environment():
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
     options = [*SMALL.split(), "--train.steps", "4", "--checkpoint.every", "2", "--resume", "--run_dir"]
     (tmp_path / "dying.py").write_text(DYING)
-    torchrun = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2"]
-    for run, words in (("whole", ["train.py"]), ("broken", ["--max-restarts", "1", str(tmp_path / "dying.py")])):
-        command = [*torchrun, *words, *options, str(tmp_path / run)]
-        subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True)
+    assert ranks.run(2, tmp_path / "stderr", main, app, [*options, str(tmp_path / "whole")]) == [0, 0]
+    command = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
+    command += [str(tmp_path / "dying.py"), *options, str(tmp_path / "broken")]
+    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
     shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*")) for run in ("whole", "broken")]
     assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
@@ -192,10 +195,10 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
-    train, env = ["train.py", *SMALL.split(), "--train.steps", "2", "--run_dir"], clean_environment()
+    train, env = [*SMALL.split(), "--train.steps", "2", "--run_dir"], clean_environment()
     torchrun = [*TORCHRUN_MODULE, "--nnodes", "2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "test"]
-    commands = [[*torchrun, *train, str(tmp_path / "two")]] * 2
+    commands = [[*torchrun, "train.py", *train, str(tmp_path / "two")]] * 2
     with contextlib.ExitStack() as stack:
         agents = []
         for number, command in enumerate(commands):
@@ -203,7 +206,7 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
             agents.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors)))
             stack.callback(agents[-1].kill)
         assert [agent.wait() for agent in agents] == [0, 0], [p.read_text() for p in tmp_path.glob("stderr*")]
-    subprocess.run([sys.executable, *train, str(tmp_path / "one")], cwd=ROOT, env=env, check=True)
+    assert ranks.run(1, tmp_path / "stderr", main, app, [*train, str(tmp_path / "one")]) == [0]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 2 and two == pytest.approx(one, rel=2e-6)
 
