@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
     "tests/checkpoint": 2267,
-    "tests/commands": 1470,
+    "tests/commands": 1469,
     "tests/config": 631,
     "tests/data": 990,
     "tests/data/prepare": 1183,

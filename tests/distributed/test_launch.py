@@ -22,7 +22,6 @@ from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_siz
 from gpt2_triton.errors import ConfigError
 from tests.support import ranks
 from tests.support.loop import losses
-from tests.support.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,13 +149,14 @@ def test_rendezvous_names_missing_ranks():
 def test_failed_rendezvous_prints_one_line(tmp_path):
     """torch would log the stack in C++ as well."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")}
-    env |= dict(zip(NAMES, ("1", "2", "1", "127.0.0.1", str(free_port())), strict=True))
+    env |= dict(zip(NAMES, ("1", "2", "1", "127.0.0.1", str(ranks.free_port())), strict=True))
     command = [sys.executable, "train.py", "configs/quickstart.yaml", "--parallel.timeout", "1", "--run_dir", tmp_path]
     started = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     [line] = started.stderr.splitlines()
     assert started.returncode == 1 and line.startswith("error: rank 1: rendezvous of 2 ranks failed")
 
 
+CLEAN = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TORCHRUN_MODULE = [sys.executable, "-m", "torch.distributed.run"]
 SMALL = "configs/quickstart.yaml --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --model.n_embd 64"
 SMALL += " --model.n_head 1 --optim.warmup 1 --eval.every 0 --sample.every 0"
@@ -173,10 +173,6 @@ sys.exit(main(app, sys.argv[1:]))
 """
 
 
-def clean_environment():
-    return {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds")
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
@@ -185,7 +181,7 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
     assert ranks.run(2, tmp_path / "stderr", main, app, [*options, str(tmp_path / "whole")]) == [0, 0]
     command = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
     command += [str(tmp_path / "dying.py"), *options, str(tmp_path / "broken")]
-    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True)
+    subprocess.run(command, cwd=ROOT, env=CLEAN, check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
     shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*")) for run in ("whole", "broken")]
     assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
@@ -195,15 +191,15 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
-    train, env = [*SMALL.split(), "--train.steps", "2", "--run_dir"], clean_environment()
+    train = [*SMALL.split(), "--train.steps", "2", "--run_dir"]
     torchrun = [*TORCHRUN_MODULE, "--nnodes", "2", "--nproc_per_node", "1"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "test"]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{ranks.free_port()}", "--rdzv_id", "test"]
     commands = [[*torchrun, "train.py", *train, str(tmp_path / "two")]] * 2
     with contextlib.ExitStack() as stack:
         agents = []
         for number, command in enumerate(commands):
             errors = stack.enter_context(open(tmp_path / f"stderr {number}", "w"))
-            agents.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors)))
+            agents.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=CLEAN, stderr=errors)))
             stack.callback(agents[-1].kill)
         assert [agent.wait() for agent in agents] == [0, 0], [p.read_text() for p in tmp_path.glob("stderr*")]
     assert ranks.run(1, tmp_path / "stderr", main, app, [*train, str(tmp_path / "one")]) == [0]
@@ -281,7 +277,7 @@ def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for run, launcher in (("one", []), ("two", torchrun), ("again", torchrun)):
         subprocess.run([sys.executable, *launcher, *train, str(tmp_path / run)], cwd=ROOT, env=env, check=True)
-    nodes = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_port", str(free_port()), "--node_rank"]
+    nodes = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_port", str(ranks.free_port()), "--node_rank"]
     apart = [
         subprocess.Popen(
             [sys.executable, *nodes, str(node), *train, str(tmp_path / "apart")],
