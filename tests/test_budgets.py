@@ -39,7 +39,7 @@ BUDGETS = {
     "tests/config": 631,
     "tests/data": 990,
     "tests/data/prepare": 1183,
-    "tests/distributed": 562,
+    "tests/distributed": 561,
     "tests/gpu": 814,
     "tests/ground": 374,
     "tests/inference": 702,
