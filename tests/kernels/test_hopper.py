@@ -173,7 +173,7 @@ NAMES = [*cases()]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("names", [NAMES[i::5] for i in range(5)], ids=", ".join)
+@pytest.mark.parametrize("names", [NAMES[i::3] for i in range(3)], ids=", ".join)
 def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
     """Compiled in another process: in this one the kernels may belong to the interpreter.  One process compiles several
     kernels, as its imports take as long as a kernel.  A kernel without partitions invalidates its barriers.
