@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
+# the bytecode of all files takes a minute, that of what is imported seconds
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 
 # torch for a GPU brings its own Triton, which nothing else may replace; torch for CPUs has none.  An AMD GPU needs
 # pytorch.org's index, and a virtual environment of its own: docs/guide/install.md
@@ -42,13 +44,13 @@ clean:
 .venv/torch:
 	@if command -v rocminfo && ! command -v nvidia-smi; then echo "for an AMD GPU see docs/guide/install.md"; exit 1; fi
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(PIP) $(TORCH)
 	@touch $@
 
 .venv/installed: .venv/torch pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(PIP) -c constraints.txt -e .
 	@touch $@
 
 .venv/installed-dev: .venv/torch pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/installed
