@@ -84,9 +84,10 @@ def workplace(tmp_path_factory):
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, Retention(1))
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
-    model, config = tiny_model(model=dict(arch="llama"))
-    weights = from_checkpoint("", {"params": model.state.params}, config)
-    export(weights, directory / "Llama-3.2-1B", "hf", "bf16")
+    for arch, name in (("llama", "Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
+        model, config = tiny_model(model=dict(arch=arch))
+        weights = from_checkpoint("", {"params": model.state.params}, config)
+        export(weights, directory / name, "hf", "bf16")
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -103,9 +104,8 @@ def test_training_commands_are_accepted(command, capsys, monkeypatch, workplace)
         shown = "--plan" if "--gpus" in words else "--print_config"  # which is faster, but of one GPU
         words = [*words, shown]
     assert main(train_app, words) == 0, capsys.readouterr().err
-    assert {"--plan": "\narena ", "--print_config": "n_layer:", "--help": "--optim.lr"}[
-        shown
-    ] in capsys.readouterr().out
+    said = {"--plan": "\narena ", "--print_config": "n_layer:", "--help": "--optim.lr"}[shown]
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", of("tools"))
