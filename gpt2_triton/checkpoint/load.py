@@ -36,10 +36,14 @@ from gpt2_triton.files import read_json
 
 
 def verify(step_dir: Path) -> str:
-    """Return the first problem of a checkpoint; "" if its files are as written."""
+    """Return the first problem of a checkpoint; "" if its files are as written.
+
+    CheckpointError without permission to read it: a file that may not be read is not damaged.
+    """
     try:
         if not step_dir.is_dir():
             return "is missing or not a directory"
+        (step_dir / MANIFEST).open().close()
         manifest = read_json(step_dir / MANIFEST)
         names = [*map(tensors_name, range(len(manifest) - 1)), STATE]
         if len(names) == 1 or manifest.keys() != set(names):
@@ -52,6 +56,9 @@ def verify(step_dir: Path) -> str:
         named, step = STEP_NAME.fullmatch(step_dir.absolute().name), read_json(step_dir / STATE).get("step")
         if named and step != int(named[1]):  # a copy
             return f"{STATE}: step is {step}, expected {int(named[1])} as in the name of the directory"
+    except PermissionError as error:
+        todo = "correct its permissions, or move the checkpoint away"
+        raise CheckpointError(f"{error.filename}: cannot be read (permission denied); {todo}") from None
     except (OSError, CheckpointError) as error:
         return f"cannot be read ({error})"
     return ""
@@ -63,17 +70,27 @@ def verify(step_dir: Path) -> str:
 def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
     """Return the newest intact checkpoint in `directory` up to step `last`; None if there is no checkpoint.
 
-    Intact: it verifies.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
+    Intact: it verifies and is finite.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
     """
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
-        if not (problem := verify(path)):
+        if not (problem := verify(path) or _non_finite(path)):
             return path
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
     if steps:  # None would start a new run over checkpoints that may be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
+
+
+def _non_finite(step_dir: Path) -> str:
+    """Return where a checkpoint has NaN or infinity: hashes do not show damage in a GPU's memory."""
+    try:
+        for path in step_dir.glob("rank_*"):
+            _read_tensors(path)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
 
 
 def find_checkpoint(path: Path) -> Path:

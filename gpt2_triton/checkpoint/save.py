@@ -127,7 +127,11 @@ def _publish(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
     elif not _exchange(temporary, target):
         os.rename(target, replaced := temporary.with_suffix(".old"))
-        os.rename(temporary, target)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(replaced, target)
+            raise
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
     remove(replaced)

@@ -159,6 +159,22 @@ def test_step_is_replaced_where_names_cannot_be_exchanged(newest, monkeypatch):
     assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20]
 
 
+def test_step_stays_if_the_rename_to_its_name_fails(newest, monkeypatch):
+    monkeypatch.setattr(save, "_exchange", lambda one, other: False)
+    rename, calls = os.rename, []
+
+    def fail_once(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "injected")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(OSError, match="injected"):
+        save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
+    assert verify(newest) == "" and names(newest.parent) == [STEP_10, STEP_20]
+
+
 def test_discard_replaces_a_part_that_an_earlier_one_left(newest):
     (newest.parent / f".{STEP_20}.old").mkdir()
     (newest.parent / f".{STEP_20}.old" / "file").touch()
