@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN, find
+from gpt2_triton.config.rules import HUB_SIZES
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError
@@ -94,12 +95,12 @@ def settings(
 
 
 def _weights(init_from: str) -> "Weights | None":
-    """Return the weights of hf:DIR_OR_NAME; None for other sources."""
+    """Return the weights of hf:DIR_OR_NAME; None for other sources, and for OpenAI's, which own_text knows by name."""
     from gpt2_triton.checkpoint import huggingface
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
     kind, _, where = init_from.partition(":")
-    if kind != "hf":
+    if kind != "hf" or (where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()):
         return None
     weights = huggingface.read(where)
     if weights.tokenizer is None:

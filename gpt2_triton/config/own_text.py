@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import LONGEST_CONTEXT, TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, LONGEST_CONTEXT, TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.errors import DataError
@@ -164,6 +164,10 @@ def _sizes(
     """Return the keys of the model's size; the weights of init_from decide the size of a model from the Hub."""
     if source and "model.size" not in given:
         return {f"model.{key}": value for key, value in source.model_dump(exclude_none=True).items()}
+    if preset is HUB:
+        name = given["init_from"].replace(":", "/").rpartition("/")[2]
+        sized = {"model.size", "model.n_layer", "model.n_head", "model.n_embd"} & given.keys()
+        return {} if sized else {"model.size": HUB_SIZES.get(name, "d12")}
     width = number("model.n_embd", 64 * number("model.n_head", preset.n_embd // 64))
     sizes = {"model.n_layer": preset.n_layer, "model.n_embd": width, "model.n_head": max(1, width // 64)}
     return ({} if "model.size" in given else sizes) | {"model.block_size": T}

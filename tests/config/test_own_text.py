@@ -106,12 +106,15 @@ def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_
         assert config_for(1_000_000, 139.8, **given).train.patience == 0
 
 
-def test_weights_from_the_hub_are_finetuned():
-    given = {"init_from": "hf:DIR"}
-    for gib in (None, 139.8):
-        config = Config.load("own", choose(1_000_000, gib, "gpt2", given, source=ModelConfig()) | given | DATA, 1)
-        assert (config.model.n_layer, config.train.seq_len) == (12, 1024)
+def test_weights_from_the_hub_decide_size_and_tokenizer():
+    for name, layers, gib in (("hf:gpt2", 12, None), ("hf:openai-community/gpt2-xl", 48, 139.8), ("hf:DIR", 12, 23.5)):
+        config = config_for(1_000_000, gib, init_from=name)
+        assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
         assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
+    other = config_for(1_000_000, init_from="hf:DIR", model__n_layer="6")
+    assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
+    short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
+    assert (short.model.block_size, short.train.seq_len) == (1024, 256)
 
 
 def test_weights_that_were_read_decide_model_and_sequence():
