@@ -48,7 +48,7 @@ class Curves(NamedTuple):
             self.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         )
         loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
-        lines = [textwrap.fill(self.name, 28), loss]
+        lines = [textwrap.fill(self.name, 28).replace("$", r"\$"), loss]  # no mathematics
         if len(speed):
             lines.append(
                 f"{format_count(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else "")
