@@ -99,14 +99,14 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
 
 def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if data or configuration differ between ranks."""
-    T = config.train.seq_len
+    T, where = config.train.seq_len, config.init_from.partition(":")[2]
+    for directory in (run_dir, *([Path(where)] if where else [])):
+        look_in(config.data.tokenizer, directory)
     with _read_by_all():
         train = TrainLoader(_open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted")
         validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
-    for directory in (run_dir, Path(config.init_from.removeprefix("hf:"))):
-        look_in(config.data.tokenizer, directory)
     if config.sample.every:
         get_tokenizer(config.data.tokenizer)  # a missing tokenizer fails now, not at the first sample
     if validation and control.rank == 0:
