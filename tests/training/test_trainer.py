@@ -105,9 +105,16 @@ def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(
 
 def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
     """The limit passes within the second step."""
+    limits = []
+
+    def pass_limit(trainer, index):
+        limits.append(trainer.ends_at - trainer.signals.made_at)
+        trainer.ends_at = 0.0 if index else math.inf
+
     with monkeypatch.context() as patch:
-        before_steps(lambda self, index: setattr(self, "ends_at", 0.0 if index else math.inf), patch)
+        before_steps(pass_limit, patch)
         assert train(run_config(train=dict(max_minutes=1)), tmp_path, resume=False) == 0
+    assert limits[0] == pytest.approx(60)
     assert final_bytes(tmp_path)[0] == "step_00000002" and (tmp_path / PREEMPTED).exists()
     assert train(run_config(), tmp_path, resume=True) == 0
     assert not (tmp_path / PREEMPTED).exists()
