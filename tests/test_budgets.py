@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "gpt2_triton": 1009,  # the ground: errors, console, device, files, the API
-    "gpt2_triton/checkpoint": 1677,
-    "gpt2_triton/commands": 1304,
-    "gpt2_triton/config": 1135,
+    "gpt2_triton/checkpoint": 1698,
+    "gpt2_triton/commands": 1305,
+    "gpt2_triton/config": 1139,
     "gpt2_triton/data": 961,
     "gpt2_triton/data/prepare": 1119,
     "gpt2_triton/distributed": 734,
@@ -34,9 +34,9 @@ BUDGETS = {
     "tests/benchmarks/speed": 306,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
-    "tests/checkpoint": 2267,
+    "tests/checkpoint": 2301,
     "tests/commands": 1469,
-    "tests/config": 631,
+    "tests/config": 634,
     "tests/data": 990,
     "tests/data/prepare": 1183,
     "tests/distributed": 561,
@@ -46,7 +46,7 @@ BUDGETS = {
     "tests/kernels": 4617,
     "tests/model": 2533,
     "tests/support": 1891,
-    "tests/training": 2147,
+    "tests/training": 2154,
     "gpt2_triton/model/llama": 260,
 }
 
