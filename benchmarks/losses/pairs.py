@@ -32,7 +32,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +161,7 @@ def folder_of(run: str, work: Path | None) -> Iterator[Path]:
 
 def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Path | None) -> Result | None:
     """Make a run in processes of its own.  If one fails, print the end of its output and return None."""
-    begin, program, options = time.monotonic(), series.arms[arm].program, series.options(arm, seed)
+    program, options = series.arms[arm].program, series.options(arm, seed)
     with folder_of(f"{arm} {options} {digest}", work) as run_dir:
         for words in commands(series, arm, seed, run_dir, data):
             with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -177,7 +176,7 @@ def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Pa
                 print(f"{arm} seed {seed}: exit code {process.returncode}\n{last}", file=sys.stderr, flush=True)
                 return None
         found = {"arm": arm, "seed": seed, "config": series.config, "program": program, "options": options}
-        return found | {"data": digest, "seconds": round(time.monotonic() - begin, 1)} | figures(run_dir)
+        return found | {"data": digest} | figures(run_dir)
 
 
 def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> Iterator[list[str]]:
@@ -291,7 +290,7 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
             with open(a.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
             losses = f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
-            print(f"{number} of {len(runs)}: {name} seed {seed}: {losses}, {row['seconds']:.0f} s", flush=True)
+            print(f"{number} of {len(runs)}: {name} seed {seed}: {losses}", flush=True)
         failed += row is None
     return failed
 

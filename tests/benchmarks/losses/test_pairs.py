@@ -33,7 +33,7 @@ ARMS = ("one", "other rate", "PyTorch", "other end")
 
 def row(arm, seed, loss, val=None, **more):
     figures = dict(train_loss=loss, val_loss=val, curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0)
-    return figures | dict(arm=arm, seed=seed, options={}, seconds=60.0) | more
+    return figures | dict(arm=arm, seed=seed, options={}) | more
 
 
 @pytest.fixture
