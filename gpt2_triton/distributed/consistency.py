@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import secrets
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from gpt2_triton.errors import ConfigError
 
 
 def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float = 5.0) -> None:
-    """Raise ConfigError, naming the ranks, if ranks do not see rank 0's run directory.
+    """Raise ConfigError, naming the ranks, if ranks do not see rank 0's run directory, or cannot write there.
 
     Such a rank's shards would be missing from checkpoints.  Rank 0 makes a file; the others look for it for `seconds`.
     """
@@ -23,12 +24,12 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     end = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    blind = [rank for rank, sees in enumerate(control.all_gather(path.exists())) if not sees]
+    able = control.all_gather(path.exists() and os.access(run_dir, os.W_OK))
     if control.rank == 0:
         path.unlink(missing_ok=True)
-    if blind:
+    if unable := [rank for rank, is_able in enumerate(able) if not is_able]:
         control.leave()
-        raise ConfigError(f"--run_dir: ranks {blind} do not see {run_dir}; give a directory that all nodes see")
+        raise ConfigError(f"--run_dir: ranks {unable} cannot write to {run_dir}; give a directory that all nodes share")
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,9 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
         if directory.name == "checkpoints" and list_steps(directory):
             run = directory.parent
             raise ConfigError(f"--run_dir: {run_dir} is inside the run {run}; give {run}, or choose another")
+    there = next(path for path in (real, *real.parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--run_dir: cannot write to {there}; choose another, or correct its permissions")
     found = list_steps(run_dir / "checkpoints")
     if found and not resume:
         raise ConfigError(

@@ -79,6 +79,14 @@ def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsy
         assert message in capsys.readouterr().err and files(here) == before
 
 
+def test_run_dir_that_cannot_be_written_is_refused_before_the_text_is_read(here, monkeypatch, capsys):
+    (here / "runs").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != here / "runs")  # root may write everywhere
+    assert main(app, ["own", "--data", "my.txt", "--run_dir", "runs/a/b"]) == 2
+    message = f"error: --run_dir: cannot write to {here / 'runs'}; choose another, or correct its permissions\n"
+    assert capsys.readouterr().err == message and files(here) == ["my.txt", "runs"]
+
+
 def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monkeypatch, capsys):
     (here / "short.txt").write_text("short")
     monkeypatch.setattr(commands_app.os, "_exit", lambda code: None)

@@ -381,14 +381,18 @@ def test_require_equal_names_ranks_with_another_configuration(tmp_path):
     assert message in (tmp_path / "stderr").read_text()
 
 
-def test_require_shared_run_dir_names_ranks_that_do_not_see_it(tmp_path):
+def test_require_shared_run_dir_names_ranks_that_do_not_see_it_or_may_not_write(tmp_path, monkeypatch):
     """Rank 1 has a directory of the same name on another disk."""
     exchange = dict(from_rank0=lambda make: "name", all_gather=lambda mine: [True, mine], leave=lambda: None)
     control = SimpleNamespace(rank=1, size=2, **exchange)
-    with pytest.raises(ConfigError, match=rf"--run_dir: ranks \[1\] do not see {tmp_path};"):
+    refused = pytest.raises(ConfigError, match=rf"--run_dir: ranks \[1\] cannot write to {tmp_path};")
+    with refused:
         consistency.require_shared_run_dir(tmp_path, control, seconds=0.2)
     (tmp_path / "name").touch()
     consistency.require_shared_run_dir(tmp_path, control, seconds=0.2)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a disk mounted read-only; tests may run as root
+    with refused:
+        consistency.require_shared_run_dir(tmp_path, control, seconds=0.2)
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
