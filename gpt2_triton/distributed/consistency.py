@@ -25,8 +25,7 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
     able = control.all_gather(path.exists() and os.access(run_dir, os.W_OK))
-    if control.rank == 0:
-        path.unlink(missing_ok=True)
+    control.from_rank0(lambda: path.unlink(missing_ok=True))
     if unable := [rank for rank, is_able in enumerate(able) if not is_able]:
         control.leave()
         raise ConfigError(f"--run_dir: ranks {unable} cannot write to {run_dir}; give a directory that all nodes share")

@@ -107,8 +107,7 @@ class Logger:
         if self._is_first_step:
             self._is_first_step = False
         else:
-            mean = self._mean_seconds
-            self._mean_seconds = seconds if mean is None else 0.9 * mean + 0.1 * seconds
+            self._mean_seconds = 0.9 * (self._mean_seconds or seconds) + 0.1 * seconds
 
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self.steps))}d}/{self.steps}"

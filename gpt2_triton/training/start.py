@@ -60,11 +60,9 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
     there = next(path for path in (real, *real.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--run_dir: cannot write to {there}; choose another, or correct its permissions")
-    found = list_steps(run_dir / "checkpoints")
-    if found and not resume:
-        raise ConfigError(
-            f"--run_dir: {run_dir} has checkpoints up to {found[-1][1].name}; add --resume, or choose another"
-        )
+    if (found := list_steps(run_dir / "checkpoints")) and not resume:
+        last = found[-1][1].name
+        raise ConfigError(f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another")
 
 
 @contextlib.contextmanager

@@ -222,10 +222,9 @@ class Trainer:
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
-        if self._read_step():
-            return True
-        self.model.comm.gather_params()
-        return False
+        if not (rewind := self._read_step()):
+            self.model.comm.gather_params()
+        return rewind
 
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""

@@ -182,14 +182,6 @@ def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
     assert os.listdir("runs") == []
 
 
-@pytest.mark.parametrize("given", ["run/checkpoints", "run/checkpoints/step_00000010"])
-def test_train_refuses_a_run_dir_inside_checkpoints(here, trained, capsys, given):
-    (here / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
-    assert main(train_app, ["x.yaml", "--run_dir", given, "--resume"]) == 2 and not trained
-    want = f"error: --run_dir: {given} is inside the run {here / 'run'}; give {here / 'run'}, or choose another\n"
-    assert capsys.readouterr().err == want
-
-
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split):
     keys = {"train": "a.bin", "val": "a.bin", split: "others/a.bin"}
