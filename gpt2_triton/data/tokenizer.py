@@ -252,7 +252,7 @@ def _llama3_vocabulary() -> bytes:
     if path.suffix == ".json":
         data = _as_tokenizer_model(data)
     if hashlib.sha256(data).hexdigest() != LLAMA3_SHA256:
-        raise DataError(f"{path}: not Llama 3's vocabulary; {LLAMA3_GET}")
+        raise DataError(f"{path}: damaged, or not Llama 3's vocabulary; remove it, or set {LLAMA3_VARIABLE} to another")
     return data
 
 

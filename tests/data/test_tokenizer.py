@@ -208,13 +208,13 @@ def test_llama3_tokenizer_without_its_vocabulary_is_one_line(fresh, tmp_path):
     def told():
         with pytest.raises(DataError) as error:
             get_tokenizer("llama3")
-        assert str(error.value).endswith(todo)
-        return str(error.value).removesuffix(todo)
+        return str(error.value)
 
-    assert told() == "tokenizer llama3: its vocabulary is not installed"
+    assert told() == f"tokenizer llama3: its vocabulary is not installed{todo}"
     fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path / "none"))
-    assert told() == f"tokenizer llama3: {tmp_path}/none: cannot read: No such file or directory"
+    assert told() == f"tokenizer llama3: {tmp_path}/none: cannot read: No such file or directory{todo}"
     fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path))
+    todo = "damaged, or not Llama 3's vocabulary; remove it, or set LLAMA3_TOKENIZER to another"
     for vocabulary in ({"a": 0, "b": 1}, {"\N{LOWER ONE EIGHTH BLOCK}the": 0}, [["a", 0.0]]):
         (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-        assert told() == f"{tmp_path}/tokenizer.json: not Llama 3's vocabulary"
+        assert told() == f"{tmp_path}/tokenizer.json: {todo}"
