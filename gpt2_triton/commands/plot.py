@@ -59,15 +59,15 @@ class Curves(NamedTuple):
 
 
 def read_run(path: Path) -> Curves:
-    """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no losses."""
+    """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no step with a loss."""
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
     records = read_metrics(file)
-    if not any(r.get(key) is not None for r in records for key in ("loss", "val_loss")):
-        raise ConfigError(f"{file}: holds no losses yet; plot it after a step")
-    tokens = next((r["tokens"] / r["step"] for r in records if r.get("tokens") and r["step"]), 1.0)
-    return Curves(file.resolve().parent.name, records, tokens)
+    tokens = [r["tokens"] / r["step"] for r in records if r.get("loss") is not None and r.get("tokens") and r["step"]]
+    if not tokens:
+        raise ConfigError(f"{file}: holds no step with loss and tokens yet; plot it after one")
+    return Curves(file.resolve().parent.name, records, tokens[0])
 
 
 def read_curve(name: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> float:
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
     axes.plot([], [], label=run.summary(), **style)
-    line = smoothed(loss) if len(loss) else val
+    line = smoothed(loss)
     return float(line[len(line) // 20 if len(line) >= SMOOTH_FROM // 2 else 0 :, 1].max())
 
 
