@@ -79,6 +79,8 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
+    if plan and print_config:
+        raise ConfigError("--plan, --print_config: each prints something else; give one of them")
     overrides = parse_overrides(keys)
     own.require_data(config, data)
     text = own.Text(data, field, strict) if data else None
@@ -94,10 +96,8 @@ def train(
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
         settings = Config.load(config, overrides, gpus or 1)
-    if plan:
-        print(_plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text)))
-    else:
-        print(settings.to_yaml().rstrip())
+    printed = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text)) if plan else settings.to_yaml()
+    print(printed.rstrip())
     return 0
 
 
