@@ -60,7 +60,7 @@ def verify(step_dir: Path) -> str:
         todo = "correct its permissions, or move the checkpoint away"
         raise CheckpointError(f"{error.filename}: cannot be read (permission denied); {todo}") from None
     except (OSError, CheckpointError) as error:
-        return f"cannot be read ({error})"
+        return str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
     return ""
 
 

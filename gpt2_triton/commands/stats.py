@@ -24,7 +24,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
 
     path = run / STATS
     if not path.is_file():
-        raise ConfigError(f"{run}: no {STATS} there; a run writes it with --log.stats_every 100")
+        raise ConfigError(f"{run}: no {STATS} there; name a run trained with --log.stats_every 100")
     records = {
         record["step"]: record for record in read_metrics(path) if {"activations", "parameters"} <= record.keys()
     }

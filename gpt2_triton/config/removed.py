@@ -17,9 +17,9 @@ class Removed(NamedTuple):
 # A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.
 REMOVED = {
     "data.verify": Removed(False, "a run checks each shard's header and 32 blocks, and every token; take it out"),
-    "log.main_log": Removed("none", "metrics.jsonl has the numbers of llm.c's main.log, and `plot` draws them"),
+    "log.main_log": Removed("none", "metrics.jsonl has the numbers of llm.c's main.log; take it out"),
     "data.align": Removed("none", "it ended 0.07 higher in validation loss; take it out"),
-    "eval.tasks": Removed("", "`eval/lm_eval.sh CHECKPOINT OUT TASKS` scores a checkpoint"),
+    "eval.tasks": Removed("", "`eval/lm_eval.sh CHECKPOINT OUT TASKS` scores a checkpoint; take it out"),
     "eval.tasks_every": Removed(250, "it went with eval.tasks; take it out"),
     "eval.tasks_data": Removed("", "it went with eval.tasks; take it out"),
     "eval.tasks_limit": Removed(0, "it went with eval.tasks; take it out"),

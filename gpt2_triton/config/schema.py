@@ -72,7 +72,7 @@ class ConflictError(ValueError):
 class ModelConfig(ConfigSection):
     size: str | None = kept(
         None,
-        "llm.c's name, d6 to d84 or gpt3:c384 to gpt3:c12288, or llama:c768, 1b, 3b or 8b, for the keys of the sizes",
+        "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, llama:c768, llama:1b, llama:3b, llama:8b",
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout")
