@@ -164,6 +164,8 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
             torch = section.get(f"{kind}.{size}.torch.ms", section.get(f"steps.{size}.torch.ms"))
             if torch and "ms" in found:
                 found["speed"] = torch / found["ms"]
+            if together := section.get(f"{kind}.{size}.torch.together_ms"):
+                found["speed"] = together / found["together_ms"]
             if "alone_ms" in found:
                 found["of_alone"] = found.get("slowest_ms", found["alone_ms"]) / found["together_ms"]
             if "absent" not in found:

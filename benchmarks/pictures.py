@@ -17,7 +17,7 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
     "llama_c768": "Llama 114M", "llama_1b": "Llama 1.24B",
     "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, head in bf16",
-    "muon": "bf16, Muon", "fp8_muon": "fp8, Muon",
+    "muon": "bf16, Muon", "bf16_muon": "bf16, Muon", "fp8_muon": "fp8, Muon",
     "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise",
     "torchao_rowwise": "torchao, rowwise", "first_step": "gpt2_triton",
     "first_step_compiled": "gpt2_triton after `compile`", "first_step_torch": "PyTorch",

@@ -106,14 +106,17 @@ def operations(size: str, options: tuple[str, ...], limit: float, env: Env) -> F
 
 
 def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -> Figures:
-    """Return median milliseconds of the three kinds of steps (multi_gpu.py), and the tokens/s of all GPUs together."""
+    """Return median milliseconds of the kinds of steps (multi_gpu.py), alone those of each GPU and of the slowest too,
+    and the tokens/s of all GPUs together.
+    """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", MULTI_GPU]
-    ranks = json_of([*launcher, size, "--steps", "20", *options], limit, env)["ranks"]
+    ranks = json_of([*launcher, size, *options], limit, env)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
-    figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
-    figures["slowest_ms"] = max(statistics.median(rank["alone"]) for rank in ranks)
+    figures: Figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
+    alone = [round(statistics.median(rank["alone"]), 3) for rank in ranks]
     tokens = gpus * tokens_of(size)
-    return figures | dict(batch=SIZES[size].batch, tok_s=1e3 * tokens / medians["together"])
+    figures |= dict(slowest_ms=max(alone), each_ms=alone, batch=SIZES[size].batch)
+    return figures | dict(tok_s=1e3 * tokens / medians["together"])
 
 
 def json_of(module: list[str], limit: float, env: Env) -> Any:
@@ -195,10 +198,25 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     ]
 
 
-def joint_parts(size: str, gpus: int) -> list[Part]:
-    """Return the parts for which all GPUs train together."""
-    arms = {"fp8": [*FP8], "fp8_muon": [*FP8, "--optimizer", "muon"]}
-    return [part(f"multi.{size}.{arm}", 55, together, size, more, gpus) for arm, more in arms.items()]
+def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
+    """Return the parts for which all GPUs train together, the most important first."""
+    first, muon = sizes[0], ("--optimizer", "muon")
+    arms = dict(fp8=FP8, bf16=(), fp8_muon=(*FP8, *muon), bf16_muon=muon, torch=("--torch",))
+
+    def joint(size: str, arm: str, seconds: int) -> Part:
+        steps = "20" if size == first else "8"
+        return part(f"multi.{slug(size)}.{arm}", seconds, together, size, [*arms[arm], "--steps", steps], gpus)
+
+    large = [size for size in sizes[1:] if size == "d48"]
+    return [
+        *(joint(size, arm, 40) for arm in ("fp8", "bf16") for size in (first, *large)),
+        joint(first, "fp8_muon", 40),
+        joint(first, "torch", 75),
+        *(joint("llama:1b", arm, 45) for arm in ("bf16", "fp8")),
+        joint(first, "bf16_muon", 40),
+        *(joint(size, arm, 55) for size in large for arm in ("fp8_muon", "bf16_muon")),
+        *(joint(size, "torch", 220) for size in large),  # torch.compile
+    ]
 
 
 def commit_of_code() -> str:
@@ -312,7 +330,7 @@ def run(
         raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
-    one = measuring.section(name, meta | dict(gpus=1))
+    one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi"} else {}
     several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 else {}
 
     def missing(group: list[Part], section: dict[str, Any]) -> list[Part]:
@@ -320,7 +338,7 @@ def run(
         return [part for part in todo if not any(key.startswith(f"{part.key}.") for key in section)]
 
     groups = [group for parts in parts_of(names, name) if (group := missing(parts, one))]
-    joint = missing(joint_parts(names[0], gpus), several) if gpus > 1 else []
+    joint = missing(joint_parts(names, gpus), several) if gpus > 1 else []
     for group in [*groups, *([joint] if joint else ())]:
         print(*(f"{part.key} {part.seconds} s" for part in group), sep=", ")
     reserve, work = sum(part.seconds for part in joint), sum(part.seconds for group in groups for part in group)

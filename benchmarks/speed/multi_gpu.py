@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and jointly, by turns.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--json FILE] [--fp8.keep_bf16 none] ...
+    [--precision fp8] [--optimizer muon] [--torch] [--json FILE] [--fp8.keep_bf16 none] ...
 
 The GPUs of a machine differ in speed by some percent, and at the power limit their clocks vary.  A joint step waits for
 the slowest GPU, even if nothing is exchanged.  So three kinds of steps are timed:
@@ -11,7 +11,11 @@ in step    the same, but a step begins when all GPUs have ended the previous ste
 together   one model on all GPUs
 
 A round times a stretch of steps of each kind.  Power, and so speed, depends on temperature and on the numbers that are
-multiplied.  So stretches begin with the same weights, every second round reverses the kinds, and round 0 is dropped.
+multiplied.  So stretches begin with the same weights, and every second round reverses the kinds.  Steps before the
+timed ones let ranks synchronise, graphs be captured and clocks fall; round 0 has no others.
+
+--torch times PyTorch's DistributedDataParallel: the model, tokens and steps of torch_gpt2.py, `alone` under no_sync.
+Its gradients are bf16 and views of DDP's buckets, so it sends half as many bytes.
 """
 
 import argparse
@@ -19,10 +23,15 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import gpt2_triton.kernels as K
+from benchmarks.speed import torch_gpt2
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
 from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
@@ -32,40 +41,70 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.model import Model
 
-SETTLE = 12  # steps of a stretch that are not timed: ranks synchronise, graphs are captured, clocks fall
+Kind = tuple[str, Callable[[int], list[float]]]  # a name, and a function that returns the milliseconds of N steps
+
+
+class Ranks(ProcessGroup):
+    """The ranks, which allocate `least` bytes or more."""
+
+    least = 0
+
+    def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
+        return super().allocate_shared(max(nbytes, self.least))
 
 
 class Pair:
-    """An independent model and one model of all ranks, on the same tokens."""
+    """An independent model and one model of all ranks, on the same tokens and in the same memory: only one trains."""
 
-    def __init__(self, group: ProcessGroup, config: Config, zero: int):
-        one = torch.zeros(1, device="cuda")
-        self.alone = Model(config, K, "cuda")
-        self.together = Model(shared(config, group.size, zero), K, "cuda", group=group)
-        self.packed = packed_batch(config)
+    def __init__(self, group: Ranks, config: Config, zero: int):
+        def allocate(nbytes: int) -> tuple[Tensor, list[Tensor]]:
+            group.least = nbytes
+            self.together = Model(shared(config, group.size, zero), K, group.device, group=group)
+            return self.together.arena, []
+
+        # the other model is made once this one has seen that its plan fits into the free memory
+        alone: Any = SimpleNamespace(rank=0, size=1, allocate_shared=allocate)
+        self.alone, self.packed = Model(config, K, group.device, group=alone), packed_batch(config)
         for model in (self.alone, self.together):
             model.compile()
-
-        self.kinds: list[tuple[str, Model, Callable[[], None]]] = [
-            ("alone", self.alone, lambda: None),
-            ("in step", self.alone, lambda: group.all_reduce(one)),
-            ("together", self.together, lambda: None),
+        one = torch.zeros(1, device=group.device)
+        self.kinds: list[Kind] = [
+            ("alone", lambda steps: self.times(self.alone, steps)),
+            ("in step", lambda steps: self.times(self.alone, steps, lambda: group.all_reduce(one))),
+            ("together", lambda steps: self.times(self.together, steps)),
         ]
 
-    def begin(self, model: Model) -> None:
-        """Give a model its initial weights, and in fp8 its first scales."""
+    def times(self, model: Model, steps: int, between: Callable[[], None] = lambda: None) -> list[float]:
+        """Give a model its initial weights, and in fp8 its first scales; return the milliseconds of steps."""
         model.initialise(model.config.train.seed)
         calibrated(model, self.packed)
+        return [result.seconds * 1e3 for result in run_steps(model, self.packed, range(steps), between)]
 
-    def times(self, steps: int, rounds: int) -> dict[str, list[float]]:
-        """Return the milliseconds of steps of each kind, `steps` per stretch."""
-        out: dict[str, list[float]] = {name: [] for name, _, _ in self.kinds}
-        for turn in range(1 + rounds):
-            for name, model, between in self.kinds[:: -1 if turn % 2 else 1]:
-                self.begin(model)
-                results = list(run_steps(model, self.packed, range(SETTLE + steps), between))
-                out[name] += [result.seconds * 1e3 for result in results[SETTLE:]] if turn else []
-        return out
+
+def pytorch(size: str) -> list[Kind]:
+    """Return the kinds of PyTorch's steps."""
+    model, optimizer = torch_gpt2.build(size)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    compiled, batch = torch.compile(ddp), torch_gpt2.batch_of(size, SIZES[size].batch, None)
+
+    def together(steps: int) -> list[float]:
+        return torch_gpt2.run_steps(compiled, optimizer, batch, steps)[0]
+
+    def alone(steps: int) -> list[float]:
+        with ddp.no_sync():
+            return together(steps)
+
+    return [("alone", alone), ("together", together)]
+
+
+def by_turns(kinds: list[Kind], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of steps of each kind, `steps` per stretch."""
+    out: dict[str, list[float]] = {name: [] for name, _ in kinds}
+    settle = 3 * steps // 5
+    for turn in range(1 + rounds):
+        for name, run in kinds[:: -1 if turn % 2 else 1]:
+            out[name] += run(settle + (steps if turn else 0))[settle:]
+    return out
 
 
 def shared(config: Config, ranks: int, zero: int) -> Config:
@@ -79,13 +118,10 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
     lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
     lines += [f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)]
-    alone, in_step, step = ([rank[kind] for rank in ranks] for kind in ("alone", "in step", "together"))
+    alone, step = ([rank[kind] for rank in ranks] for kind in ("alone", "together"))
     ms, mean = statistics.median(step), statistics.fmean(1 / a for a in alone)
-    lines.append(
-        f"together {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {statistics.median(in_step) / ms:.1%} of in step, "
-        f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
-    )
-    return "\n".join(lines)
+    of = f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
+    return "\n".join([*lines, f"together {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {of}"])
 
 
 def configured(given: argparse.Namespace, keys: list[str]) -> Config:
@@ -102,20 +138,21 @@ def title_of(config: Config) -> str:
     return f"{work}, recompute {config.memory.recompute}"
 
 
-def main(config: Config, zero: int, steps: int, rounds: int, out: Path | None) -> None:
+def main(config: Config, given: argparse.Namespace) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
-    group = ProcessGroup("cuda", 300)
-    control, pair = group.control("multi_gpu"), Pair(group, config, zero)
-    times = control.all_gather(pair.times(steps, rounds))
+    group = Ranks("cuda", 300)
+    control, pair = group.control("multi_gpu"), None if given.torch else Pair(group, config, given.zero)
+    times = control.all_gather(by_turns(pair.kinds if pair else pytorch(given.size), given.steps, given.rounds))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     if group.rank == 0:
-        arenas = f"{pair.together.plan.total / GIB:.2f} and {pair.alone.plan.total / GIB:.2f} GiB"
-        print(f"{title_of(config)}, {group.size} GPUs, ZeRO-{zero}; arenas {arenas}, in use {max(used):.2f} GiB")
+        title = f"{title_of(config)}, ZeRO-{given.zero}" if pair else f"PyTorch, {given.size}"
+        print(f"{title}, {group.size} GPUs, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.total_batch_tokens))
-        if out:
-            out.write_text(json.dumps(dict(ranks=times)) + "\n")
-    pair.together.release_graphs()
+        if given.json:
+            given.json.write_text(json.dumps(dict(ranks=times)) + "\n")
+    if pair:
+        pair.together.release_graphs()
     group.close()
 
 
@@ -128,10 +165,11 @@ if __name__ == "__main__":
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name")
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage")
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps per stretch")
+    parser.add_argument("--torch", action="store_true", help="PyTorch's DistributedDataParallel in bf16")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
     given, keys = parser.parse_known_args()
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    main(configured(given, keys), given.zero, given.steps, given.rounds, given.json)
+    main(configured(given, keys), given)

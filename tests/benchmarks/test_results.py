@@ -37,7 +37,9 @@ TWO = dict(batch=64, alone_ms=100.0, in_step_ms=101.0, together_ms=102.0, tok_s=
 PAIR = dict(mean=0.01, half_width=0.004, pairs=8)
 RECORD = {
     "h100": {"meta": META} | FIGURES,
-    "h100x2": {"meta": META | dict(gpus=2)} | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()},
+    "h100x2": {"meta": META | dict(gpus=2)}
+    | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()}
+    | {"multi.d12.torch.alone_ms": 120.0, "multi.d12.torch.together_ms": 125.0},
     "losses": {"meta": {}, "arms.s.muon_fp8.runs": 4, "arms.s.muon_fp8.train": 1.19, "arms.s.muon_fp8.val": 1.4675}
     | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
     | {f"pairs.fp8_d12.fp8.{loss}.{key}": n for loss in ("train", "val") for key, n in PAIR.items()}
@@ -96,7 +98,8 @@ def test_tables_have_the_figures_of_each_machine():
     assert " | 16.3 | 2.00 |" in text["muon"] and text["levels"].count("| 124M | fp8 |") == 2
     assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
-    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 98% |")
+    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 1.23 | 98% |")
+    assert "| 124M | PyTorch |  | 120.0 |  | 125.0 |  | 1.00 | 96% |" in text["multi"]
     assert text["prices"].count("\n") == 2 and text["prices"].endswith(
         " | 8 | +0.0100 ± 0.0040 | +0.0100 ± 0.0040 | 1.0% |"
     )
@@ -169,7 +172,7 @@ def measured(monkeypatch, tmp_path):
 
     def run(groups, joint, *words, commit="one"):
         monkeypatch.setattr(results, "parts_of", lambda sizes, gpu: groups)
-        monkeypatch.setattr(results, "joint_parts", lambda size, gpus: joint)
+        monkeypatch.setattr(results, "joint_parts", lambda sizes, gpus: joint)
         code = main(results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", commit, *words])
         return code, json.loads(out.read_text()) if out.exists() else None
 
@@ -215,7 +218,7 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
 
 def test_parts_have_different_keys_and_kinds_that_can_be_named():
     parts = [part for group in results.parts_of(["d12", "d48", "d24"], "h100") for part in group]
-    keys = [part.key for part in [*parts, *results.joint_parts("d12", 2)]]
+    keys = [part.key for part in [*parts, *results.joint_parts(["d12"], 2)]]
     assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
@@ -247,7 +250,8 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", replaced)
     groups = results.parts_of(["d12", "d48"], "h100")
-    parts = {part.key: part for part in [*(part for group in groups for part in group), *results.joint_parts("d12", 2)]}
+    joint = results.joint_parts(["d12", "d48"], 2)
+    parts = {part.key: part for part in [*(part for group in groups for part in group), *joint]}
     found = {key: part.measure(60.0, env) for key, part in parts.items()}
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
@@ -256,6 +260,7 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     assert found["first_step_compiled.d12"]["warm_s"] == 3.0
     assert found["peer.d12.torchao_rowwise"] == dict(absent="exit code 1")
     assert found["ops.d12.fp8"] == {"ms": 9.0, "floor_ms": 8.0, "joules": 6.0, "matmul.ms": 5.0, "matmul.floor_ms": 4.0}
-    two = dict(batch=64, alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0)
+    two = dict(batch=64, alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0, each_ms=[10.0, 11.0])
     assert found["multi.d12.fp8_muon"] == two | dict(tok_s=2 * 65_536 / 12.5e-3)
     assert [" ".join(call[-2:]) for call in calls].count("--fp8.keep_bf16 head") == 2
+    assert sum("--torch" in call for call in calls) == 2 and found["multi.llama_1b.fp8"]["batch"] == 8
