@@ -9,7 +9,7 @@ import sys
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.console import command_line, print_line
 
-tools = make_app(command_line(""), "Train GPT-2: prepare data, train, sample, evaluate, export.")
+tools = make_app(command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export.")
 for name, path in {
     "train": "train:command",
     "configs": "configs:configs",

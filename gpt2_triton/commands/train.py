@@ -1,4 +1,4 @@
-"""`train`, also as train.py: train a GPT-2 from a YAML file."""
+"""`train`, also as train.py: train a model from a recipe or a YAML file."""
 
 import os
 import sys
