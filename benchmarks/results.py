@@ -114,17 +114,17 @@ def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
     figures: Figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
     alone = [round(statistics.median(rank["alone"]), 3) for rank in ranks]
-    tokens = gpus * tokens_of(size)
     figures |= dict(slowest_ms=max(alone), each_ms=alone, batch=SIZES[size].batch)
-    return figures | dict(tok_s=1e3 * tokens / medians["together"])
+    return figures | dict(tok_s=1e3 * gpus * tokens_of(size) / medians["together"])
 
 
 def json_of(module: list[str], limit: float, env: Env) -> Any:
     """Run a module with --json FILE, and return the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", *module, "--json", str(file)]
-        subprocess.run(command, check=True, timeout=limit, env=os.environ | env)
+        # at the limit `timeout` asks torchrun to end its ranks, which would keep the GPUs' memory if it were killed
+        command = ["timeout", "--kill-after=60", f"{limit:.0f}", sys.executable, "-m", *module, "--json", str(file)]
+        subprocess.run(command, check=True, env=os.environ | env)
         return json.loads(file.read_text())
 
 
@@ -286,7 +286,7 @@ class Measuring:
             return
         env = env | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
         try:
-            found = part.measure(self.end - begin, env)
+            found = part.measure(min(self.end - begin, 60 + 3 * part.seconds), env)
         except (subprocess.SubprocessError, OSError, LookupError, ValueError) as error:
             print(f"{part.key}: failed: {error}", file=sys.stderr, flush=True)
             self.failed = 1
