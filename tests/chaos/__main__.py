@@ -186,7 +186,7 @@ def chaos(
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"seed {seed}, {minutes:g} minutes, runs in {directory}", flush=True)
-    test = Chaos(directory, config.resolve(), ["--parallel.timeout", "20", *keys], seed, silent=300.0)
+    test = Chaos(directory, config.resolve(), [*keys], seed, silent=300.0)
     started = time.monotonic()
     wanted = {size: test.undisturbed(size) for size in ranks}
     for size, (_, first, end) in wanted.items():
