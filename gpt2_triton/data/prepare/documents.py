@@ -79,8 +79,8 @@ def require_all(notes: Notes, strict: bool) -> None:
 
 
 def no_text(where: object, notes: Notes) -> DataError:
-    what = f"no text, but {left_out(notes) or 'nothing'}"
-    return DataError(f"{where}: {what}; name the field that holds the text, as --field NAME")
+    what, field = left_out(notes) or "nothing", "name the field that holds the text, as --field NAME"
+    return DataError(f"{where}: no text, but {what}; {field if 'rows without' in what else 'give files with text'}")
 
 
 # ---- which files ----

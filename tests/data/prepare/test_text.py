@@ -124,7 +124,7 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")
     for name, message in (
         ("missing.txt", "no such file; give"),
-        ("empty.txt", ".*no text, but empty files: 1, first .*empty.txt; name"),
+        ("empty.txt", ".*no text, but empty files: 1, first .*empty.txt; give files with text"),
         ("latin.txt", r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 .*latin.txt > utf8.txt` conv"),
     ):
         with pytest.raises(DataError, match=f"{name}[:,]? ?{message}"):
