@@ -13,21 +13,21 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
 def plan_report(
     config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU", architecture: str | None = None
 ) -> str:
-    """Return the text: whether the run fits the GPU, the memory of each recompute level and ZeRO stage, the buffers."""
+    """Return the text: whether the run fits, memory by level and stage, buffers; without `architecture` for a CPU."""
     config, notes = choose_precision(config, architecture)
     found = forecast(config, K, gpu_bytes, shape)
     plan, level = found.plan, found.config.memory.recompute
     fits = "fits" if plan.total <= found.budget else "does not fit"
-    rest = f"and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
+    rest = f", and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     largest, rows = found.levels[level][1], shape.micro_batch * shape.accumulation
     usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
     of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
     lines = [
-        f"memory {format_bytes(plan.total)}, {rest}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
+        f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits} {gpu} of {format_bytes(gpu_bytes)}",
         f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
         f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
-        f"largest train.batch_size that fits {largest:,}{of_step}",
+        *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
         f"parameters {config.n_params:,}",
         *notes,
         "",

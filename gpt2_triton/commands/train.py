@@ -165,10 +165,6 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton import device
 
     device.require_triton()
-    if config.train.precision == "fp8" and gpu:
-        device.require_fp8(gpu, device.GPUS[gpu].architecture)
-    elif config.train.precision == "fp8":
-        device.require_own_fp8()
     import gpt2_triton.kernels as kernels
     from gpt2_triton.commands.plan import plan_report
 
@@ -177,4 +173,6 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     own = device.present() and not gpu
     where = f"the GPU {gpu}" if gpu else "this GPU" if own else "the GPU h200 (--gpu names another)"
     architecture = device.architecture() if own else device.GPUS[gpu or "h200"].architecture
+    if config.train.precision == "fp8":
+        device.require_fp8(where, architecture)
     return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)

@@ -147,16 +147,13 @@ def test_train_takes_a_recipe_by_name(here, trained):
     assert default_dir.name.startswith("quickstart-")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("x.yaml --resume must", "must"),
-        ("--resume must x.yaml --optim.lr 1", "must"),
-        ("x.yaml --resume=must", "must"),
-        ("--resume x.yaml", True),
-        ("x.yaml --resume --optim.lr 1", True),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("x.yaml --resume must", "must"),
+    ("--resume must x.yaml --optim.lr 1", "must"),
+    ("x.yaml --resume=must", "must"),
+    ("--resume x.yaml", True),
+    ("x.yaml --resume --optim.lr 1", True),
+])  # fmt: skip
 def test_train_takes_resume_as_a_flag_or_with_must(here, trained, words, expected):
     for one, first in ((train_app, []), (tools_app, ["train"])):
         assert main(one, [*first, *words.split(), "--run_dir", "old"]) == 0

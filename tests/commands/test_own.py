@@ -120,7 +120,8 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     assert " fits the GPU 4090 of 23.50 GiB\n" in fits
     assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("own text: 10,750 characters, on the CPU; ") and " fits this machine of " in out
+    assert out.startswith("own text: 10,750 characters, on the CPU; ")
+    assert " MiB: fits this machine of " in out and "that fits" not in out
     assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256

@@ -125,7 +125,7 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(found.stages) == [0, 1, 2]
     assert found.levels["gelu:1"][0] == found.stages[shape.zero] == found.plan.total
     assert list(forecast(tiny_config(), reference, GIB, StepShape.of(tiny_config())).levels) == [*RECOMPUTE_LEVELS]
-    lines = plan_report(config, reference, 8 * GIB, shape).splitlines()
+    lines = plan_report(config, reference, 8 * GIB, shape, architecture="9.0").splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
     assert lines[0].endswith(" for the CUDA context, kernels and graphs: fits a GPU of 8.00 GiB")
     assert lines[1] == "tokens of a step 32: 2 GPUs, on each 1 x 1 sequences of 16"
@@ -140,7 +140,7 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     shape = StepShape.of(config)
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
     budget = plan_memory(config, reference, 5, 16, shape=five)[0].total
-    report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape)
+    report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape, architecture="9.0")
     assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
 
