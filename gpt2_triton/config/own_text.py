@@ -65,6 +65,7 @@ SHORT = {
     "optim.master": "fp32",
 }
 LONG = {"optim.lr": 1e-3}
+OF_124M = {"optim.lr": 6e-4, "train.precision": "auto"}  # fp8's price is known at this size alone
 FINETUNING = {
     "model.dropout": 0.1,  # as GPT-2 was trained
     "data.windows": "shifted",
@@ -79,7 +80,7 @@ GPU = (
     Preset(5_000_000, "bytes", 6, 384, 256, 16_384, SHORT | {"model.dropout": 0.1}, 10, 20_000, 100, 262_144, 20, 300),
     Preset(20_000_000, "gpt2", 6, 384, 512, 65_536, LONG, 4, 20_000, 700, 524_288, 20, 100),
     Preset(500_000_000, "gpt2", 8, 512, 1024, 131_072, LONG, 4, 20_000, 700, 1_048_576, 40, 100),
-    Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, {"optim.lr": 6e-4}, 4, 19_560, 700, 10_485_760, 80, 100),
+    Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, OF_124M, 4, 19_560, 700, 10_485_760, 80, 100),
 )
 HUB = Preset(0, "gpt2", 12, 768, 1024, 8192, FINETUNING, 3, 20_000, 100, 262_144, 10, 200)  # init_from hf:
 # tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation

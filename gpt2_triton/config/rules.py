@@ -40,10 +40,7 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     if (d.train == "builtin") != (d.val == "builtin"):
         yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
     if (o.tau is None) == (o.weight_decay is None):
-        yield (
-            "optim.tau",
-            f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other",
-        )
+        yield "optim.tau", f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other"
     if o.adamw_lr and o.name == "adamw":
         yield "optim.adamw_lr", "goes with optim.name muon; set optim.lr, which is AdamW's without Muon"
     if o.master == "fp32" and t.dtype == "fp32":

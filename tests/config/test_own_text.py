@@ -42,9 +42,8 @@ def test_data_hold_a_step_and_the_validation(characters, gpu_gib):
     config = config_for(characters, gpu_gib)
     each = 1 if config.data.tokenizer == "bytes" else 10
     assert config.total_batch_tokens <= characters * (1 - VAL_FRACTION)
-    assert (
-        max(config.eval.tokens, config.train.seq_len + 1) * each <= characters * VAL_FRACTION or not config.eval.tokens
-    )
+    validated = max(config.eval.tokens, config.train.seq_len + 1) * each
+    assert validated <= characters * VAL_FRACTION or not config.eval.tokens
 
 
 def epochs(config, characters):
@@ -65,6 +64,7 @@ def test_model_and_tokens_grow_with_the_text():
     assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
     largest = configs[-1]
     assert (largest.model.n_layer, largest.model.n_embd, largest.total_batch_tokens) == (12, 768, 524_288)
+    assert [c.train.precision for c in configs] == ["bf16"] * 4 + ["auto"]
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 8])
