@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
-from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program
+from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program, torchrun
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
-KINDS = "steps,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi"
+KINDS = "steps,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi,multi_first_step"
 MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
@@ -109,8 +109,7 @@ def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -
     """Return median milliseconds of the kinds of steps (multi_gpu.py), alone those of each GPU and of the slowest too,
     and the tokens/s of all GPUs together.
     """
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", MULTI_GPU]
-    ranks = json_of([*launcher, size, *options], limit, env)["ranks"]
+    ranks = json_of([*torchrun(gpus), MULTI_GPU, size, *options], limit, env)["ranks"]
     medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
     figures: Figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
     alone = [round(statistics.median(rank["alone"]), 3) for rank in ranks]
@@ -207,10 +206,12 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
         steps = "20" if size == first else "8"
         return part(f"multi.{slug(size)}.{arm}", seconds, together, size, [*arms[arm], "--steps", steps], gpus)
 
+    started = ours(work_of(first, None, "none", "fp8"))._replace(launcher=torchrun(gpus))
     large = [size for size in sizes[1:] if size == "d48"]
     return [
         *(joint(size, arm, 40) for arm in ("fp8", "bf16") for size in (first, *large)),
         joint(first, "fp8_muon", 40),
+        part(f"multi_first_step.{first}", 45, first_step, started, first),
         joint(first, "torch", 75),
         *(joint("llama:1b", arm, 45) for arm in ("bf16", "fp8")),
         joint(first, "bf16_muon", 40),
@@ -330,7 +331,7 @@ def run(
         raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
-    one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi"} else {}
+    one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi", "multi_first_step"} else {}
     several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 else {}
 
     def missing(group: list[Part], section: dict[str, Any]) -> list[Part]:

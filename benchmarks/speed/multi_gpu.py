@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpt2_triton.kernels as K
 from benchmarks.speed import torch_gpt2
-from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
+from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
@@ -105,12 +105,6 @@ def by_turns(kinds: list[Kind], steps: int, rounds: int) -> dict[str, list[float
         for name, run in kinds[:: -1 if turn % 2 else 1]:
             out[name] += run(settle + (steps if turn else 0))[settle:]
     return out
-
-
-def shared(config: Config, ranks: int, zero: int) -> Config:
-    """Return the configuration in which each of several GPUs has the work of one GPU alone."""
-    tokens = ranks * config.total_batch_tokens
-    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
 
 
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:

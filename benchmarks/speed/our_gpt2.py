@@ -2,7 +2,7 @@
 
 python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
 
-Further options are keys of a configuration, such as --fp8.keep_bf16 none.
+Further options are keys of a configuration, such as --fp8.keep_bf16 none.  Under torchrun each GPU has this work.
 """
 
 # ruff: noqa: E402, torch is imported as by a run
@@ -23,6 +23,7 @@ from benchmarks.speed.energy import Power
 from benchmarks.speed.sizes import SIZES, Work, tokens_of, work_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.model import Model
@@ -64,10 +65,17 @@ def packed_batch(config: Config) -> torch.Tensor:
     return pack_batch(None, *tokens_of(config), config.model.vocab_size).pin_memory()
 
 
+def shared(config: Config, ranks: int, zero: int = 1) -> Config:
+    """Return the configuration in which each of several GPUs has the work of one GPU alone."""
+    tokens = ranks * config.total_batch_tokens
+    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
+
+
 def main(work: Work, steps: int, start: float) -> None:
-    config = work.config()
+    group = ProcessGroup("cuda", 300)
+    config = shared(work.config(), group.size)
     free, _ = torch.cuda.mem_get_info()
-    model = Model(config, K, "cuda")
+    model = Model(config, K, "cuda", group=group)
     compiled = model.compile()
     model.initialise(config.train.seed)
     packed = packed_batch(config)
@@ -82,6 +90,8 @@ def main(work: Work, steps: int, start: float) -> None:
     report |= dict(planned=model.plan.total / GIB, first_step=first_step)
     report |= dict(compile=compiled.seconds, kernels=compiled.kernels, loss=results[-1].loss)
     print(json.dumps(report), flush=True)
+    model.release_graphs()
+    group.close()
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from gpt2_triton.device import peak_flops
 
 
 class Program(NamedTuple):
-    """A module that times steps in a process, with its arguments after SIZE BATCH STEPS START."""
+    """A module that times steps in a process, with its arguments after SIZE BATCH STEPS START, and what starts it."""
 
     name: str
     module: str
     arguments: tuple[str, ...] = ()
     recompute: str | None = None
+    launcher: tuple[str, ...] = ()
 
 
 PYTORCH = Program("PyTorch", "benchmarks.speed.torch_gpt2")
@@ -41,6 +42,11 @@ def ours(work: Work) -> Program:
     words = ["--recompute", work.recompute, "--precision", work.precision, "--optim", work.optim]
     name = f"ours {work.precision}" + ("" if work.optim == "adamw" else f" {work.optim}")
     return Program(name, "benchmarks.speed.our_gpt2", (*words, *work.keys), work.recompute)
+
+
+def torchrun(gpus: int) -> tuple[str, ...]:
+    """Return the words between `python -m` and a module that run it on GPUs of this machine."""
+    return "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"
 
 
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
@@ -66,7 +72,8 @@ def run_program(
     If it fails, print its stderr and raise CalledProcessError.  Raise TimeoutExpired after `limit` seconds.
     """
     name, start = f"{program.name} {size} B {batch}", time.time()
-    command = [sys.executable, "-m", program.module, size, str(batch), str(steps), str(start), *program.arguments]
+    words = [*program.launcher, program.module, size, str(batch), str(steps), str(start), *program.arguments]
+    command = [sys.executable, "-m", *words]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=limit)
     if run.returncode:
         print(f"{name}: failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
