@@ -127,7 +127,7 @@ PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
     "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
-    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".0%"),
+    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".1%"),
     "cold_s": ("s, empty cache", ".1f"), "compile_s": ("s of `compile`", ".1f"), "warm_s": ("s, filled cache", ".1f"),
 }  # fmt: skip
 

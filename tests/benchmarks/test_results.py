@@ -98,8 +98,8 @@ def test_tables_have_the_figures_of_each_machine():
     assert " | 16.3 | 2.00 |" in text["muon"] and text["levels"].count("| 124M | fp8 |") == 2
     assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
-    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 1.23 | 98% |")
-    assert "| 124M | PyTorch |  | 120.0 |  | 125.0 |  | 1.00 | 96% |" in text["multi"]
+    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 1.23 | 98.0% |")
+    assert "| 124M | PyTorch |  | 120.0 |  | 125.0 |  | 1.00 | 96.0% |" in text["multi"]
     assert text["prices"].count("\n") == 2 and text["prices"].endswith(
         " | 8 | +0.0100 ± 0.0040 | +0.0100 ± 0.0040 | 1.0% |"
     )
