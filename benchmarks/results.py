@@ -209,9 +209,9 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
     started = ours(work_of(first, None, "none", "fp8"))._replace(launcher=torchrun(gpus))
     large = [size for size in sizes[1:] if size == "d48"]
     return [
+        part(f"multi_first_step.{first}", 35, first_step, started, first),  # first: with an empty cache
         *(joint(size, arm, 40) for arm in ("fp8", "bf16") for size in (first, *large)),
         joint(first, "fp8_muon", 40),
-        part(f"multi_first_step.{first}", 45, first_step, started, first),
         joint(first, "torch", 75),
         *(joint("llama:1b", arm, 45) for arm in ("bf16", "fp8")),
         joint(first, "bf16_muon", 40),
