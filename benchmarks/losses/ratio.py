@@ -1,0 +1,135 @@
+"""How many tokens does AdamW need for Muon's loss?  Fits L = E + A D^-a to the runs of scale.yaml, size by size.
+
+    python -m benchmarks.losses.ratio RESULTS.jsonl
+
+E is one for both optimizers.  The fit leaves out L1's runs and is compared with them.  A run's noise is that of equal
+runs of other seeds, of all sizes.  With E given, log A and a follow from log(L - E) by weighted least squares, and a
+ratio is a linear condition on them (Fieller's method).  The 95% interval holds the ratios for which some E and this
+condition together add at most Student's t squared to the squares of the best fit.
+"""
+
+import argparse
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.losses.pairs import T_QUANTILES, Result, read_results
+
+OPTIMIZERS = ("adamw", "muon")
+LOG_RATIOS = np.linspace(np.log(0.1), np.log(30), 2001)
+FARTHEST = 10_000.0  # million tokens
+
+
+class Run(NamedTuple):
+    size: str
+    optimizer: str
+    tokens: float  # millions
+    loss: float
+    fitted: bool
+
+
+class Noise(NamedTuple):
+    sd: float
+    freedom: int  # degrees of freedom of sd
+
+
+def runs_of(rows: Iterable[Result]) -> list[Run]:
+    """Return the runs with AdamW and Muon at equal budgets."""
+    found = []
+    for row in rows:
+        if named := re.fullmatch(r"(L1|d\d+) (adamw|muon) \d+[MB]", row["arm"]):
+            first = named[1] == "L1"
+            found.append(Run("d12" if first else named[1], named[2], row["tokens"] / 1e6, row["val_loss"], not first))
+    return found
+
+
+def noise_of(runs: list[Run], optimizer: str) -> Noise:
+    groups: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        if run.optimizer == optimizer:
+            groups.setdefault((run.size, run.tokens), []).append(run.loss)
+    freedom = sum(len(group) - 1 for group in groups.values())
+    return Noise((sum(map(_squares, groups.values())) / freedom) ** 0.5, freedom)
+
+
+def _squares(losses: list[float]) -> float:
+    return sum((loss - statistics.fmean(losses)) ** 2 for loss in losses)
+
+
+class Curve:
+    """For each E: log A and a of one optimizer, their covariance, and the squares that stay, in units of the noise."""
+
+    def __init__(self, E: np.ndarray, runs: list[Run], sd: float):
+        over = np.array([run.loss for run in runs]) - E[:, None]
+        y, design = np.log(over), np.array([(1, -np.log(run.tokens)) for run in runs])
+        weights = (over / sd) ** 2
+        self.covariance = np.linalg.inv(np.einsum("ep,pi,pj->eij", weights, design, design))
+        self.found = np.einsum("eij,pj,ep->ei", self.covariance, design, weights * y)
+        self.squares = (weights * (y - self.found @ design.T) ** 2).sum(1)
+
+
+class Fit:
+    def __init__(self, runs: list[Run], noise: dict[str, Noise]):
+        mine = [[run for run in runs if run.optimizer == name and run.fitted] for name in OPTIMIZERS]
+        least = min(run.loss for some in mine for run in some)
+        self.E = least - np.geomspace(0.02, least, 400)
+        self.curves = [Curve(self.E, some, noise[name].sd) for name, some in zip(OPTIMIZERS, mine, strict=True)]
+        self.squares = self.curves[0].squares + self.curves[1].squares
+        self.best = int(self.squares.argmin())
+        self.t = T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
+
+    def loss(self, optimizer: str, tokens: float) -> float:
+        log_A, a = self.curves[OPTIMIZERS.index(optimizer)].found[self.best]
+        return float(self.E[self.best] + np.exp(log_A - a * np.log(tokens)))
+
+    def ratio(self, tokens: float) -> tuple[float, float, float]:
+        """Return AdamW's tokens divided by Muon's, for Muon's loss after `tokens`, and the ends of its interval."""
+        adamw, muon = self.curves
+        x, to = np.log(tokens), np.stack([np.ones_like(LOG_RATIOS), -np.log(tokens) - LOG_RATIOS], 1)
+        here = np.array([1, -x])
+        # equal losses: log A - a (x + ratio) of AdamW is log A - a x of Muon
+        apart = adamw.found @ to.T - (muon.found @ here)[:, None]
+        variance = np.einsum("ri,eij,rj->er", to, adamw.covariance, to)
+        variance += np.einsum("i,eij,j->e", here, muon.covariance, here)[:, None]
+        added = (self.squares - self.squares[self.best])[:, None] + apart**2 / variance
+        inside, step = LOG_RATIOS[added.min(0) <= self.t**2], LOG_RATIOS[1] - LOG_RATIOS[0]
+        best = LOG_RATIOS[np.abs(apart[self.best]).argmin()]
+        low, middle, high = np.exp([inside.min() - step, best, inside.max() + step])
+        return float(middle), float(low), float(high)
+
+
+def report(runs: list[Run]) -> str:
+    """Return a table of ratios by size and budget, then the noise, the fits and L1's runs beside them."""
+    noise = {name: noise_of(runs, name) for name in OPTIMIZERS}
+    lines = ["| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |", "|---" * 7 + "|"]
+    notes = [f"{name}: a run's sd {sd:.4f}, {freedom} degrees of freedom" for name, (sd, freedom) in noise.items()]
+    for size in sorted({run.size for run in runs}, key=lambda size: int(size[1:])):
+        mine = [run for run in runs if run.size == size]
+        fit = Fit(mine, noise)
+        for tokens in [*sorted({run.tokens for run in mine}), FARTHEST]:
+            both = [[run.loss for run in mine if (run.optimizer, run.tokens) == (name, tokens)] for name in OPTIMIZERS]
+            means = [statistics.fmean(losses) for losses in both if losses]
+            cells = [f"{x:.4f}" for x in means] + [f"{means[1] - means[0]:+.4f}"] if len(means) == 2 else [""] * 3
+            ratio, low, high = fit.ratio(tokens)
+            cells = [size, f"{tokens:,.0f}", *cells, f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+        a = [curve.found[fit.best, 1] for curve in fit.curves]
+        notes.append(f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon")
+        for run in (run for run in mine if not run.fitted):
+            expected = fit.loss(run.optimizer, run.tokens)
+            notes.append(f"{size} {run.optimizer} {run.tokens:,.0f}: {run.loss:.4f}; the fit has {expected:.4f}")
+    return "\n".join([*lines, "", *notes])
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    print(report(runs_of(read_results(parser.parse_args(words).results))))
+
+
+if __name__ == "__main__":
+    main()
