@@ -30,7 +30,7 @@ BUDGETS = {
     "tests": 1124,
     "tests/benchmarks": 351,
     "tests/benchmarks/accuracy": 131,
-    "tests/benchmarks/losses": 590,
+    "tests/benchmarks/losses": 589,
     "tests/benchmarks/speed": 336,
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
