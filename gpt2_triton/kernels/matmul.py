@@ -164,7 +164,7 @@ def _add_dw_partials_kernel(
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
-    stride = split_tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
+    stride = tl.cast(split_tiles, tl.int64) * (BLOCK_M * BLOCK_N)
     part_ptr += slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
     at = rows[:, None] * BLOCK_N + cols[None, :]
     total = tl.load(part_ptr + at)

@@ -40,6 +40,15 @@ def test_kernels_of_a_large_run_are_compiled_once(monkeypatch, tmp_path):
     assert modules and all(b"\0libcuda.so.1\0" in module for module in modules)
 
 
+@pytest.mark.slow
+def test_kernels_of_a_narrow_model_compile(monkeypatch, tmp_path):
+    """Its products have one tile, and Triton takes an argument of 1 as a constant."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    narrow = "--model.n_embd", "128", "--model.n_head", "2", "--train.dtype", "bf16"
+    printed = compiled_elsewhere("-m", "gpt2_triton", "compile", "quickstart", *narrow, "--gpu", "h100")
+    assert " kernels for h100 are in " in printed
+
+
 @pytest.mark.parametrize(
     "words, why",
     [
