@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
     "tests/checkpoint": 2301,
-    "tests/commands": 1468,
+    "tests/commands": 1467,
     "tests/config": 634,
     "tests/data": 990,
     "tests/data/prepare": 1183,
