@@ -109,11 +109,12 @@ def _plan_between_steps(
 ) -> MemoryPlan:
     """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that are free there."""
     forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
+    fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}  # the latter: rope
     levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
     acts = [b for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
-    return place_buffers([b for b in acts if b.live], [b for b in plan.buffers.values() if b.name in names])
+    return place_buffers([b for b in acts if b.live and b.name not in fixed], [*fixed.values()])
 
 
 def recompute_levels(config: Config, training: bool) -> list[str]:

@@ -151,6 +151,17 @@ def test_gradients_in_fp8_point_where_those_of_float64_do(precision, arch):
         assert cosine > 0.99 and 0.97 < ratio < 1.03, f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
 
 
+@every_arch
+@pytest.mark.parametrize("precision", fp8_precisions)
+def test_evaluation_between_fp8_steps_has_the_bits_of_a_bf16_model(precision, arch):
+    model, plain = wide_model(precision, arch=arch), wide_model(arch=arch)
+    train_steps(model, 2)
+    plain.state.params.copy_(model.state.params)
+    batch = [t.numpy() for t in batches(model.config, 1)[0]]
+    in_bf16 = model.evaluate(*batch)
+    assert torch.equal(in_bf16, plain.evaluate(*batch)) and 0 < error(model.evaluate(*batch, fp8=True), in_bf16) < 1e-2
+
+
 @every_precision
 def test_a_step_launches_triton_kernels_and_copies_only(precision):
     """Of the second step, without copies and fills."""

@@ -162,11 +162,12 @@ def test_a_skipped_step_changes_no_scale():
 
 
 @pytest.mark.slow
-def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment():
+@pytest.mark.parametrize("llama", [False, True])
+def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
     """In fp8 with the scales of the step, and in train.dtype as a bf16 model does, which also give logits and samples.
     Neither changes the next step.
     """
-    one, other, plain = fp8_model(), fp8_model(), fp8_model(precision="bf16")
+    one, other, plain = (fp8_model(precision=precision, llama=llama) for precision in ("fp8", "fp8", "bf16"))
     for model in (one, other):
         train_steps(model, 1)
     plain.state.params.copy_(one.state.params)
@@ -221,9 +222,11 @@ def test_rows_of_the_state_have_the_sizes_of_the_kernels():
         assert plan_of(fp8_config(keep=keep)).buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
 
 
-def test_forward_pass_between_steps_overlaps_no_state():
-    plan = plan_of(fp8_config())
-    state = [b for b in plan.between.buffers.values() if b.name in State.__dataclass_fields__]
+@pytest.mark.parametrize("llama", [False, True])
+def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
+    plan = plan_of(fp8_config(llama=llama))
+    kept = {*State.__dataclass_fields__, "rope"}
+    state = [b for b in plan.between.buffers.values() if b.name in kept]
     assert {b.name: b.offset for b in state} == {b.name: plan.buffers[b.name].offset for b in state}
     acts = [b for b in plan.between.buffers.values() if b not in state]
     assert {"x", "ln", "qkv", "att", "fcg"} <= {b.name for b in acts}
