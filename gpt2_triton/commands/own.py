@@ -111,10 +111,11 @@ def _weights(init_from: str) -> "Weights | None":
 def export(run_dir: Path, config: Config) -> None:
     """Write the best checkpoint of a run, else the newest, in the format of Hugging Face, beside its checkpoints."""
     from gpt2_triton.checkpoint import export as exporting
-    from gpt2_triton.checkpoint.load import best_checkpoint, find_checkpoint
+    from gpt2_triton.checkpoint.format import list_steps
+    from gpt2_triton.checkpoint.load import best_checkpoint
 
-    found = find_checkpoint(run_dir)
-    found = best_checkpoint(found) or found
+    _, newest = list_steps(run_dir / "checkpoints")[-1]
+    found = best_checkpoint(newest) or newest  # the export verifies it; a hash of 1B parameters' state takes 10 s
     if not (out := run_dir / f"exported_{found.name}").exists():
         exporting.export(str(found), out, "hf", config.train.dtype)
         print_line(f"wrote {out}, for transformers")
