@@ -12,6 +12,8 @@ Where the rows of the tables come from:
   CPU         In the time that 2 layers of 128 channels get to 2.1 or 1 layer of 128 to 1.99, 1 layer of 64 channels
               gets to 1.95 on tinyshakespeare.  Muon at 0.02 is 0.4 lower than AdamW after 150 steps.  A step takes the
               interpreter 1.2 seconds of a core.
+  saves       Each validation of fine-tuning gives a new best checkpoint.  Writing 12 bytes and a hash for each
+              parameter takes as long as some 200 steps of 8,192 tokens, whatever the size of the model.
 """
 
 import math
@@ -83,6 +85,7 @@ GPU = (
     Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, OF_124M, 4, 19_560, 700, 10_485_760, 80, 100),
 )
 HUB = Preset(0, "gpt2", 12, 768, 1024, 8192, FINETUNING, 3, 20_000, 100, 262_144, 10, 200)  # init_from hf:
+HUB_APART = 200  # least steps between validations of fine-tuning, but at least one an epoch
 # tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation
 MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
@@ -122,7 +125,8 @@ def choose(
     batch, step_tokens = _batch(preset, tokens // T, T, gpu_gib, gpus, number)
     step_tokens = number("train.total_batch_tokens", step_tokens)
     steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * tokens // step_tokens)))
-    every, evaluated = max(1, steps // preset.validations), preset.eval_tokens // T * T
+    apart = min(HUB_APART, math.ceil(steps / preset.epochs)) if preset is HUB else 1
+    every, evaluated = max(apart, steps // preset.validations), preset.eval_tokens // T * T
     keys: dict[str, Any] = {
         "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
         **_sizes(preset, T, given, number, source),

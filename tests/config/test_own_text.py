@@ -1,5 +1,7 @@
 """Keys for a user's own text: valid on every machine, in proportion to the text, and after the keys that are given."""
 
+import math
+
 import pytest
 
 import gpt2_triton.kernels as kernels
@@ -115,6 +117,13 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
     assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
     assert (short.model.block_size, short.train.seq_len) == (1024, 256)
+
+
+def test_finetuning_saves_no_oftener_than_its_steps_pay_for():
+    for characters, saves in ((50_000, 3), (1_000_000, 3), (6_000_000, 3), (12_000_000, 5), (100_000_000, 11)):
+        config = config_for(characters, 139.8, init_from="hf:gpt2")
+        every = config.eval.every
+        assert every == config.checkpoint.every and math.ceil(config.train.steps / every) == saves
 
 
 def test_weights_that_were_read_decide_model_and_sequence():
