@@ -76,7 +76,7 @@ def settings(
             tokenizer: str = continued.data.tokenizer
             look_in(tokenizer, run_dir)
         else:
-            source = _weights(given.get("init_from", ""))
+            source = _weights(given.get("init_from", ""), download=prepare)
             usual = source and source.tokenizer or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
             tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
             model = source.model if source else None
@@ -94,13 +94,13 @@ def settings(
     return config
 
 
-def _weights(init_from: str) -> "Weights | None":
-    """Return the weights of hf:DIR_OR_NAME; None for other sources, and for OpenAI's, which own_text knows by name."""
+def _weights(init_from: str, download: bool) -> "Weights | None":
+    """Return the weights of hf:DIR_OR_NAME; None for other sources, and without `download` for OpenAI's names."""
     from gpt2_triton.checkpoint import huggingface
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
     kind, _, where = init_from.partition(":")
-    if kind != "hf" or (where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()):
+    if kind != "hf" or not (download or Path(where).is_dir() or where.rpartition("/")[2] not in HUB_SIZES):
         return None
     weights = huggingface.read(where)
     if weights.tokenizer is None:

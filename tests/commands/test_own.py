@@ -150,7 +150,7 @@ def test_one_rank_exports(here, trained, monkeypatch):
     exported = []
     monkeypatch.setattr(own, "export", lambda *_: exported.append(os.environ["RANK"]))
     monkeypatch.setattr(trainer, "train", lambda *_: 0)
-    monkeypatch.setattr(own, "_weights", lambda _: None)
+    monkeypatch.setattr(own, "_weights", lambda *_, **words: None)
     launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
     for rank in "01":
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
@@ -166,6 +166,17 @@ def test_weights_of_an_unknown_vocabulary_are_refused_before_the_text_is_prepare
     export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
     assert main(app, ["own", "--data", "my.txt", "--init_from", "hf:theirs"]) == 4
     assert "its 300 tokens are neither" in capsys.readouterr().err and not (here / "data").exists()
+
+
+def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, trained, monkeypatch):
+    """But not for a plan, which knows their sizes."""
+    asked = []
+    monkeypatch.setattr(huggingface, "read", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7))
+    words = ["own", "--data", "my.txt", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
+    assert main(app, [*words, "--print_config"]) == 0 and asked == []
+    with pytest.raises(SystemExit):
+        main(app, words)
+    assert asked == [("gpt2", False)]
 
 
 def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, trained, capsys):
