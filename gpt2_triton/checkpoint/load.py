@@ -86,7 +86,7 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
 def _non_finite(step_dir: Path) -> str:
     """Return where a checkpoint has NaN or infinity: hashes do not show damage in a GPU's memory."""
     try:
-        for path in step_dir.glob("rank_*"):
+        for path in step_dir.glob("rank_*.safetensors"):
             _read_tensors(path)
     except (OSError, CheckpointError) as error:
         return str(error)
