@@ -11,11 +11,11 @@ in step    the same, but a step begins when all GPUs have ended the previous ste
 together   one model on all GPUs
 
 A round times a stretch of steps of each kind.  Power, and so speed, depends on temperature and on the numbers that are
-multiplied.  So stretches begin with the same weights, and every second round reverses the kinds.  Steps before the
+multiplied.  So our stretches begin with the same weights, and every second round reverses the kinds.  Steps before the
 timed ones let ranks synchronise, graphs be captured and clocks fall; round 0 has no others.
 
 --torch times PyTorch's DistributedDataParallel: the model, tokens and steps of torch_gpt2.py, `alone` under no_sync.
-Its gradients are bf16 and views of DDP's buckets, so it sends half as many bytes.
+Its gradients are bf16 and views of DDP's buckets, so it sends two thirds of the bytes.
 """
 
 import argparse
@@ -164,6 +164,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
     given, keys = parser.parse_known_args()
+    if given.torch and (given.batch or given.micro_steps > 1):
+        parser.error("--torch: takes one micro-step of the usual batch; leave out --batch and --micro_steps")
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
     main(configured(given, keys), given)
