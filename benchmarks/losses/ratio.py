@@ -3,9 +3,10 @@
     python -m benchmarks.losses.ratio RESULTS.jsonl
 
 E is one for both optimizers.  The fit leaves out L1's runs and is compared with them.  A run's noise is that of equal
-runs of other seeds, of all sizes.  With E given, log A and a follow from log(L - E) by weighted least squares, and a
-ratio is a linear condition on them (Fieller's method).  The 95% interval holds the ratios for which some E and this
-condition together add at most Student's t squared to the squares of the best fit.
+runs of other seeds and the same size.  A size without such runs has the largest noise of its optimizer.  With E given,
+log A and a follow from log(L - E) by weighted least squares, and a ratio is a linear condition on them (Fieller's
+method).  The 95% interval holds the ratios for which some E and this condition together add at most Student's t squared
+to the squares of the best fit.
 """
 
 import argparse
@@ -20,7 +21,9 @@ import numpy as np
 from benchmarks.losses.pairs import T_QUANTILES, Result, read_results
 
 OPTIMIZERS = ("adamw", "muon")
-LOG_RATIOS = np.linspace(np.log(0.1), np.log(30), 2001)
+LEAST, MOST = 0.1, 30.0  # ratios that are reported
+LOG_RATIOS = np.linspace(np.log(LEAST / 1.01), np.log(MOST * 1.01), 2001)
+BUDGETS = 3  # of an optimizer; fewer leave E open
 FARTHEST = 10_000.0  # million tokens
 
 
@@ -35,6 +38,7 @@ class Run(NamedTuple):
 class Noise(NamedTuple):
     sd: float
     freedom: int  # degrees of freedom of sd
+    size: str  # the runs it comes from
 
 
 def runs_of(rows: Iterable[Result]) -> list[Run]:
@@ -47,13 +51,17 @@ def runs_of(rows: Iterable[Result]) -> list[Run]:
     return found
 
 
-def noise_of(runs: list[Run], optimizer: str) -> Noise:
-    groups: dict[tuple[str, float], list[float]] = {}
+def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise | None:
+    """Return the noise of this size's runs, or of the noisiest size if these have no other seeds."""
+    groups: dict[str, dict[float, list[float]]] = {}
     for run in runs:
         if run.optimizer == optimizer:
-            groups.setdefault((run.size, run.tokens), []).append(run.loss)
-    freedom = sum(len(group) - 1 for group in groups.values())
-    return Noise((sum(map(_squares, groups.values())) / freedom) ** 0.5, freedom)
+            groups.setdefault(run.size, {}).setdefault(run.tokens, []).append(run.loss)
+    found = {}
+    for name, losses in groups.items():
+        if freedom := sum(len(group) - 1 for group in losses.values()):
+            found[name] = Noise((sum(map(_squares, losses.values())) / freedom) ** 0.5, freedom, name)
+    return found.get(size) or max(found.values(), default=None)
 
 
 def _squares(losses: list[float]) -> float:
@@ -96,7 +104,8 @@ class Fit:
         variance = np.einsum("ri,eij,rj->er", to, adamw.covariance, to)
         variance += np.einsum("i,eij,j->e", here, muon.covariance, here)[:, None]
         added = (self.squares - self.squares[self.best])[:, None] + apart**2 / variance
-        inside, step = LOG_RATIOS[added.min(0) <= self.t**2], LOG_RATIOS[1] - LOG_RATIOS[0]
+        nearest, step = added.min(0), LOG_RATIOS[1] - LOG_RATIOS[0]
+        inside = LOG_RATIOS[nearest <= max(self.t**2, nearest.min())]  # a ratio beyond the limits leaves the nearest
         best = LOG_RATIOS[np.abs(apart[self.best]).argmin()]
         low, middle, high = np.exp([inside.min() - step, best, inside.max() + step])
         return float(middle), float(low), float(high)
@@ -104,25 +113,44 @@ class Fit:
 
 def report(runs: list[Run]) -> str:
     """Return a table of ratios by size and budget, then the noise, the fits and L1's runs beside them."""
-    noise = {name: noise_of(runs, name) for name in OPTIMIZERS}
     lines = ["| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |", "|---" * 7 + "|"]
-    notes = [f"{name}: a run's sd {sd:.4f}, {freedom} degrees of freedom" for name, (sd, freedom) in noise.items()]
+    notes = []
     for size in sorted({run.size for run in runs}, key=lambda size: int(size[1:])):
         mine = [run for run in runs if run.size == size]
+        noise = {name: one for name in OPTIMIZERS if (one := noise_of(runs, name, size))}
+        if lacks := _lacks(mine, noise):
+            notes.append(f"{size} is left out: {', '.join(lacks)}")
+            continue
         fit = Fit(mine, noise)
         for tokens in [*sorted({run.tokens for run in mine}), FARTHEST]:
             both = [[run.loss for run in mine if (run.optimizer, run.tokens) == (name, tokens)] for name in OPTIMIZERS]
             means = [statistics.fmean(losses) for losses in both if losses]
             cells = [f"{x:.4f}" for x in means] + [f"{means[1] - means[0]:+.4f}"] if len(means) == 2 else [""] * 3
-            ratio, low, high = fit.ratio(tokens)
-            cells = [size, f"{tokens:,.0f}", *cells, f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"]
+            ratio, low, high = map(_shown, fit.ratio(tokens))
+            cells = [size, f"{tokens:,.0f}", *cells, ratio, f"{low} to {high}"]
             lines.append(f"| {' | '.join(cells)} |")
         a = [curve.found[fit.best, 1] for curve in fit.curves]
         notes.append(f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon")
+        for name, (sd, freedom, source) in noise.items():
+            notes.append(f"{size} {name}: a run's sd {sd:.4f}, from {source} with {freedom} degrees of freedom")
         for run in (run for run in mine if not run.fitted):
             expected = fit.loss(run.optimizer, run.tokens)
             notes.append(f"{size} {run.optimizer} {run.tokens:,.0f}: {run.loss:.4f}; the fit has {expected:.4f}")
     return "\n".join([*lines, "", *notes])
+
+
+def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
+    """Name what the runs of one size lack for a fit."""
+    lacks = []
+    for name in OPTIMIZERS:
+        budgets = {run.tokens for run in mine if run.optimizer == name and run.fitted}
+        lacks += [f"{name} has {len(budgets)} of {BUDGETS} budgets"] if len(budgets) < BUDGETS else []
+        lacks += [] if name in noise else [f"{name} has no equal runs of two seeds"]
+    return lacks
+
+
+def _shown(ratio: float) -> str:
+    return f"> {MOST:g}" if ratio > MOST else f"< {LEAST:g}" if ratio < LEAST else f"{ratio:.2f}"
 
 
 def main(words: list[str] | None = None) -> None:
