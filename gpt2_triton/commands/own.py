@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN, find
-from gpt2_triton.config.rules import HUB_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError
@@ -95,14 +95,15 @@ def settings(
 
 
 def _weights(init_from: str, download: bool) -> "Weights | None":
-    """Return the weights of hf:DIR_OR_NAME; None for other sources, and without `download` for OpenAI's names."""
-    from gpt2_triton.checkpoint import huggingface
+    """Return the weights of init_from; None for scratch, and without `download` for OpenAI's names."""
+    from gpt2_triton.checkpoint.sources import open_weights
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
     kind, _, where = init_from.partition(":")
-    if kind != "hf" or not (download or Path(where).is_dir() or where.rpartition("/")[2] not in HUB_SIZES):
+    named = kind == "hf" and where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()
+    if kind not in INIT_SOURCES or named and not download:
         return None
-    weights = huggingface.read(where)
+    weights = open_weights(init_from)
     if weights.tokenizer is None:
         raise no_tokenizer(weights)
     return weights

@@ -84,7 +84,7 @@ GPU = (
     Preset(500_000_000, "gpt2", 8, 512, 1024, 131_072, LONG, 4, 20_000, 700, 1_048_576, 40, 100),
     Preset(5_000_000_000, "gpt2", 12, 768, 1024, 524_288, OF_124M, 4, 19_560, 700, 10_485_760, 80, 100),
 )
-HUB = Preset(0, "gpt2", 12, 768, 1024, 8192, FINETUNING, 3, 20_000, 100, 262_144, 10, 200)  # init_from hf:
+HUB = Preset(0, "gpt2", 12, 768, 1024, 8192, FINETUNING, 3, 20_000, 100, 262_144, 10, 200)  # of init_from
 HUB_APART = 200  # least steps between validations of fine-tuning, but at least one an epoch
 # tokens of a micro-batch by GPU memory in GiB: the plan of GPT-2 124M fits with some recomputation
 MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
@@ -92,7 +92,7 @@ MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
 def preset_for(characters: int, gpu_gib: float | None, given: Mapping[str, str]) -> Preset:
     """Return the preset for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
-    if given.get("init_from", "").startswith("hf:"):
+    if given.get("init_from", "scratch") != "scratch":
         return HUB
     return [preset for preset in (CPU if gpu_gib is None else GPU) if preset.characters <= characters][-1]
 
@@ -166,7 +166,7 @@ def _agree_with(given: Mapping[str, str], keys: dict[str, Any]) -> None:
 def _sizes(
     preset: Preset, T: int, given: Mapping[str, str], number: Number, source: ModelConfig | None
 ) -> dict[str, Any]:
-    """Return the keys of the model's size; the weights of init_from decide the size of a model from the Hub."""
+    """Return the keys of the model's size; the weights of init_from decide it."""
     if source and "model.size" not in given:
         return {f"model.{key}": value for key, value in source.model_dump(exclude_none=True).items()}
     if preset is HUB:

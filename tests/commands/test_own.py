@@ -13,6 +13,7 @@ import yaml
 from gpt2_triton import device
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.sources import READERS
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
@@ -144,6 +145,10 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     assert tuned.model == before.model
     norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
     assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
+    argv = ["own", "--data", "my.txt", "--init_from", "checkpoint:run/best", "--run_dir", "again", *small]
+    assert main(app, argv) == 0
+    first, again = (yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again"))
+    assert again["model"] == first["model"] and again["optim"] == first["optim"]
 
 
 def test_one_rank_exports(here, trained, monkeypatch):
@@ -171,7 +176,7 @@ def test_weights_of_an_unknown_vocabulary_are_refused_before_the_text_is_prepare
 def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, trained, monkeypatch):
     """But not for a plan, which knows their sizes."""
     asked = []
-    monkeypatch.setattr(huggingface, "read", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7))
+    monkeypatch.setitem(READERS, "hf", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7))
     words = ["own", "--data", "my.txt", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
     assert main(app, [*words, "--print_config"]) == 0 and asked == []
     with pytest.raises(SystemExit):
