@@ -204,6 +204,10 @@ def plot(
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")
+    for run in runs if openai or beside else ():
+        config = run / "config.yaml"
+        if config.is_file() and "tokenizer: gpt2\n" not in config.read_text():
+            print(printable(f"note: {run}: its tokens are not GPT-2's; do not compare its losses with theirs"))
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
         print(printable(line))
     print(printable(f"wrote {out}"))

@@ -88,6 +88,10 @@ def test_published_curves_are_laid_beside_runs_as_far_as_these_have_come(panels,
     assert main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")]) == 0
     line = capsys.readouterr().out.splitlines()[0]  # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
     assert line == "run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233 there (GPT-2's architecture)"
+    for tokenizer, noted in (("gpt2", False), ("bytes", True)):
+        (run / "config.yaml").write_text(f"data:\n  tokenizer: {tokenizer}\n  windows: fixed\n")
+        assert main(tools, ["plot", str(run), "--openai", "-o", str(tmp_path / "a.svg")]) == 0
+        assert ("run: its tokens are not GPT-2's" in capsys.readouterr().out) == noted
     assert main(tools, ["plot", str(run), "--beside", "none", "-o", str(tmp_path / "a.svg")]) == 2
     assert "--beside: unknown curve none; known are gpt2_124m_llmc, " in capsys.readouterr().err
 
