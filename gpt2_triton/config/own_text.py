@@ -118,7 +118,7 @@ def choose(
     T = number("train.seq_len", T)
     needed = math.ceil((T * per_token + 4) / VAL_FRACTION)
     if characters < needed:
-        wrong = f"--data: {characters:,} characters are too little text, {needed:,} give a sequence of validation"
+        wrong = f"--data: {characters:,} characters are too little text; a sequence of validation needs {needed:,}"
         raise DataError(f"{wrong}; give more text, or a smaller --train.seq_len")
     val_tokens = int(characters * VAL_FRACTION) // per_token
     tokens = int(characters * (1 - VAL_FRACTION)) // per_token
@@ -196,7 +196,7 @@ def summary(config: Config, characters: int, machine: str) -> str:
     """Return lines that show what was chosen."""
     m, t, o = config.model, config.train, config.optim
     return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
-  model: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {config.n_params:,} parameters
+  model: layers {m.n_layer}, heads {m.n_head}, channels {m.n_embd}, parameters {config.n_params:,}
   steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
 optimizer {o.name}, learning rate {o.lr:g}, warmup {o.warmup}
   steps between validations {config.eval.every}, checkpoints {config.checkpoint.every}, samples {config.sample.every}; \

@@ -138,7 +138,7 @@ def test_weights_that_were_read_decide_model_and_sequence():
 
 def test_too_little_text_is_refused_with_what_is_needed():
     assert config_for(680).train.steps >= 1
-    with pytest.raises(DataError, match=r"679 characters are too little text, 680 give .*; give more"):
+    with pytest.raises(DataError, match=r"679 characters are too little text; .* needs 680; give more"):
         config_for(679)
     assert config_for(400, train__seq_len="32").train.seq_len == 32
 
@@ -147,7 +147,7 @@ def test_summary_tells_what_was_picked():
     text = summary(config_for(1_000_000), 1_000_000, "the CPU")
     for part in (
         "1,000,000 characters, on the CPU; tokenizer bytes\n",
-        "1 layers, 1 heads, 64 channels",
+        "layers 1, heads 1, channels 64",
         "250 of 2,048",
         "between validations 50, checkpoints 50, samples 125; any key can be given",
     ):
