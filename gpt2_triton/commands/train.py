@@ -147,6 +147,7 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             usual = "; options are --section.key value, as in --optim.lr 3e-4; quote a pattern, as in 'train_*.bin'"
+            usual += "; --resume takes nothing, or must"
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
         if key not in known:
             raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")

@@ -50,7 +50,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "in a new run, total_batch_tokens to 768"),
     (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
     (["x.yaml", "--plan", "--print_config"], "--plan, --print_config: each prints something else; give one of them"),
-    (["x.yaml", "--resume", "True"], "True: unexpected; options are --section.key value"),
+    (["x.yaml", "--resume", "True"], "; --resume takes nothing, or must"),
     (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
     (["x.yaml", "--plan", "--gpu", "v100"], "--gpu: unknown GPU v100; known are a100-40"),
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
