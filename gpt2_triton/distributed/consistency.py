@@ -28,7 +28,7 @@ def require_shared_run_dir(run_dir: Path, control: ControlGroup, seconds: float 
     control.from_rank0(lambda: path.unlink(missing_ok=True))
     if unable := [rank for rank, is_able in enumerate(able) if not is_able]:
         control.leave()
-        raise ConfigError(f"--run_dir: ranks {unable} cannot write to {run_dir}; give a directory that all nodes share")
+        raise ConfigError(f"--run_dir: ranks {unable} do not see {run_dir}, or cannot write there; share it with them")
 
 
 def require_equal(control: ControlGroup, **values: Any) -> None:
