@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 278,
     "tests/chaos": 663,
     "tests/checkpoint": 2301,
-    "tests/commands": 1487,
+    "tests/commands": 1490,
     "tests/config": 643,
     "tests/data": 990,
     "tests/data/prepare": 1183,
