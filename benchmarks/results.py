@@ -138,7 +138,7 @@ def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -
 def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     """Return groups of parts, the most important first.  Only the first size has all groups."""
     first, compile_s = sizes[0], dict(d12=60, d24=90, d36=120, d48=150)  # torch.compile
-    tokens = tokens_of(first)
+    torchao = [(program, size) for program in TORCHAO[::-1] for size in (first, "llama:1b")]
 
     def step(kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0) -> Part:
         seconds = (12 if size == "d12" else 20) + more
@@ -163,7 +163,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
         return step("muon", first, arm, program, more, MUON_STEP)
 
-    words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens))
+    words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens_of(first)))
     torch_muon = PYTORCH._replace(name="PyTorch muon", arguments=words)
     d, *rest = (group(size) for size in sizes)
     return [
@@ -193,7 +193,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         ],
         [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
         [step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS],
-        *([part(f"peer.{first}.{slug(p.name)}", 90, steps_or_absence, p, first, tokens)] for p in TORCHAO[::-1]),
+        *([part(f"peer.{slug(s)}.{slug(p.name)}", 90, steps_or_absence, p, s, tokens_of(s))] for p, s in torchao),
     ]
 
 
