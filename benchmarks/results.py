@@ -47,7 +47,8 @@ MUON_STEP = 131_072  # tokens of a step with Muon, and fp32 weights
 FP8 = ("--precision", "fp8", "--recompute", "none")  # of `benchmarks ops` and multi_gpu
 MUON_KEYS = ("--optim.master", "fp32", "--train.total_batch_tokens", str(MUON_STEP))
 
-Figures, Env = dict[str, Any], dict[str, str]
+Figures = dict[str, Any]
+Env = dict[str, str]
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 

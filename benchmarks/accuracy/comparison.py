@@ -87,7 +87,7 @@ def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tenso
 
 
 def compare(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict[str, Tensor | None], op: str
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict, op: str
 ) -> Iterator[Comparison]:
     """Compare `ours` with PyTorch: first the output, then the gradients in the order of the inputs."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):

@@ -69,7 +69,7 @@ def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
 def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.ndarray]:
     """Return `batches` arrays of tokens [B, T+1], beginning with batch `first` of the data."""
     t = config.train
-    shards = open_shards(pattern, config.model.vocab_size, t.seq_len, "correct --data")
+    shards = open_shards(pattern, config.model.vocab_size, t.seq_len)
     loader = TrainLoader(shards, t.seq_len, config.data.seed)
     return [loader.batch((first + i) * t.batch_size, t.batch_size) for i in range(batches)]
 

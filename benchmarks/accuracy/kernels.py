@@ -75,8 +75,8 @@ def attention(s: Sizes) -> Iterator[Comparison]:
 
 def scatter_tables(s: Sizes, ids: Tensor, targets: Tensor) -> list[Tensor]:
     """Return the tables order, segments and split_tokens of a batch on the device."""
-    flat = (t.flatten().cpu().numpy() for t in (ids, targets))
-    return [torch.from_numpy(table).to(DEVICE) for table in scatter_table(*flat, s.V)]
+    tables = scatter_table(ids.flatten().cpu().numpy(), targets.flatten().cpu().numpy(), s.V)
+    return [torch.from_numpy(table).to(DEVICE) for table in tables]
 
 
 def tokens(s: Sizes) -> Tensor:
@@ -171,8 +171,8 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
     rounded = w.clone()
     our_adamw(rounded, None, gradients, 1e-5)
     results = (rounded, torch_adamw(w, gradients, 1e-5, BF16)[0], torch_adamw(w, gradients, 1e-5, F64)[0])
-    moved = [(result.double() - w.double()).view(-1, 1024).mean(1) for result in results]
-    yield Comparison("adamw bf16", "mean update", *moved)
+    a, b, c = ((result.double() - w.double()).view(-1, 1024).mean(1) for result in results)
+    yield Comparison("adamw bf16", "mean update", a, b, c)
 
 
 def muon(s: Sizes) -> Iterator[Comparison]:

@@ -154,9 +154,9 @@ def folder_of(run: str, work: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=shared) as folder:
             yield Path(folder)
     else:
-        folder = work / hashlib.sha256(run.encode()).hexdigest()[:16]
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
+        kept = work / hashlib.sha256(run.encode()).hexdigest()[:16]
+        yield kept
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Path | None) -> Result | None:

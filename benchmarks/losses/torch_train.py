@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -104,7 +104,7 @@ def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
     optimizers: list[torch.optim.Optimizer] = []
     if o.name == "muon":
         split = [thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()]
-        muon = dict(momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon: Any = dict(momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(torch.optim.Muon([dict(params=sum(split, []), factor=1.0)], **muon))
     else:
         groups.append(dict(params=[*matrices.values()], weight_decay=config.weight_decay, factor=1.0))

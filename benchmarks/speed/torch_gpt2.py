@@ -15,6 +15,7 @@ import functools
 import json
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,9 +91,8 @@ class MuonAndAdamW:
 
 
 def run_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer | MuonAndAdamW, batch: tuple[Tensor, Tensor], steps: int,
-    micro_steps: int = 1,
-) -> tuple[list[float], Tensor]:  # fmt: skip
+    model: Any, optimizer: Any, batch: tuple[Tensor, Tensor], steps: int, micro_steps: int = 1
+) -> tuple[list[float], Tensor]:
     """Run steps; return the milliseconds of each and the last loss."""
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]

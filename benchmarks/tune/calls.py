@@ -73,7 +73,7 @@ def trying(rows: dict[Key, Row], key: Key, row: Row) -> Iterator[None]:
 class Call:
     """A launcher with its arguments, and the keys of the rows that it uses."""
 
-    launcher: Callable[..., None]
+    launcher: Any  # with the attributes of kernels/contract.py
     args: tuple
     keywords: dict[str, Any]
     used: set[Key] = dataclasses.field(default_factory=set)
@@ -204,8 +204,8 @@ class Trial:
         """Return why the row cannot be used: an error, or outputs that differ from the current row's; else None."""
         try:
             self._again()
-        except REFUSED as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except REFUSED as refused:
+            return f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
         error = max(worst(got, want) for got, want in zip(self._results(), self.want))
         return None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
 

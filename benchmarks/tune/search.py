@@ -158,7 +158,7 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     """Search, print each row's old and new milliseconds, and write the table if a row gains or the GPU has no table."""
     ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
     properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
-    shared = properties.shared_memory_per_block if amd else properties.shared_memory_per_block_optin
+    shared = getattr(properties, "shared_memory_per_block" if amd else "shared_memory_per_block_optin")
     tries = {op: candidates(op, table.rows[op, DTYPE], shared, caps=not amd) for op in ops}
     batches = batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
     target = out or table_file.given_file() or tables.file_of(table, table_file.table_name(), gpu)

@@ -46,7 +46,7 @@ from gpt2_triton.kernels.muon import (
 )
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
-from gpt2_triton.kernels.precompile import compiling as compiling  # mypy: used through the package
+from gpt2_triton.kernels.precompile import compiling
 from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
 from gpt2_triton.kernels.sampling import sample_token
 from gpt2_triton.kernels.swiglu import swiglu, swiglu_bwd

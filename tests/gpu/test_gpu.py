@@ -285,7 +285,7 @@ def test_a_run_compiles_nothing_after_compile(precision):
             calibrate(model)
         train_steps(model, 2)
         for in_fp8 in {False, model.has_fp8}:
-            model.evaluate(*np.zeros((2, model.B, model.T), np.int32), in_fp8)
+            model.evaluate(*np.zeros((2, model.B, model.T), np.int32), fp8=in_fp8)
         fill_cache(model, [[1, 2, 3]], 0, seeds=[7])
         model.decode(1.0, 0, 1.0)
     assert late == []
