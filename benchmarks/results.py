@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
-from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program, torchrun
+from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.errors import ConfigError, DataError
@@ -122,9 +122,7 @@ def json_of(module: list[str], limit: float, env: Env) -> Any:
     """Run a module with --json FILE, and return the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        # at the limit `timeout` asks torchrun to end its ranks, which would keep the GPUs' memory if it were killed
-        command = ["timeout", "--kill-after=60", f"{limit:.0f}", sys.executable, "-m", *module, "--json", str(file)]
-        subprocess.run(command, check=True, env=os.environ | env)
+        subprocess.run([*within(limit), *module, "--json", str(file)], check=True, env=os.environ | env)
         return json.loads(file.read_text())
 
 
@@ -279,11 +277,15 @@ class Measuring:
                     self.measure(each, section, envs[i], end)
 
         with ThreadPoolExecutor(len(envs)) as pool:
-            list(pool.map(work, range(len(envs))))
+            try:
+                list(pool.map(work, range(len(envs))))
+            except KeyboardInterrupt:
+                self.end = 0.0  # the workers leave the rest
+                raise
 
     def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
         begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[1]}"
-        if begin + part.seconds > end:
+        if begin + part.seconds > min(end, self.end):
             print(f"{part.key}: left for another run, because it takes about {part.seconds} s", flush=True)
             return
         env = env | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")

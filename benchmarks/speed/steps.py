@@ -49,6 +49,11 @@ def torchrun(gpus: int) -> tuple[str, ...]:
     return "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"
 
 
+def within(seconds: float | None) -> list[str]:
+    """Return the words before a module that run it and ask it to end at the limit; a killed torchrun leaves ranks."""
+    return ["timeout", "--foreground", "--kill-after=60", f"{seconds or 0:.0f}", sys.executable, "-m"]
+
+
 def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
     """Run, print the table, and write the figures as JSON.  Return 1 if a run fails; its cells stay empty."""
     rows: list[dict[str, Any]] = []
@@ -73,8 +78,10 @@ def run_program(
     """
     name, start = f"{program.name} {size} B {batch}", time.time()
     words = [*program.launcher, program.module, size, str(batch), str(steps), str(start), *program.arguments]
-    command = [sys.executable, "-m", *words]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=limit)
+    command = [*within(limit), *words]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+    if limit and run.returncode == 124:
+        raise subprocess.TimeoutExpired(command, limit)
     if run.returncode:
         print(f"{name}: failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
         print(run.stderr, file=sys.stderr, flush=True)

@@ -1,9 +1,12 @@
 """The record of figures: what is measured when, the markers of pages and recipes, tables and pictures."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -214,6 +217,17 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
     assert code == 0 and keys() == sorted([two, ops, bf16, fp8])
     assert record["h100"]["meta"]["commit"] == "two"
     assert measured(groups, joint, "--parts", "step")[0] == 2
+
+
+def test_an_interrupt_leaves_all_other_parts(measured):
+    def interrupted(limit, env):
+        calls.append(limit)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # until the main thread has seen it
+        raise OSError("as the child ends")
+
+    calls, parts = list[float](), [results.Part(f"steps.d12.{i}", 1, interrupted) for i in range(8)]
+    assert measured([parts[:4], parts[4:]], [])[0] == 130 and len(calls) <= 2  # one on each GPU
 
 
 def test_parts_have_different_keys_and_kinds_that_can_be_named():

@@ -1,6 +1,8 @@
 """`python -m benchmarks steps`: the steps that are timed, the runs as processes, the table.  The times need a GPU."""
 
 import json
+import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +128,16 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
     text, err = capsys.readouterr()
     assert "PyTorch d24 B 64: failed with code 1" in text and "ours bf16 d36 B 32: 100.0 ms per step" in text
     assert "no memory left" in err
+
+
+def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
+    """It gets SIGTERM; and Ctrl-C of a terminal, as it stays in our process group."""
+    end = "lambda *_: (print(os.getpgrp(), file=open('ended', 'w')), sys.exit(1))"
+    (tmp_path / "launcher.py").write_text(f"import os, signal, sys\nsignal.signal(15, {end})\nsignal.pause()\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        steps.run_program(steps.PYTORCH._replace(launcher=("launcher",)), "d12", 8, 7, limit=1)
+    assert (tmp_path / "ended").read_text() == f"{os.getpgrp()}\n"
 
 
 def test_speed_of_all_gpus_is_that_of_the_median_rank():
