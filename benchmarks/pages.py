@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import MACHINE, NAMES
+from benchmarks.losses import pairs, ratio
+from benchmarks.pictures import LOSSES, MACHINE, NAMES
 from benchmarks.speed.sizes import MODELS, T, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.config import Config
@@ -116,13 +117,11 @@ MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.
 HALF, HALF_60 = (f"losses.arms.muon_d12.best_muon_half_the_batch{share}.val" for share in ("", "_60"))
 PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
     "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
-    "124M, Muon, 131k tokens a step, head in bf16": ("fp8_131k.fp8_head_in_bf16", MUON),
-    "the last tenth of its steps in bf16": ("fp8_131k.fp8_the_last_tenth_in_bf16", MUON),
-    "only the last tenth in fp8": ("fp8_131k.bf16_only_the_last_tenth_in_fp8", MUON),
     "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
     "124M, Muon, 65k tokens a step, fp8 logits": ("fp8_d12.muon_fp8_logits_too", f"({HALF_60} - {HALF}) / 0.511"),
     "124M, AdamW, 65k tokens a step, head in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
+    "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),
 }
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
@@ -237,4 +236,5 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "ops": measured(operations, "ops"),
     "memory": memory,
     "prices": prices,
+    "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(LOSSES / "scale.jsonl")))[0],
 }

@@ -111,32 +111,32 @@ class Fit:
         return float(middle), float(low), float(high)
 
 
-def report(runs: list[Run]) -> str:
-    """Return a table of ratios by size and budget, then the noise, the fits and L1's runs beside them."""
+def report(runs: list[Run]) -> tuple[str, str]:
+    """Return a table of losses and ratios by size and budget, and notes: noise, fits, and L1's runs beside them."""
     lines = ["| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |", "|---" * 7 + "|"]
     notes = []
     for size in sorted({run.size for run in runs}, key=lambda size: int(size[1:])):
         mine = [run for run in runs if run.size == size]
         noise = {name: one for name in OPTIMIZERS if (one := noise_of(runs, name, size))}
-        if lacks := _lacks(mine, noise):
-            notes.append(f"{size} is left out: {', '.join(lacks)}")
-            continue
-        fit = Fit(mine, noise)
-        for tokens in [*sorted({run.tokens for run in mine}), FARTHEST]:
+        lacks = _lacks(mine, noise)
+        fit = None if lacks else Fit(mine, noise)
+        for tokens in [*sorted({run.tokens for run in mine}), *([FARTHEST] if fit else [])]:
             both = [[run.loss for run in mine if (run.optimizer, run.tokens) == (name, tokens)] for name in OPTIMIZERS]
             means = [statistics.fmean(losses) for losses in both if losses]
-            cells = [f"{x:.4f}" for x in means] + [f"{means[1] - means[0]:+.4f}"] if len(means) == 2 else [""] * 3
-            ratio, low, high = map(_shown, fit.ratio(tokens))
-            cells = [size, f"{tokens:,.0f}", *cells, ratio, f"{low} to {high}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            cells = [f"{statistics.fmean(losses):.4f}" if losses else "" for losses in both]
+            cells.append(f"{means[1] - means[0]:+.4f}" if len(means) == 2 else "")
+            ratio, *ends = map(_shown, fit.ratio(tokens)) if fit else [""]
+            lines.append(f"| {size} | {tokens:,.0f} | {' | '.join([*cells, ratio, ' to '.join(ends)])} |")
+        if not fit:
+            notes.append(f"{size} has no fit: {', '.join(lacks)}")
+            continue
         a = [curve.found[fit.best, 1] for curve in fit.curves]
         notes.append(f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon")
         for name, (sd, freedom, source) in noise.items():
             notes.append(f"{size} {name}: a run's sd {sd:.4f}, from {source} with {freedom} degrees of freedom")
-        for run in (run for run in mine if not run.fitted):
-            expected = fit.loss(run.optimizer, run.tokens)
-            notes.append(f"{size} {run.optimizer} {run.tokens:,.0f}: {run.loss:.4f}; the fit has {expected:.4f}")
-    return "\n".join([*lines, "", *notes])
+        for _, name, tokens, loss, _ in (run for run in mine if not run.fitted):
+            notes.append(f"{size} {name} {tokens:,.0f}: {loss:.4f}; the fit has {fit.loss(name, tokens):.4f}")
+    return "\n".join(lines), "\n".join(notes)
 
 
 def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
@@ -156,7 +156,7 @@ def _shown(ratio: float) -> str:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    print(report(runs_of(read_results(parser.parse_args(words).results))))
+    print(*report(runs_of(read_results(parser.parse_args(words).results))), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -61,19 +61,19 @@ def test_noise_belongs_to_a_size_and_is_the_largest_for_a_size_without_seeds():
     assert noise_of(found, "adamw", "d6") is None
 
 
-def test_a_size_that_cannot_be_fitted_says_what_it_lacks():
+def test_a_size_that_cannot_be_fitted_has_its_losses_and_a_note_of_what_it_lacks():
     found = [run for run in runs(0) if run.size == "d12" or run.optimizer == "adamw" and run.tokens < 240]
-    out = ratio.report([run for run in found if (run.size, run.optimizer) != ("d6", "muon")])
-    assert "d6 is left out: adamw has 2 of 3 budgets, muon has 0 of 3 budgets\n" in out and "| d12 |" in out
-    out = ratio.report([run for run in found if run.optimizer == "adamw"][:1])
-    assert out.endswith("d6 is left out: adamw has 1 of 3 budgets, adamw has no equal runs of two seeds, "
-        "muon has 0 of 3 budgets, muon has no equal runs of two seeds")  # fmt: skip
+    table, notes = ratio.report([run for run in found if (run.size, run.optimizer) != ("d6", "muon")])
+    assert "d6 has no fit: adamw has 2 of 3 budgets, muon has 0 of 3 budgets\n" in notes and "| d12 | 10,000 |" in table
+    assert table.splitlines()[3].endswith(" |  |  |  |  |") and "| d6 | 10,000 |" not in table
+    _, notes = ratio.report([run for run in found if run.optimizer == "adamw"][:1])
+    assert "adamw has 1 of 3 budgets, adamw has no equal runs of two seeds, muon has 0 of 3 budgets, muon has" in notes
 
 
 @pytest.mark.parametrize(("better", "limit"), [("muon", "> 30"), ("adamw", "< 0.1")])
 def test_a_ratio_beyond_the_limits_is_unbounded(better, limit, monkeypatch):
     monkeypatch.setitem(LAWS, better, (LAWS[better][0] / 8, LAWS[better][1]))
-    assert f"| {limit} | {limit} to {limit} |" in ratio.report(runs(0, 0.02))
+    assert f"| {limit} | {limit} to {limit} |" in ratio.report(runs(0, 0.02))[0]
 
 
 def test_the_command_reports_every_size_and_keeps_l1_out_of_the_fit(tmp_path, capsys):
