@@ -36,7 +36,6 @@ from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
-from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.tiles import describe, halves, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
@@ -129,12 +128,15 @@ def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_
     tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=(c < C)[:, None] & (p < R)[None, :])
 
 
-def _launch(
-    out: Tensor | Fp8, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None = None, *,
-    epilogue: str = "", res: Tensor | None = None, slope: Tensor | None = None, part: Tensor | None = None,
-    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
+def launch(
+    out: Tensor | Fp8, a: Fp8, w: Fp8, b: Tensor | None, *, w_is_nk: bool, epilogue: str, res: Tensor | None,
+    slope: Tensor | None, part: Tensor | None, rope: Tensor | None, T: int, rotated_columns: int,
 ) -> int:  # fmt: skip
-    """Launch a product; return the number of rows of tiles, and so of `part`."""
+    """Launch a product of matmul.py; return the number of rows of tiles, and so of `part`.
+
+    `slope` holds gelu' as bytes.
+    """
+    a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
@@ -155,33 +157,6 @@ def _launch(
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)
     return triton.cdiv(M, block_m)
-
-
-def matmul(out: Tensor, inp: Fp8, w: Fp8, b: Tensor | None, res: Tensor | None = None) -> None:
-    """Write out = inp @ w.T + b (+ res), in bf16."""
-    _launch(out, inp.rows, inp.scale, w.rows, w.scale, b, epilogue="" if res is None else "add", res=res)
-
-
-def matmul_rope(out: Tensor, inp: Fp8, w: Fp8, rope: Tensor, T: int, rotated_columns: int) -> None:
-    """Write out = inp @ w.T, in bf16, with the heads in its first columns rotated."""
-    rotation = dict(rope=rope, T=T, rotated_columns=rotated_columns)
-    _launch(out, inp.rows, inp.scale, w.rows, w.scale, epilogue="rope", **rotation)
-
-
-def matmul_gelu(out: Fp8, slope: Tensor, inp: Fp8, w: Fp8, b: Tensor) -> None:
-    """Write out = gelu(pre) and slope = gelu'(pre) as bytes, pre = inp @ w.T + b."""
-    _launch(out, inp.rows, inp.scale, w.rows, w.scale, b, epilogue="gelu", slope=slope)
-
-
-def matmul_dx(dinp: Tensor, dout: Fp8, w: Fp8) -> None:
-    """Write dinp = dout @ w, in bf16."""
-    _launch(dinp, dout.rows, dout.scale, w.columns, w.scale)
-
-
-def matmul_dx_dgelu(dpre: Fp8, dbias: Tensor, scratch: Tensor, dout: Fp8, w: Fp8, slope: Tensor, acc: bool) -> None:
-    """Write dpre = (dout @ w) * gelu'(pre) and dbias (+)= its column sums before rounding."""
-    rows = _launch(dpre, dout.rows, dout.scale, w.columns, w.scale, epilogue="dgelu", slope=slope, part=scratch)
-    column_sums(dbias, None, None, scratch, rows, acc)
 
 
 def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:

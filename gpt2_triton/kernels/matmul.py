@@ -182,21 +182,21 @@ def _add_dw_partials_kernel(
 
 
 def _launch(
-    out: Tensor, a: Tensor, w: Tensor, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
+    out: Operand, a: Operand, w: Operand, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
     res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
     rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
 ) -> int:  # fmt: skip
     """Launch a product; return the number of rows of tiles, and so of `part`."""
+    more = dict(epilogue=epilogue, w_is_nk=w_is_nk, res=res, part=part, rope=rope, T=T, rotated_columns=rotated_columns)
+    if isinstance(a, Fp8):
+        return fp8_matmul.launch(out, a, w, b, slope=pre, **more)
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{epilogue}" if epilogue else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
-        return hopper_matmul.matmul(
-            out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part,
-            rope=rope, T=T, rotated_columns=rotated_columns,
-        )  # fmt: skip
+        return hopper_matmul.matmul(out, a, w, b, pre=pre, gelu_out=gelu_out, **more)
     row, HS = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
     row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -214,16 +214,12 @@ def _launch(
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
 def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
-    if isinstance(inp, Fp8):
-        return fp8_matmul.matmul(out, inp, w, b)
     _launch(out, inp, w, b)
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
 def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
     """Write pre = inp @ w.T + b and out = gelu(pre as stored); in fp8, `pre` holds bytes of gelu'(pre)."""
-    if isinstance(inp, Fp8):
-        return fp8_matmul.matmul_gelu(out, pre, inp, w, b)
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
@@ -240,24 +236,18 @@ def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
 @contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")
 def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int) -> None:
     """Write out = inp @ w.T, and rotate the heads in its first columns; row r is at position r % T."""
-    if isinstance(inp, Fp8):
-        return fp8_matmul.matmul_rope(out, inp, w, rope, T, rotated_columns)
     _launch(out, inp, w, epilogue="rope", rope=rope, T=T, rotated_columns=rotated_columns)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]?")
 def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
-    if isinstance(inp, Fp8):
-        return fp8_matmul.matmul(out, inp, w, b, res)
     _launch(out, inp, w, b, epilogue="add", res=res)
 
 
 @contract("dinp[R,K] <- dout[R,N] w[N,K]")
 def matmul_dx(dinp: Tensor, dout: Operand, w: Operand) -> None:
     """Write dinp = dout @ w."""
-    if isinstance(dout, Fp8):
-        return fp8_matmul.matmul_dx(dinp, dout, w)
     _launch(dinp, dout, w, w_is_nk=False)
 
 
@@ -269,8 +259,6 @@ def matmul_dx_dgelu(
     """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and gelu_out = gelu(pre), with
     the bits of matmul_gelu.  gelu_out may be pre: a program reads its elements of pre before it writes them.
     """
-    if isinstance(dout, Fp8):
-        return fp8_matmul.matmul_dx_dgelu(dpre, dbias, scratch, dout, w, pre, acc)
     rows = _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
     column_sums(dbias, None, None, scratch, rows, acc)
 
