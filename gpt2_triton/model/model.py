@@ -178,7 +178,7 @@ class Model:
         self._observe(with_stats, acc)
         view.comm.begin_micro_step(not acc, last)
         self.A.schedule.embed(K, view)
-        self.A.schedule.block(K, view, acc)
+        schedule.block(K, self.A.schedule, view, acc)
         schedule.head(K, self.A.schedule, view, acc)
         self.A.schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
@@ -199,7 +199,7 @@ class Model:
         v.ids.copy_(torch.from_numpy(ids))
         v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
         self.A.schedule.embed(self.K, v)
-        self.A.schedule.block(self.K, v)
+        schedule.block(self.K, self.A.schedule, v)
         schedule.head_loss(self.K, self.A.schedule, v)
         return v.a.losses.cpu()
 
@@ -210,7 +210,7 @@ class Model:
         v, (B, T) = self.view(*ids.shape), ids.shape
         v.ids.copy_(torch.from_numpy(ids))
         self.A.schedule.embed(self.K, v)
-        self.A.schedule.block(self.K, v)
+        schedule.block(self.K, self.A.schedule, v)
         self.A.schedule.final_norm(self.K, v)
         out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
         for b, t in itertools.product(range(B), range(start, stop, most)):
@@ -226,7 +226,7 @@ class Model:
         ids = np.zeros((1, self.T), np.int32)  # rows after the window: decoding overwrites each before reading it
         ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
-        self.A.schedule.prefill(self.K, v, self.decoding, sequences)
+        schedule.prefill(self.K, self.A.schedule, v, self.decoding, sequences)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Sample the next token of each sequence into decoding.seq; the next call writes it into the cache."""

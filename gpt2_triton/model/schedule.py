@@ -1,4 +1,4 @@
-"""What every model runs: the head, sampling, and the update, one launch per line.
+"""What every model runs: its layers in order, the head, sampling, and the update, one launch per line.
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics), A the schedule of the model's layers,
 such as gpt2/schedule.py, and m a ModelView: w parameters, g gradients, a activations, s state,
@@ -24,6 +24,17 @@ def cast(K: Any, operands: list[Any]) -> None:
         operands, values = operands[4:], values[4:]
     for x8, x in zip(operands, values):
         K.cast_operand(x8, x)
+
+
+def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
+    for l in range(m.L):
+        m.comm.wait_params(l)
+        if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
+            cast(K, m.fp8_weights[l])
+            m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
+        A.layer(K, m, l)
+        A.last_product(K, m, l)
+        m.observe.tensors(x=2 * l + 2)
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:
@@ -57,6 +68,15 @@ def head_loss(K: Any, A: Any, m: Any) -> None:
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
+
+
+def prefill(K: Any, A: Any, m: Any, d: Any, sequences: slice) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
+    A.embed(K, m)
+    for l in range(m.L):
+        A.layer(K, m, l)
+        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
+        A.last_product(K, m, l)
 
 
 def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:

@@ -18,7 +18,8 @@ from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference import generate, sample
 from gpt2_triton.inference.sampling import Sampling
-from gpt2_triton.model.gpt2 import schedule
+from gpt2_triton.model import schedule
+from gpt2_triton.model.gpt2 import schedule as layers
 from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
@@ -59,6 +60,12 @@ def window(text: list[int], prompt: int, T: int) -> list[int]:
     return text[begin:]
 
 
+def forward(v) -> None:
+    layers.embed(K, v)
+    schedule.block(K, layers, v)
+    layers.final_norm(K, v)
+
+
 def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
     """Compute each token by the training kernels' forward pass over its window, and sample it in numpy."""
     text, (temperature, top_k, top_p) = list(prompt), how
@@ -68,8 +75,7 @@ def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROM
         ids = np.zeros((1, model.T), np.int32)
         ids[0, : len(seen)] = seen
         v.ids.copy_(torch.from_numpy(ids))
-        for phase in (schedule.embed, schedule.block, schedule.final_norm):
-            phase(K, v)
+        forward(v)
         z = (v.a.lnf[len(seen) - 1].double() @ v.w.wte.double().T)[: v.V].cpu().numpy()
         if temperature:
             z = np.where(kept(z, temperature, top_k, top_p), scores(z, seed, drawn, temperature), -np.inf)
@@ -137,8 +143,7 @@ def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
     ids = np.random.default_rng(0).integers(0, 300, (1, 40), dtype=np.int32)
     v = model.view(1, 40)
     v.ids.copy_(torch.from_numpy(ids))
-    for phase in (schedule.embed, schedule.block, schedule.final_norm):
-        phase(K, v)
+    forward(v)
     want = (v.a.lnf.double() @ v.w.wte.double().T)[None, :, : v.V].cpu().numpy()
     got = model.logits(ids, 0, 40)
     assert got.shape == (1, 40, 300) and got.dtype == np.float32

@@ -37,32 +37,15 @@ def layer(K: Any, m: Any, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def block(K: Any, m: Any, acc: bool = False) -> None:
-    w, a = m.w, m.a
-    for l in range(m.L):
-        m.comm.wait_params(l)
-        if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
-            cast(K, m.fp8_weights[l])
-            m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
-        layer(K, m, l)
-        # x[i+2] = x[i+1] + dropout(fcproj(fcg))
-        add_branch(K, m, 2 * l + 2, a.fcg[l], w.fcprojw[l], w.fcprojb[l])
-        m.observe.tensors(x=2 * l + 2)
+def last_product(K: Any, m: Any, l: int) -> None:
+    # x[2l+2] = x[2l+1] + dropout(fcproj(fcg))
+    add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
 
 def final_norm(K: Any, m: Any) -> None:
     w, a, i = m.w, m.a, 2 * m.L
     K.layernorm_fwd(a.lnf, a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     m.observe.tensors(lnf=m.L)
-
-
-def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
-    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
-    embed(K, m)
-    for l in range(m.L):
-        layer(K, m, l)
-        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
 
 def decode(K: Any, m: Any, d: Any) -> None:

@@ -38,30 +38,10 @@ def last_product(K: Any, m: Any, l: int) -> None:
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.w.fcprojw[l], None)
 
 
-def block(K: Any, m: Any, acc: bool = False) -> None:
-    for l in range(m.L):
-        m.comm.wait_params(l)
-        if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
-            cast(K, m.fp8_weights[l])
-            m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
-        layer(K, m, l)
-        last_product(K, m, l)
-        m.observe.tensors(x=2 * l + 2)
-
-
 def final_norm(K: Any, m: Any) -> None:
     a, i = m.a, 2 * m.L
     K.rmsnorm_fwd(a.lnf, a.rstd[i], a.x[i], m.w.lnw[i], m.norm_eps)
     m.observe.tensors(lnf=m.L)
-
-
-def prefill(K: Any, m: Any, d: Any, sequences: slice) -> None:
-    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
-    embed(K, m)
-    for l in range(m.L):
-        layer(K, m, l)
-        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        last_product(K, m, l)
 
 
 def decode(K: Any, m: Any, d: Any) -> None:
