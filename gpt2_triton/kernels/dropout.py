@@ -16,7 +16,7 @@ from torch import Tensor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.philox import DROPOUT, step_seed, words_at
 from gpt2_triton.kernels.step_io import ROW, STEP
-from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+from gpt2_triton.kernels.tuning import flat_block
 
 SITES = tl.constexpr(256)  # Philox's purpose is DROPOUT + SITES * i
 
@@ -56,7 +56,7 @@ def _dropout_kernel(x_ptr, res_ptr, step_key_ptr, n, C, i, DROPPED: tl.constexpr
 def dropout(x: Tensor, res: Tensor | None, step_key: Tensor, i: int, p: float) -> None:
     """Write x = mask(x) (+ res); x joins the residual stream at point i.  C is a multiple of 8."""
     n = x.numel()
-    block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 1024
+    block = flat_block(n, 1024)
     _dropout_kernel[(triton.cdiv(n, block),)](
         x, res, step_key, n, x.shape[1], i, DROPPED=dropped(p), BLOCK=block, num_warps=4
     )

@@ -27,10 +27,11 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import decayed_update, dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
 from gpt2_triton.kernels.tiles import halves, tile_corner
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.tuning import dtype_name, flat_block, next_power_of_2, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
 NORM_FACTOR = tl.constexpr(1.02)  # above 1, since rounding a matrix to bf16 may raise its singular values
+SQUARES_BLOCK = 16384
 SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays zeros
 
 
@@ -97,8 +98,9 @@ def _normalise_kernel(
 def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
     """Write out = x / (1.02 * ||x||) for each of k matrices; a matrix of zeros stays zeros."""
     k, n = x.shape[0], x.shape[1] * x.shape[2]
-    parts, block = triton.cdiv(n, _norm_block(n)), min(next_power_of_2(n), 1 << 18) if INTERPRET else 1024
-    _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=_norm_block(n), num_warps=8)
+    sums, block = flat_block(n, SQUARES_BLOCK), flat_block(n, 1024)
+    parts = triton.cdiv(n, sums)
+    _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=sums, num_warps=8)
     _normalise_kernel[(triton.cdiv(n, block), k)](
         out, x, scratch, n, parts, out.stride(0), x.stride(0), BLOCK_P=next_power_of_2(parts), BLOCK=block, num_warps=4
     )
@@ -106,11 +108,7 @@ def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
 
 def muon_normalise_scratch(k: int, M: int, N: int) -> int:
     """Return the fp32 elements: the partial sums of k matrices."""
-    return k * triton.cdiv(M * N, _norm_block(M * N))
-
-
-def _norm_block(n: int) -> int:
-    return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
+    return k * triton.cdiv(M * N, flat_block(M * N, SQUARES_BLOCK))
 
 
 @triton.jit

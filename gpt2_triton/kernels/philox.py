@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import split_master
 from gpt2_triton.kernels.step_io import SEED_HIGH, SEED_LOW
-from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+from gpt2_triton.kernels.tuning import flat_block
 
 INIT = tl.constexpr(0)  # purposes
 ROUND = tl.constexpr(1)
@@ -73,16 +73,12 @@ def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float
 
     A bf16 w is the fp32 number rounded; low, if given, gets the number's other 16 bits (device_math.split_master).
     """
-    block = _block(w.numel())
+    block = flat_block(w.numel(), 1024)
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
 
 
 @contract("w[*]")
 def fill(w: Tensor, value: float) -> None:
     """Set all elements of w to value."""
-    block = _block(w.numel())
+    block = flat_block(w.numel(), 1024)
     _fill_kernel[(triton.cdiv(w.numel(), block),)](w, w.numel(), value, BLOCK=block)
-
-
-def _block(n: int) -> int:
-    return min(next_power_of_2(max(n, 4)), 1 << 18) if INTERPRET else 1024

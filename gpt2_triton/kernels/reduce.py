@@ -13,7 +13,9 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.step_io import APPLY, CLIP, CLIP_FACTOR, LOSS, LOSS_SCALE, NORM
-from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+from gpt2_triton.kernels.tuning import INTERPRET, flat_block, next_power_of_2
+
+SUM_BLOCK = 16384
 
 
 @triton.jit(do_not_specialize=["P"])  # a count of rows: divisibility gains nothing
@@ -96,7 +98,7 @@ def _clip_factor_kernel(step_out_ptr, sumsq_ptr, step_in_ptr):
 @contract("out[1]+ scratch[*] <- g[n]")
 def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> None:
     """out (+)= sum of g^2, over fixed blocks in a fixed order."""
-    n, block = g.numel(), _sum_block(g.numel())
+    n, block = g.numel(), flat_block(g.numel(), SUM_BLOCK)
     blocks = triton.cdiv(n, block)
     _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
     _sum_kernel[(1,)](out, scratch, None, blocks, ACC=acc, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8)
@@ -104,11 +106,7 @@ def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> N
 
 def sum_squares_scratch(n: int) -> int:
     """Return the fp32 elements: a partial sum per block."""
-    return triton.cdiv(n, _sum_block(n))
-
-
-def _sum_block(n: int) -> int:
-    return min(next_power_of_2(n), 1 << 18) if INTERPRET else 16384
+    return triton.cdiv(n, flat_block(n, SUM_BLOCK))
 
 
 @contract("out[1] <- losses[R] step_in[8]")
@@ -143,5 +141,5 @@ def _add_partials_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.c
 def add_partials(out: Tensor, parts: Tensor) -> None:
     """out += parts[0], then parts[1] ..., in fp32."""
     k, n = parts.shape
-    block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 4096
+    block = flat_block(n, 4096)
     _add_partials_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

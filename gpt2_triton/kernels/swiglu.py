@@ -17,7 +17,7 @@ from gpt2_triton.kernels.device_math import swiglu as swiglu_of
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored, transpose
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
-from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+from gpt2_triton.kernels.tuning import flat_block
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _launch(out: Operand, pre: Tensor, dout: Tensor | None) -> None:
     n, (rows, scale, amax) = R * F, stored(out)
     if isinstance(out, Fp8) and hopper.takes("swiglu", R, F, "fp8"):
         return hopper_swiglu.launch(rows, out.columns, out.scale, amax, pre, dout)
-    block = min(next_power_of_2(n), 1 << 18) if INTERPRET else 1024
+    block = flat_block(n, 1024)
     _swiglu_kernel[(triton.cdiv(n, block),)](rows, scale, amax, dout, pre, n, F, BLOCK=block)
     if isinstance(out, Fp8):
         transpose(out.columns, rows, pairs=True)

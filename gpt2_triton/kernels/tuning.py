@@ -36,6 +36,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def flat_block(n: int, on_gpu: int) -> int:
+    """Return the size of the blocks that cut n elements, a power of two; the interpreter takes large ones."""
+    return min(next_power_of_2(max(n, 4)), 1 << 18) if INTERPRET else on_gpu
+
+
 def tuned(op: str, dtype: str, **sizes: int) -> Row:
     """Return a new dict of the launch parameters of `op` for storage dtype "bf16", "fp32" or "fp8".
 

@@ -88,7 +88,7 @@ def test_normal_init_of_two_ranges_equals_one_range(cut):
 @pytest.mark.parametrize("block", [16, 128, 512])
 def test_normal_init_does_not_depend_on_the_block(monkeypatch, block):
     whole = draw(1030)
-    monkeypatch.setattr(random_module, "_block", lambda n: block)
+    monkeypatch.setattr(random_module, "flat_block", lambda n, on_gpu: block)
     assert torch.equal(whole, draw(1030))
 
 
