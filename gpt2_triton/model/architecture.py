@@ -28,7 +28,7 @@ class Architecture(NamedTuple):
     Fp8Buffers: type
     schedule: ModuleType
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
-    fill: Callable[[Any, ModelConfig], None]  # writes what Acts holds for a whole run
+    fill: Callable[[Any, ModelConfig], None] = lambda a, m: None  # writes what Acts holds for a whole run
 
 
 def _fill_rope(a: Any, m: ModelConfig) -> None:
@@ -36,13 +36,7 @@ def _fill_rope(a: Any, m: ModelConfig) -> None:
     a.rope.copy_(torch.from_numpy(rope.table(positions, HS, m.rope_theta, m.rope_factor)))
 
 
-def _fill_nothing(a: Any, m: ModelConfig) -> None:
-    pass
-
-
-GPT2 = Architecture(
-    gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name, _fill_nothing
-)
+GPT2 = Architecture(gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name)
 LLAMA = Architecture(
     llama_buffers.Params, llama_buffers.Acts, llama_buffers.Fp8Buffers, llama_schedule, llama_names.by_name, _fill_rope
 )

@@ -19,7 +19,7 @@ from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
 from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
-from gpt2_triton.model import architecture, muon
+from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.fp8 import formats, scale_count
 from gpt2_triton.model.sharding import flat_buffer_sizes
@@ -64,7 +64,9 @@ def dimensions(
         shape = shape or StepShape.of(config)
         d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
-    matrices = muon.matrices_at_once(matrix_shapes(architecture.of(config.model).Params, d), d) if d["No"] else []
+    shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
+    layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
+    matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
     d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
     d["head8"] = int(d["A"] > 0 and config.fp8.keep_bf16 == "none")

@@ -53,12 +53,6 @@ class MatrixClass(NamedTuple):
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
-def matrices_at_once(shapes: list[tuple[int, int, int]], dims: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return (rows, columns, count) of the matrices of each class that a rank orthogonalises at once."""
-    layers = -(-dims["L"] // dims["ranks"])
-    return [(rows, columns, count * layers) for rows, columns, count in shapes]
-
-
 def matrix_classes(
     shapes: list[tuple[int, int, int]], state: State, dims: dict[str, int], rank: int, momentum: float, decay: float
 ) -> Iterator[MatrixClass]:

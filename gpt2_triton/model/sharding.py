@@ -46,16 +46,12 @@ class Shard(NamedTuple):
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
     """Return the buckets for dims["ranks"] ranks, in the flat order."""
-    L, alignment = dims["L"], _alignment(dims)
+    L, alignment = dims["L"], 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
     lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
     decays = [True] * (L + 1) + [False]
     padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
     return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays)]
-
-
-def _alignment(dims: dict[str, int]) -> int:
-    return 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
