@@ -24,6 +24,7 @@ from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
 from tests.support import checkpoints
+from tests.support.models import train_steps
 from tests.support.tiny import tiny_config, tiny_model
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -50,9 +51,7 @@ def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
-    """Return the window of a text by the rule in generate.py: all of it up to T tokens; then the newest T // 2 and
-    the following tokens, again up to T.
-    """
+    """Return the window: all of a text up to T tokens; then the newest T // 2 and the next tokens, again up to T."""
     begin = 0
     for length in range(prompt, len(text) + 1):
         if length - begin > T:
@@ -60,23 +59,24 @@ def window(text: list[int], prompt: int, T: int) -> list[int]:
     return text[begin:]
 
 
-def forward(v) -> None:
+def full_logits(model: Model, ids: np.ndarray) -> np.ndarray:
+    """Return the logits [B*T, V] of the training kernels' forward pass; the last product is in float64."""
+    v = model.view(*ids.shape)
+    v.ids.copy_(torch.from_numpy(ids))
     layers.embed(K, v)
     schedule.block(K, layers, v)
     layers.final_norm(K, v)
+    return (v.a.lnf.double() @ v.w.wte.double().T)[:, : v.V].cpu().numpy()
 
 
 def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
     """Compute each token by the training kernels' forward pass over its window, and sample it in numpy."""
     text, (temperature, top_k, top_p) = list(prompt), how
-    v = model.view(1, model.T)
     for drawn in range(count):
         seen = window(text, len(prompt), model.T)
         ids = np.zeros((1, model.T), np.int32)
         ids[0, : len(seen)] = seen
-        v.ids.copy_(torch.from_numpy(ids))
-        forward(v)
-        z = (v.a.lnf[len(seen) - 1].double() @ v.w.wte.double().T)[: v.V].cpu().numpy()
+        z = full_logits(model, ids)[len(seen) - 1]
         if temperature:
             z = np.where(kept(z, temperature, top_k, top_p), scores(z, seed, drawn, temperature), -np.inf)
         text.append(int(z.argmax()))
@@ -118,8 +118,6 @@ def test_generate_takes_more_texts_than_the_window_has_tokens():
 @pytest.mark.slow
 def test_sample_in_training_equals_its_weights_and_changes_no_bit():
     """The cache shares memory with the backward pass: the text is the same, and the next step has the same bits."""
-    from tests.model.test_schedule import train_steps
-
     sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
     assert train_steps(sampling, 1) == train_steps(plain, 1)
     alone = decoder()
@@ -141,10 +139,7 @@ def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
     """All positions of a sequence of 40 tokens, in chunks of 16 rows; then the last position alone."""
     model = decoder(train=dict(seq_len=40), model=dict(block_size=40, vocab_size=300))
     ids = np.random.default_rng(0).integers(0, 300, (1, 40), dtype=np.int32)
-    v = model.view(1, 40)
-    v.ids.copy_(torch.from_numpy(ids))
-    forward(v)
-    want = (v.a.lnf.double() @ v.w.wte.double().T)[None, :, : v.V].cpu().numpy()
+    want = full_logits(model, ids)[None]
     got = model.logits(ids, 0, 40)
     assert got.shape == (1, 40, 300) and got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())  # fp32 sums of 64 products
