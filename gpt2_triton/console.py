@@ -51,10 +51,7 @@ def discard_unwritten() -> None:
 
 
 class LogFile:
-    """A log file; each line is written at once.
-
-    Lines that a full disk refuses wait in memory, after one warning; the next write that succeeds writes them first.
-    """
+    """A log file, written line by line.  Lines that a full disk refuses wait, after a warning, for the next write."""
 
     def __init__(self, path: Path):
         self._path, self._waiting = path, b""
@@ -88,10 +85,7 @@ class LogFile:
 
 
 def printable(text: str) -> str:
-    """Return text that cannot command a terminal: control characters are escaped, as \\x1b, but tab and newline stay.
-
-    File names, messages about them and sampled text may hold such characters.
-    """
+    """Return text that cannot command a terminal: control characters, but tab and newline, are escaped."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 

@@ -64,10 +64,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a hidden directory that becomes `path` by one rename at the end, its files synced.
-
-    A failure leaves nothing.  ConfigError if `path` exists and is not an empty directory.
-    """
+    """Yield a hidden directory, which one rename makes `path` at the end; ConfigError if `path` has content."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"{path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")

@@ -98,10 +98,7 @@ def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
-    """Yield the two parts from which byte-pair encoding merged each token of several bytes.
-
-    `tokens` are in the order of the merges; the parts of a token are its bytes after all earlier merges.
-    """
+    """Yield the two parts from which each token of several bytes was merged; `tokens` are in the order of merges."""
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
         parts = [bytes([b]) for b in token]

@@ -36,10 +36,7 @@ from gpt2_triton.files import read_json
 
 
 def verify(step_dir: Path) -> str:
-    """Return the first problem of a checkpoint; "" if its files are as written.
-
-    CheckpointError without permission to read it: a file that may not be read is not damaged.
-    """
+    """Return the first problem of a checkpoint, or ""; CheckpointError without permission, which is no damage."""
     try:
         if not step_dir.is_dir():
             return "is missing or not a directory"
@@ -138,10 +135,7 @@ def best_checkpoint(newest: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Return (step directory, state, host tensors by name) for what `find_checkpoint` takes.
-
-    If the run deletes the step meanwhile, look again: a newer step exists then.
-    """
+    """Return (step directory, state, host tensors); if the run deletes the step meanwhile, those of a newer step."""
     while True:
         steps = list_steps(_directory_of(path))
         try:
@@ -153,10 +147,7 @@ def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (state, host tensors by name) of a checkpoint that verifies; CheckpointError for NaN or infinity.
-
-    One rank's tensors are mapped privately from its file; several ranks' are merged in memory.
-    """
+    """Return (state, host tensors) of a verified checkpoint; CheckpointError for NaN.  One rank's file is mapped."""
     state = read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
@@ -182,10 +173,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def merge_shards(
     shards: list[dict[str, Tensor]], spans_by_rank: list[Spans], of_tensor: Mapping[str, list[Spans]] = {}
 ) -> dict[str, Tensor]:
-    """Return whole host tensors from the ranks' shards.
-
-    A tensor that only rank 0 has is whole already.  `of_tensor` has the spans of tensors that are sharded differently.
-    """
+    """Return whole tensors; one that only rank 0 has is whole.  `of_tensor`: spans of tensors sharded otherwise."""
     merged = {}
     for name, tensor in shards[0].items():
         if len(shards) > 1 and name not in shards[1]:

@@ -88,10 +88,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
 
 
 def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bool) -> dict[str, Change]:
-    """Return the files that differ between two lists of fingerprints; CheckpointError with a table unless `allow`.
-
-    `where` is data.train or data.val with its value.
-    """
+    """Return the files that differ; CheckpointError with a table unless `allow`.  `where`: the key and its value."""
     if saved == current:
         return {}
     changed = _changes(_by_file(saved), _by_file(current))

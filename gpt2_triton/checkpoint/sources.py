@@ -69,9 +69,7 @@ def _kind_and_place(source: str) -> tuple[str, str]:
 
 
 def initial_weights(config: Config) -> Iterable[Part]:
-    """Return `params`, and `low` if the run keeps fp32 masters, from init_from, to be read part by part; nothing for
-    scratch.
-    """
+    """Return parts of `params`, and of fp32 masters' `low`, from init_from; nothing for scratch."""
     kind, _, where = config.init_from.partition(":")
     if kind == "scratch":
         return []

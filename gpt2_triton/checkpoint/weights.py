@@ -73,9 +73,7 @@ class Weights:
     def read_all(
         self, what: str, names: Iterable[str] | None = None, whole: tuple[str, ...] = ()
     ) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yield (name, first row, rows), of PART elements or less, of each name, by default all; show the progress as
-        `what`.  Names that end as one in `whole` are not divided.
-        """
+        """Yield (name, first row, rows) of each name, PART elements at most unless it ends as one in `whole`."""
         names = list(self.shapes if names is None else names)
         with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
             for name in names:

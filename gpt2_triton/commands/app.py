@@ -109,10 +109,7 @@ def _exit_if_distributed(code: int) -> int:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message to stderr and return the code; with several ranks each line names the rank.
-
-    An error `on_every_rank` is printed by one rank of each host, since hosts may have different files.
-    """
+    """Print the message, and the rank of several; one `on_every_rank` once on each host; return the code."""
     rank = int(os.environ.get("RANK", "0"))
     if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(2)  # the rank that prints needs time before the launcher ends it

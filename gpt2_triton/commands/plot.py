@@ -79,9 +79,7 @@ def read_curve(name: str) -> dict[str, Any]:
 
 
 def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
-    """Draw all runs over tokens.  `openai` adds OpenAI's GPT-2 as horizontal lines, `beside` curves of CURVES.  Return
-    a line for each run and curve that compares their losses.
-    """
+    """Draw runs over tokens, beside OpenAI's GPT-2 and curves of CURVES; return lines that compare their losses."""
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
     curves = [read_curve(name) for name in beside]
@@ -121,10 +119,7 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> float:
-    """Draw training loss as a line and validation loss as dots; return the top of the panel that shows both.
-
-    The first twentieth of a long run may lie above the top: the fall from ln(vocabulary) would flatten the rest.
-    """
+    """Draw training and validation loss; return a top below the first fall, which would flatten the rest."""
     loss, val = run.points("loss"), run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)

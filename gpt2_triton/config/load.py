@@ -75,10 +75,7 @@ def _shown(value: Any) -> str:
 
 
 def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
-    """Return what to write in place of an unknown key, as the end of an error message.
-
-    `flags` are further known names; `prefix` stands before each name, such as "--" on the command line.
-    """
+    """Return what to write for an unknown key, as the end of a message; `flags` are known too, with `prefix`."""
     keys = [key for key, _ in options()]
     section, _, name = key.rpartition(".")
     if key in REMOVED:

@@ -21,10 +21,7 @@ class StepShape:
 
     @staticmethod
     def of(config: Sections, world_size: int | None = None) -> "StepShape":
-        """Return the shape on `world_size` GPUs, by default parallel.gpus, else 1.
-
-        ConfigError if parallel.gpus is another number, or if the batch does not divide.
-        """
+        """Return the shape on `world_size` GPUs, else parallel.gpus, else 1; ConfigError if they contradict."""
         t, gpus = config.train, world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
             raise ConfigError(

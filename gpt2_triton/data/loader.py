@@ -131,10 +131,7 @@ class ValidationLoader:
             raise DataError(f"{shards[0].path}: {what}; set eval.tokens, to 0 for all, or data.val")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (ids, targets), int32 [rows, seq_len] each, of batches rank, rank + ranks, ...
-
-        The last batch may have fewer rows.
-        """
+        """Yield (ids, targets), int32 [rows, seq_len], of batches rank, rank + ranks, ...; the last may be shorter."""
         for first in range(rank * rows, self.count, ranks * rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()

@@ -68,10 +68,7 @@ class Shard:
             raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
 
     def read(self, first: int, out: np.ndarray) -> None:
-        """Fill `out`, dtype [n], with the tokens from `first` on; DataError if the file has changed or is gone.
-
-        The tokens are unchecked: the caller calls `require_known` once for many windows.
-        """
+        """Fill `out` with the tokens from `first` on, unchecked; DataError if the file has changed or is gone."""
         start = HEADER_BYTES + self.dtype.itemsize * first
         state = self._pread((out.data.cast("B"), start))
         if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
@@ -136,10 +133,7 @@ class Shard:
         return hashlib.sha256(b"".join(piece for piece, _ in pieces)).hexdigest()
 
     def require_known(self, rows: np.ndarray, firsts: Sequence[int]) -> None:
-        """DataError for a token outside the vocabulary, which the embedding kernel would read out of bounds.
-
-        rows: dtype [any, n]; row i begins with token firsts[i] of the shard
-        """
+        """DataError for a token outside the vocabulary; row i of `rows` begins with the shard's token firsts[i]."""
         if self.vocab_size == 1 << 16 or not rows.size or rows.max() < self.vocab_size:
             return
         row, column = divmod(int((rows >= self.vocab_size).argmax()), rows.shape[1])
@@ -186,10 +180,7 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
 
 
 def require_tokenizer(pattern: str, tokenizer: str) -> None:
-    """Raise DataError for text, or if shards.json names another tokenizer; other projects' shards have no shards.json.
-
-    Without this check the byte 65 would be trained on as GPT-2's token 65.
-    """
+    """Raise DataError for text, or if shards.json names another tokenizer: the byte 65 is no GPT-2 token 65."""
     found = expand_glob(pattern)
     if text := [path for path in found if is_text(path) and Path(path).name != RECORD]:
         made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"

@@ -183,10 +183,7 @@ def _installed_merges() -> str:
 
 
 def byte_spelling() -> dict[int, str]:
-    """Return the character for each byte in GPT-2's files, in the order of GPT-2's first 256 tokens.
-
-    A printable character stands for itself; the others are chr(256), chr(257), ...
-    """
+    """Return the character of each byte in GPT-2's files, in the order of GPT-2's first 256 tokens."""
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

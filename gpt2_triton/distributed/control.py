@@ -64,9 +64,7 @@ class ControlGroup:
         return found["value"]
 
     def leave(self) -> None:
-        """Make rank 0, which may hold the store, wait until all other ranks call `leave`.  All ranks call it last,
-        before they exit with an error.
-        """
+        """Make rank 0, which may hold the store, wait for the others; all call it before an exit with an error."""
         if self.rank > 0:
             self._store.set(f"{self._name}/left/{self.rank}", "null")
         for rank in range(1, self.size if self.rank == 0 else 0):

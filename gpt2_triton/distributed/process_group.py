@@ -23,9 +23,7 @@ from gpt2_triton.errors import PeerLostError
 
 
 def connect(rank: int, size: int, seconds: float) -> Any:
-    """Return this start's key-value store, at MASTER_ADDR and MASTER_PORT; PeerLostError unless all ranks join
-    within `seconds`.
-    """
+    """Return this start's key-value store; PeerLostError unless all ranks join within `seconds`."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))  # type: ignore[attr-defined]
         session = agree_on_session(store, rank, size, seconds)

@@ -26,10 +26,7 @@ _held: set[Path] = set()  # lock files that this process holds
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of `run_dir`, which is made if it does not exist.
-
-    Raise ConfigError if another process holds the lock, or if the directory cannot be written.
-    """
+    """Make `run_dir` and hold its lock; ConfigError if another process holds it, or without permission to write."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = _take(run_dir / NAME)

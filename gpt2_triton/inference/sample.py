@@ -24,10 +24,7 @@ def stream(
 def draw(
     model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
 ) -> Iterator[Iterator[int]]:
-    """Yield an iterator of tokens after `prompt` for each of `num` texts; a single text is decoded as it is read.
-
-    Text i has the seed `seed` + i for any number of texts decoded at once.
-    """
+    """Yield an iterator of tokens for each of `num` texts; text i has the seed `seed` + i."""
     batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt).tolist()
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change

@@ -54,10 +54,7 @@ from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_st
 
 
 def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int, int, int]] = ()) -> int:
-    """Return the fp32 elements of scratch: the largest need of any launch.  The plan has the sizes d.
-
-    matrices   (rows, columns, count) of the matrices that Muon orthogonalises at once
-    """
+    """Return the most fp32 elements of scratch that a launch needs; `matrices`: (rows, columns, count) in Muon."""
     R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("A") else dtype
     head = "fp8" if d.get("head8") else dtype
     qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])

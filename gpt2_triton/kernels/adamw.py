@@ -50,9 +50,7 @@ def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
     step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """Update w, m, v and low in place, at lr_factor times the learning rate.  `first`, a multiple of 4, is the flat
-    index of w[0] in the whole model.
-    """
+    """Update w, m, v and low in place; `first`, a multiple of 4, is the flat index of w[0] in the model."""
     n = w.numel()
     dtype = dtype_name(w)
     row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None

@@ -226,9 +226,7 @@ def _exponentials(
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
-    """Return the fp32 elements of rowsum: the sum of each row, then the sums of each row in each tile; in fp8 twice,
-    and the sums over the peek's columns.
-    """
+    """Return the fp32 elements of rowsum: sums of rows and of their tiles; in fp8 twice, and the peek's."""
     sums, parts = (3, 2) if dtype == "fp8" else (1, 1)
     return R * (sums + parts * triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 

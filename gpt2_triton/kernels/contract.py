@@ -51,9 +51,7 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
 
 
 def contract(line: str) -> Callable:
-    """Return a decorator that registers a launcher, checks shapes on each call, and records calls while TRACE is a
-    list.
-    """
+    """Register a launcher, check shapes on each call, and record calls while TRACE is a list."""
     outs, ins = (_ARGUMENT.findall(side) for side in line.partition("<-")[::2])
     arguments = outs + ins
 

@@ -23,9 +23,7 @@ SITES = tl.constexpr(256)  # Philox's purpose is DROPOUT + SITES * i
 
 @triton.jit
 def masked(x, eights, step_key_ptr, i, DROPPED: tl.constexpr):
-    """Return mask(x) of fp32 x [..., N], with DROPPED of 65536 elements dropped.  eights, int64 [..., N / 8],
-    number the groups of 8 elements from the step's first element on.
-    """
+    """Return mask(x) of fp32 x [..., N]; eights, int64 [..., N / 8], number the groups of 8 elements of the step."""
     purpose = (i * SITES + DROPOUT).to(tl.uint32)
     words = words_at(step_seed(step_key_ptr), eights, tl.load(step_key_ptr + STEP), purpose)
     halves = tl.interleave(words & 0xFFFF, words >> 16)

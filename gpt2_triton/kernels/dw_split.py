@@ -21,9 +21,7 @@ class Grid(NamedTuple):
 
 
 class TileSplit(NamedTuple):
-    """The items of some dW: `whole_tiles` of `steps` steps each, then `split_tiles` in `k_parts` of `part_steps` steps
-    each.
-    """
+    """The items of some dW: tiles of `steps` steps each, then `k_parts` parts of each split tile."""
 
     grids: list[Grid]
     whole_tiles: int

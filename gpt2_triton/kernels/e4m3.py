@@ -114,9 +114,7 @@ def record_bits(amax_ptr, top):
 
 @triton.jit
 def quantise(x, scale_ptr, amax_ptr, rows=None):
-    """Return x times its tensor's scale in e4m3.  With amax_ptr, record the largest |x| of all rows, or of the rows
-    that the mask `rows` selects.
-    """
+    """Return x * scale in e4m3.  With amax_ptr, record the largest |x| of the rows that the mask `rows` selects."""
     y = to_e4m3(x * tl.load(scale_ptr))
     if amax_ptr is not None:  # below y: above y, the maxima cost layernorm 46 more registers at C 1600
         top = row_maxima(0, x)

@@ -53,9 +53,7 @@ class Fp8:
         return self.rows.is_contiguous()
 
     def __getitem__(self, rows: slice) -> "Fp8":
-        """Return some rows of an operand.  Columns have an order of their own for each number of rows, so what they
-        held is lost.
-        """
+        """Return some rows, with columns to be written: their order depends on the number of rows."""
         columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
         if len(columns):
             columns = columns.view(-1)[: n * len(columns)].view(-1, n)
@@ -182,10 +180,7 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
 
 
 def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
-    """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2]; a block is `tokens` tokens of one head.
-
-    Return None if the operand is not written transposed.  `shape` is [B, NH, T].
-    """
+    """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2]; None if they are not written."""
     if not (isinstance(operand, Fp8) and operand.transposed):
         return None
     (B, _, T), width = shape, operand.shape[1]
@@ -220,9 +215,7 @@ def cast_weights(a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8, a: Tensor, b: Tensor, c: Te
 
 @contract("squares[1]+ <- amax[A,P]")
 def check_amax(squares: Tensor, amax: Tensor) -> None:
-    """Set squares to NaN if an amax is not finite.  e4m3 has no infinity, so losses and gradients can be finite where
-    an operand is not.
-    """
+    """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so losses may be finite then."""
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 

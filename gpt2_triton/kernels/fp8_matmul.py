@@ -132,10 +132,7 @@ def launch(
     out: Tensor | Fp8, a: Fp8, w: Fp8, b: Tensor | None, *, w_is_nk: bool, epilogue: str, res: Tensor | None,
     slope: Tensor | None, part: Tensor | None, rope: Tensor | None, T: int, rotated_columns: int,
 ) -> int:  # fmt: skip
-    """Launch a product of matmul.py; return the number of rows of tiles, and so of `part`.
-
-    `slope` holds gelu' as bytes.
-    """
+    """Launch a product of matmul.py, `slope` for gelu' as bytes; return the number of rows of tiles."""
     a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
@@ -180,10 +177,7 @@ def classifier_lns(lns: Fp8, lnf: Tensor, rs: Tensor) -> None:
 
 
 def dw_operands(dout: Operand, inp: Operand) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Return the tensors that dW's product reads, and their scales.
-
-    In fp8 they are the columns, [N, R] and [K, R]; columns that were not written with the rows are written now.
-    """
+    """Return dW's operands and their scales; in fp8 columns [N, R] and [K, R], written now if they were not."""
     if not (isinstance(dout, Fp8) and isinstance(inp, Fp8)):
         return (full(dout), full(inp)), (None, None)
     for operand in (dout, inp):

@@ -58,10 +58,7 @@ def _momentum_kernel(
 def muon_momentum(
     x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, step_key: Tensor, first: int, distance: int, momentum: float
 ) -> None:
-    """Update m, and write the matrices x that are to be orthogonalised; neither if step_out[APPLY] is 0.
-
-    `first` and `distance` place m[0, 0] and m[l, 0] in the flat order, as in muon_update.
-    """
+    """Update m, and write the matrices x to orthogonalise; `first`, `distance` are as in muon_update."""
     (L, n), row = x.shape, _elements(x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance, 1.0 - momentum,

@@ -126,10 +126,7 @@ def _sample_token_kernel(
 
 @contract("seq[B,5]+ <- logits[B,Vp]")
 def sample_token(seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float) -> None:
-    """Sample each sequence's next token from logits[:, :V]; increment its row and its count of tokens sampled.
-
-    temperature 0 takes the most likely token; top_k 0 and top_p 1 keep all tokens.
-    """
+    """Sample each sequence's next token from logits[:, :V]; temperature 0 takes the most likely, top_k 0 all."""
     B, Vp = logits.shape
     greedy = temperature == 0
     # a temperature below 1e-30 would give 0 * inf at the largest logit

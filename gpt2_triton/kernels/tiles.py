@@ -8,9 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return a tile's place in the grid of tiles.  Bands of GROUP_M rows of tiles are walked column by column, so that
-    tiles in flight together share operands in L2.
-    """
+    """Return a tile's place.  Bands of GROUP_M rows of tiles go column by column, to share operands in L2."""
     band = GROUP_M * tiles_n
     first = tile // band * GROUP_M
     height = min(tiles_m - first, GROUP_M)

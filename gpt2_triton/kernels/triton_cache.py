@@ -32,10 +32,7 @@ def triton_key() -> str:
 
 
 def _hash_callee_first(finder: Any, function: Any) -> None:
-    """Hash a callee before its constants are added to the caller's key.
-
-    Triton 3.6 adds those of callees hashed before: the key then depends on the kernels that were launched earlier.
-    """
+    """Hash a callee first: the key of Triton 3.6 depends on which callees earlier launches have hashed."""
     _ = function.cache_key
     _update_hash(finder, function)
 

@@ -181,9 +181,7 @@ class MemoryPlan:
 
 
 def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> MemoryPlan:
-    """Place every buffer, the largest first, at the lowest offset that is free in all its phases; `fixed` buffers
-    are placed already.
-    """
+    """Place each buffer, the largest first, at the lowest offset that is free in its phases; `fixed` ones stay."""
     placed = [b for b in fixed if not b.spec.within]
     for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
         offset = 0
@@ -203,9 +201,7 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
 
 
 def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
-    """Return `table` with views of `arena` in its fields, shaped by `dims` (at most the planned sizes); a field without
-    a buffer is None.
-    """
+    """Return `table` with views of `arena`, shaped by `dims`, at most the planned sizes; None without a buffer."""
 
     def view(buffer: Buffer, copy: int) -> Tensor:
         shape = eval_shape(buffer.spec.shape, dims)

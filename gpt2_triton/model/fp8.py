@@ -28,9 +28,7 @@ PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx",
 
 
 def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
-    """Return the configuration with bf16 or fp8 in place of train.precision `auto`, and a line that gives the reason.
-    `architecture` is the GPU's, or None on a CPU.
-    """
+    """Replace train.precision `auto`, and say why; `architecture` is the GPU's, None on a CPU."""
     if config.train.precision != "auto":
         return config, []
     precision, why = "bf16", f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}"
@@ -68,10 +66,7 @@ def formats(dims: Mapping[str, int]) -> set[str]:
 
 
 def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool) -> list[list[Any]]:
-    """Put Fp8 operands, views of q, into w and a; return each layer's fp8 weights, then the head's.
-
-    record   whether kernels record the tensors' amax, as in training
-    """
+    """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8 weights, then the head's."""
     L, index = dims["L"], {scale: i for i, scale in enumerate(scales(dims))}
 
     def operand(name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None) -> Any:
@@ -130,9 +125,7 @@ def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> Non
 
 
 def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> None:
-    """Set the scales of the first calibration pass: for activations of about 1, weights of about 1/64, and gradients of
-    a loss that is multiplied by loss_scale.
-    """
+    """Set first scales, for activations of about 1, weights of about 1/64, gradients times loss_scale."""
     gradient = 2.0 ** round(math.log2(4 / loss_scale))
     kinds = dict.fromkeys((*WEIGHTS, "wte"), 64.0)
     guess = [gradient if name[0] == "d" else kinds.get(name, 8.0) for name, _ in scales(dims)]
@@ -145,9 +138,7 @@ def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return shapes and dtypes of the scales in a checkpoint with this configuration, on the device "meta".  A version
-    without fp8 has saved no scales.
-    """
+    """Return the scales in a checkpoint of this configuration, on "meta"; versions without fp8 saved none."""
     precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head") or "none"
     if precision == "fp8" and keep not in ("head", "none"):
         raise ConfigError(f"fp8.keep_bf16: the run had {keep!r}, only head and none exist; export its weights instead")

@@ -172,9 +172,7 @@ def free_bytes(device: str) -> int:
 
 
 def used_bytes(device: str) -> int:
-    """Return the bytes in use on this GPU, other processes' too; 0 on a CPU.  The first call creates the CUDA context
-    and counts it.
-    """
+    """Return the bytes in use on this GPU, CUDA's context and other processes' too; 0 on a CPU."""
     if device == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info()

@@ -190,10 +190,7 @@ class Model:
     # ---- evaluation and decoding, between steps ----
 
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
-        """Return the losses [B*T] of the tokens, 0 where the target is -1, on the host; ids, targets int32 [B, T].
-
-        With `fp8`, the forward pass has a step's fp8 operands; no scale changes.
-        """
+        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8` from a step's fp8 operands."""
         B, T = ids.shape
         v = self.view(B, T, fp8)
         v.ids.copy_(torch.from_numpy(ids))
@@ -204,9 +201,7 @@ class Model:
         return v.a.losses.cpu()
 
     def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Return the logits of positions start to stop of each sequence, fp32 [B, stop - start, V]; ids int32 [B, T].
-        The device holds a few rows of them at once.  Only for a model that decodes.
-        """
+        """Return the logits of positions start to stop, fp32 [B, stop - start, V], a few rows at once."""
         v, (B, T) = self.view(*ids.shape), ids.shape
         v.ids.copy_(torch.from_numpy(ids))
         self.A.schedule.embed(self.K, v)

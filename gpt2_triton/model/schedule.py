@@ -38,10 +38,7 @@ def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; head_g = its part of the head's gradient.
-
-    embedding_bwd adds the targets' rows to head_g later.  kernels/classifier.py has the formulas.
-    """
+    """losses += cross entropy; dx = gradient at x[2L]; head_g = the head's part; classifier.py has formulas."""
     a = m.a
     A.final_norm(K, m)
     if not acc:

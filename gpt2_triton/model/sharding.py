@@ -65,10 +65,7 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
 
 
 def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
-    """Return the elements of the flat buffers, by tables.py's symbols.
-
-    Nr is 0 below stage 2.  Nx is one shard of the largest bucket from each of the other ranks.
-    """
+    """Return the elements of the flat buffers; Nx: a shard of the largest bucket from each other rank."""
     all_buckets, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
     own = full // dims["ranks"]

@@ -47,9 +47,7 @@ class InFlightStep:
         self.ended = self._began = DeviceEvent(device)
 
     def begin(self, previous: "InFlightStep", step_in: np.ndarray, step_key: Sequence[int]) -> None:
-        """Write the inputs.  The step's time begins when `previous` ends, or now if the result of `previous`
-        has been read and the device is idle.
-        """
+        """Write the inputs; the time begins when `previous` ends, or now if the device is idle."""
         assert not self.in_flight, f"a step's result() has to be read before {STEPS} more begin"
         if not previous.in_flight:
             previous.ended.record()

@@ -129,9 +129,7 @@ class HeadActs:
 
 @dataclasses.dataclass
 class Decoding:
-    """Buffers that decoding adds to the forward pass's.  The backward pass may overwrite them: no sequence is continued
-    after a training step.
-    """
+    """Buffers of decoding.  The backward pass may overwrite them: no text goes on after a training step."""
 
     cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")  # keys, values
     logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
@@ -188,10 +186,7 @@ def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int
 
 
 def param_views(table: type, flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Any:
-    """Return `table` with views of a flat buffer of parameters or gradients.
-
-    starts   where each bucket begins in the buffer; None: directly after the previous bucket
-    """
+    """Return `table` with views of a flat buffer; `starts`: where buckets begin, if not one after the other."""
     views: dict[str, Any] = {}
     for e in param_entries(table, dims):
         at = e.offset if starts is None else starts[e.bucket] + e.bucket_offset

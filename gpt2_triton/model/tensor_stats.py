@@ -106,9 +106,7 @@ class StatsRecorder(Observer):
                 yield out, r
 
     def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Statistics:
-        """Return the record of a step from host copies of `buffers`.  The first copy alone gives activations only.  All
-        ranks call it and get the same record.
-        """
+        """Return a step's record from host copies of `buffers`, or of the first: activations.  All ranks call it."""
         record: Statistics = {"activations": {}, "parameters": {}}
         found = control.all_gather(
             [_combine_parts(part).tolist() for part in partials[:2]]
@@ -215,10 +213,7 @@ def fp8_name(name: str, i: int) -> str:
 
 
 def format_summary(record: Statistics) -> str:
-    """Return one line: the largest activation, gradient and relative update, and the first tensor that is not finite.
-
-    Updates are shown for matrices only.  Biases start at 0, so their early ratios are large without meaning.
-    """
+    """Return the largest activation, gradient and update in a line; biases start at 0, so only matrices' updates."""
     acts, params = record["activations"], record["parameters"]
     matrices = {name: columns for name, columns in params.items() if name != "lnw" and not name.endswith("b")}
     columns = {

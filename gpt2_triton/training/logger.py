@@ -72,10 +72,7 @@ class Logger:
         print_line(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
-        """Report a finished step, if log.every divides it, if it is the last step, or if it was skipped.
-
-        cause: the first tensor that was not finite, if known
-        """
+        """Report a finished step, if it is due, last or skipped; `cause`: the first tensor that was not finite."""
         loss, norm, applied, seconds, z, _ = result
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and applied:

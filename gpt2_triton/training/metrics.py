@@ -29,9 +29,7 @@ def null_non_finite(record: Record) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a metrics file.  Leave out a last line without an end, which a crash cut short, and leave
-    out other damaged lines with a warning.
-    """
+    """Return the records, without a last line that a crash cut short, and without damaged ones, with a warning."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
     records = [_record(line) for line in lines if line.strip()]

@@ -50,9 +50,7 @@ def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
 
 
 def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGroup) -> list[Tensor]:
-    """Return this rank's packed micro-batches of the step that begins with this sample.  All ranks call it together.
-    If one rank cannot read its data, all raise DataError.
-    """
+    """Return this rank's batches of the step from this sample; all ranks call it, and raise DataError alike."""
     found, unread = [], ""
     try:
         found = list(batches.step(first_sample))
@@ -64,9 +62,7 @@ def batches_of_step(batches: Prefetcher, first_sample: int, control: ControlGrou
 
 
 def first_non_finite(model: Model, batches: Prefetcher, first_sample: int, control: ControlGroup) -> str:
-    """Compute again the gradients of the step that begins with this sample.  Return in words the first tensor that is
-    not finite.  All ranks call it.
-    """
+    """Compute a step's gradients again; name the first tensor that is not finite.  All ranks call it."""
     try:
         micro_batches = batches_of_step(batches, first_sample, control)
     except DataError as error:  # not raised: the next step may be in flight, and needs all ranks

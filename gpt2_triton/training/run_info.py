@@ -22,10 +22,7 @@ RUN = "run.json"
 def describe_start(
     config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
 ) -> dict[str, Any]:
-    """Return the entry of a start.  `config` has the chosen recompute level; `device` is the GPU's name.
-
-    calibrated: whether this start calibrates the scales of fp8
-    """
+    """Return the entry of a start; `device` is the GPU's name, `calibrated` whether scales are found."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "after_step": after_step,

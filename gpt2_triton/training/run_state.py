@@ -19,9 +19,7 @@ MAX_REWINDS = 10  # to one checkpoint; after so many, other data does not help
 
 @dataclass
 class RunState:
-    """The state after `step` finished steps.  A checkpoint's state.json has the fields as keys, in this order, but
-    not an empty `left_out`.
-    """
+    """The state after `step` finished steps; the fields are state.json's keys, without an empty `left_out`."""
 
     step: int = 0
     sample: int = 0  # the next global sample; after a rewind it is ahead of the step
@@ -67,9 +65,7 @@ class RunState:
         return self.best is not None and 0 < patience <= self.step // every - self.best[0] // every
 
     def forget_best_of(self, step: int | None) -> None:
-        """Forget the validation loss of `step`, which could not be saved; do nothing for None.  If this loss was best,
-        the previous best is best again.
-        """
+        """Forget the validation loss of `step`, which could not be saved; the best before it is best again."""
         self._earlier_bests = [best for best in self._earlier_bests if best[0] != step]
         if step is not None and self.best_step == step:
             self.best = self._earlier_bests.pop() if self._earlier_bests else None
@@ -121,10 +117,7 @@ class RunState:
             )
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:
-        """Set the step back, but not the position in the data: the run continues with new samples.
-
-        best: the lowest validation loss up to `step`, if its checkpoint exists
-        """
+        """Set the step back, but not the position in the data; `best` is the lowest validation loss up to it."""
         self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
         self.rewinds, self.rewound_to = (self.rewinds + 1 if step == self.rewound_to else 1), step
         self.best, self._earlier_bests = best, []

@@ -86,9 +86,7 @@ def _read_by_all() -> Iterator[None]:
 
 @_read_by_all()
 def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
-    """Return the configuration with bf16 or fp8 in place of train.precision `auto`, and notes for the console.  A run
-    that continues from the checkpoint `found` keeps what it has.
-    """
+    """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has."""
     if config.train.precision != "auto" or found is None:
         return fp8.choose_precision(config, device.architecture() if device.present() else None)
     saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]["train"].get("precision", "bf16")
@@ -124,10 +122,7 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
 
 
 def to_save(config: Config, data: Data) -> dict[str, Any]:
-    """Return the configuration and the data's fingerprints, as a checkpoint keeps them.
-
-    A resume may not change train.total_batch_tokens, so the saved configuration states it even if it is the default.
-    """
+    """Return configuration, with the tokens of a step, which a resume may not change, and data's fingerprints."""
     explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
     return {"config": explicit.to_dict()} | data.fingerprints()
 

@@ -37,9 +37,7 @@ class StepQueue:
         self._launched += 1
 
     def _next(self, batches: Iterator[Tensor]) -> Tensor:
-        """Return the next micro-batch.  If its data cannot be read, let the step change nothing and return zeros: the
-        other ranks take part in this step, and can only stop after it.
-        """
+        """Return the next micro-batch; without its data zeros, in a step that changes nothing: other ranks join it."""
         try:
             return next(batches)
         except DataError as error:

@@ -12,9 +12,7 @@ from gpt2_triton.model.tables import HeadActs, Tensors, param
 # fmt: off
 @dataclasses.dataclass
 class Params:
-    """Parameters; weights are [out, in].  The flat order is embed | layer 0 | layer 1 | ... | rest, and weight decay
-    applies to everything before `rest`.
-    """
+    """Parameters; weights are [out, in].  Weight decay applies to all before `rest` in the flat order."""
 
     #                        shape        group    init        decay
     wte:      Tensor  = param("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
@@ -33,9 +31,7 @@ class Params:
 
 @dataclasses.dataclass
 class LayerActs:
-    """Activations of the layers and their gradients.  `drop` names the recompute level at which layers begin to share
-    one copy, which the backward pass computes again.
-    """
+    """Activations of the layers and their gradients.  From level `drop` on, layers share a copy."""
 
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16")

@@ -12,9 +12,7 @@ from gpt2_triton.model.tables import HeadActs, Tensors, param
 # fmt: off
 @dataclasses.dataclass
 class Params:
-    """Parameters; weights are [out, in].  qkvw holds the rows of q, then of k, then of v; fcw those of the gate, then
-    of the value.  The flat order is as GPT-2's.
-    """
+    """Parameters; weights are [out, in].  qkvw has rows of q, k, v; fcw of gate, value."""
 
     #                        shape     group    init        decay
     wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # rows V..Vp stay zero

@@ -6,9 +6,7 @@ from gpt2_triton.model.llama.buffers import Params, UntiedParams
 
 
 def by_name(p: Params, V: int) -> dict[str, Tensor]:
-    """Return the parameters by name, in the order of the forward pass; wte and lmhead without their padding rows.  The
-    parts of qkvw and fcw have names of their own.
-    """
+    """Return the parameters in the order of the forward pass; wte and lmhead without padding rows."""
     L, C = len(p.qkvw), p.wte.shape[1]
     out = {"model.embed_tokens.weight": p.wte[:V]}
     for l in range(L):
