@@ -70,4 +70,5 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
     sizes |= {"num_key_value_heads": model.n_kv_head or model.n_head, "intermediate_size": model.inner}
     rope = {"rope_theta": model.rope_theta, "rope_scaling": scaling if model.rope_factor > 1 else None}
     named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": stored}
+    named |= {"transformers_version": "5.0.0"}  # without it 4.57 and 5.0 warn of Mistral's old pattern
     return named | sizes | rope | REQUIRED | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}

@@ -33,6 +33,7 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     theirs = LlamaForCausalLM.from_pretrained(out)(ids.long()).logits.detach()
     T = model.config.train.seq_len
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), theirs) < 1e-5
+    assert json.loads((out / "config.json").read_text())["transformers_version"] >= "5"  # below it 4.57 and 5.0 warn
     found = huggingface.read(str(out))
     assert found.model == model.config.model
     assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
