@@ -81,11 +81,10 @@ def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
 
 def require_fitting(model: Model, questions: Questions) -> None:
     """Raise DataError if an ending is longer than the model's longest input."""
-    lengths, longest = [len(ending) for ending in questions.endings], _longest(model)
-    if (length := max(lengths)) > longest:
-        row = lengths.index(length) // ENDINGS + 1
-        what = f"an ending of row {row:,} has {length} tokens, the longest input of this model is {longest}"
-        raise DataError(f"HellaSwag: {what}; ask fewer questions, or leave HellaSwag out")
+    length, longest = max(map(len, questions.endings)), _longest(model)
+    if length > longest:
+        what = f"its longest ending has {length} tokens, and this model sees {longest} at once"
+        raise DataError(f"HellaSwag: {what}; it needs a model.block_size of {length} or more")
 
 
 def _longest(model: Model) -> int:
