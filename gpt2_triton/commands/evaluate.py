@@ -17,7 +17,7 @@ Checkpoint = Annotated[
 ]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
-Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default as in training.")]
+Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default a run's own, bf16 for others.")]
 
 
 def hellaswag(
@@ -98,7 +98,8 @@ def perplexity(
         opened += open_shards(given, V, T)
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
-    print(f"{result.tokens:,} tokens | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
+    computed = f"{result.tokens:,} tokens in {dtype or config.train.dtype}"
+    print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
     if json:
         _write(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())

@@ -47,7 +47,7 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
     assert found["loss"] == pytest.approx(val_loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(val_loss), rel=1e-5)
     assert found["tokens"] == 256 and len(found["shards"]) == 2
-    printed = f"256 tokens | loss {val_loss:.4f} | perplexity {math.exp(val_loss):.2f} | "
+    printed = f"256 tokens in fp32 | loss {val_loss:.4f} | perplexity {math.exp(val_loss):.2f} | "
     assert f"data.val of the run: {directory}/val_*.bin\n{printed}" in capsys.readouterr().out
 
 
