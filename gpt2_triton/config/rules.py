@@ -38,7 +38,8 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
         yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
     if (d.train == "builtin") != (d.val == "builtin"):
-        yield "data.val", f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
+        other = "data.train" if d.val == "builtin" else "data.val"
+        yield other, f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
     if (o.tau is None) == (o.weight_decay is None):
         yield "optim.tau", f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other"
     if o.adamw_lr and o.name == "adamw":

@@ -71,6 +71,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"train.seq_len": "2048"}, "--train.seq_len: 2048 is longer than model.block_size 1024"),
     ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256"),
     ("", {"data.train": "builtin"}, "make both builtin, or neither"),
+    ("data: {train: builtin, val: builtin}", {"data.train": "x.bin"}, "--data.train: data.train is x.bin and data.val"),
     ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
     ("", {"eval.tokens": "1023"}, "--eval.tokens: 1023 is less than train.seq_len 1024"),
     ("init_from: gpt2", {}, "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME"),
