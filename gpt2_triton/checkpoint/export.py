@@ -8,7 +8,7 @@ from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import new_directory
+from gpt2_triton.files import FULL, new_directory
 
 WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
@@ -29,7 +29,8 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
         with new_directory(out) as directory:
             named = WRITERS[format](weights, directory, dtype, tokenizer)
     except OSError as error:
-        raise ConfigError(f"{out} could not be written ({error}); choose another, or free some space") from error
+        todo = "make room" if error.errno in FULL else "choose another directory"
+        raise ConfigError(f"{out}: cannot write: {error.strerror or error}; {todo}") from error
     rows = weights.model.vocab_size
     if named < rows:
         print_line(f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer", error=True)

@@ -81,7 +81,7 @@ def train(
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
     if plan and print_config:
         raise ConfigError("--plan, --print_config: each prints something else; give one of them")
-    overrides = parse_overrides(keys)
+    overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     own.require_data(config, data)
     text = own.Text(data, field, strict) if data else None
     if not text and (field != "text" or strict):
@@ -140,15 +140,14 @@ def _start(
     return code
 
 
-def parse_overrides(words: Iterable[str]) -> dict[str, str]:
-    """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}."""
+def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
+    """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}; `hint` ends a refusal."""
     known, given, rest = [key for key, _ in options()], dict[str, str](), iter(words)
     for word in rest:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             usual = "; options are --section.key value, as in --optim.lr 3e-4; quote a pattern, as in 'train_*.bin'"
-            usual += "; --resume takes nothing, or must"
-            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual}")
+            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual + hint}")
         if key not in known:
             raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")
         if key in given:

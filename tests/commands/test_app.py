@@ -42,7 +42,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "1", "--optim.lr=2"], "--optim.lr: given twice"),
     (["x.yaml", "optim.lr=3"], "optim.lr=3: unexpected; options are --section.key value"),
-    (["x.yaml", "--data.train", "a.bin", "b.bin"], "lr 3e-4; quote a pattern, as in 'train_*.bin'"),
+    (["x.yaml", "--data.train", "a.bin", "b.bin"], "lr 3e-4; quote a pattern, as in 'train_*.bin'\n"),
     (["x.yaml", "--data.train", "a.bin", "-o", "b"], "-o: unexpected; for llm.c's -o use --run_dir"),
     (["x.yaml", "--optim.lr", "-1"], "--optim.lr: must be greater than 0, got '-1'"),
     (["x.yaml", "--optim.weight-decay", "x"], "--optim.weight_decay: must be a valid number"),

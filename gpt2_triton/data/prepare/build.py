@@ -22,7 +22,7 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import missing_space, sha256, write_atomic
+from gpt2_triton.files import FULL, missing_space, sha256, write_atomic
 
 PROGRESS, LOCK = "progress.json", ".lock"
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
@@ -228,7 +228,8 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{out_dir}: cannot write: {error.strerror or error}; make room or choose another") from None
+        todo = "make room" if error.errno in FULL else "choose another directory, or correct its permissions"
+        raise DataError(f"{out_dir}: cannot write: {error.strerror or error}; {todo}") from None
 
 
 @contextmanager

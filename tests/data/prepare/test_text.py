@@ -242,7 +242,7 @@ def test_text_resumes_when_a_full_disk_has_room_again(many, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         full = lambda path, tokens: write(path, tokens) if "2" not in path.name else _fail("No space left")  # noqa: E731
         patch.setattr(build, "write_shard", full)
-        with pytest.raises(DataError, match="out: cannot write: No space left"):
+        with pytest.raises(DataError, match="out: cannot write: No space left; make room$"):
             prepare_many(directory, tmp_path / "out")
     lines = []
     assert contents(prepare_many(directory, tmp_path / "out", log=lines.append)) == unbroken
