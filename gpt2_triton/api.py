@@ -231,7 +231,7 @@ class Model:
     ) -> str:
         """Return a continuation of `prompt`, up to the end of text if the model draws it; equal calls give equal texts.
 
-        prompt        text to continue; the model sees its newest `context` tokens; empty: the end-of-text token
+        prompt        text to continue; of a long one the model sees the newest tokens; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token
         top_k, top_p  draw among the k most likely tokens (0: all), then among the fewest with probability p together
         """
@@ -252,6 +252,8 @@ class Model:
 
         A model writes one text at a time: a stream raises ConfigError if another was begun after it.
         """
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompt: expected a text, got {type(prompt).__name__}; `decode` makes one of tokens")
         how = Sampling(temperature, top_k, top_p)
         how.check("", tokens, seed)
         with _exclusive():
