@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Generator, Iterable, Iterator
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt, get_tokenizer
 from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
@@ -26,6 +27,9 @@ def draw(
 ) -> Iterator[Iterator[int]]:
     """Yield an iterator of tokens for each of `num` texts; text i has the seed `seed` + i."""
     batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt).tolist()
+    if len(ids) > model.T:
+        seen = max(1, model.T // 2)
+        print_line(f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}", error=True)
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
         steps = generate(model, ids, tokens, seeds, *how)

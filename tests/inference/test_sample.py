@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -208,6 +209,12 @@ def test_texts_stop_at_the_end_of_text(num, monkeypatch):
     assert len(launched) <= max(ends) + generate.STEPS_IN_FLIGHT
     if num == 1:
         assert "".join(sample.stream(model, tokenizer, "Hello", 6, PLAIN, 7)) == tokenizer.decode(texts[0])
+
+
+@pytest.mark.parametrize(("length", "note"), [(16, ""), (17, "note: .* 17 tokens, of which .* the last 8\n")])
+def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
+    assert list(sample.draw(decoder(2), ByteTokenizer(), "a" * length, 1, PLAIN, 7, 3)) != []
+    assert re.fullmatch(note, capsys.readouterr().err)
 
 
 @pytest.mark.slow
