@@ -21,7 +21,6 @@ LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "model.dropout": 0.
 LATER_KEYS |= {"optim.m": "fp32", "optim.v": "fp32", "model.arch": "gpt2", "model.n_kv_head": None}
 LATER_KEYS |= {"model.n_inner": None, "model.norm_eps": 1e-5, "model.rope_theta": 5e5, "model.rope_factor": 1.0}
 LATER_KEYS |= {"model.tied": True}
-WEIGHT_KEYS = ("data.tokenizer", "train.dtype", "optim.master")
 
 
 def read(
@@ -73,7 +72,7 @@ def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[
 
 def decides_weights(key: str) -> bool:
     """Return whether init_from takes weights only from a run with an equal value of this dotted key."""
-    return key.startswith("model.") and key != "model.dropout" or key in WEIGHT_KEYS
+    return key.startswith("model.") and key != "model.dropout" or key == "data.tokenizer"
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

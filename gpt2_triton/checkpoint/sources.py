@@ -75,17 +75,12 @@ def initial_weights(config: Config) -> Iterable[Part]:
         return []
     if kind in READERS:
         return flat_parts(READERS[kind](where), config)
-    return _weights_of_equal_run(Path(where), config)
-
-
-def _weights_of_equal_run(path: Path, config: Config) -> list[Part]:
-    """Return the weights of one of our checkpoints; CheckpointError if this run needs other tensors."""
-    _, saved, tensors = read_checkpoint(path)
-    changes, _ = config_differences(saved["config"], config.to_dict())
+    _, saved, tensors = _config_and_tensors(where)
+    changes, _ = config_differences(saved.to_dict(), config.to_dict())
     for key, (then, now) in changes.items():
         if decides_weights(key):
-            raise CheckpointError(f"init_from: {path} has {key} {then}, this run {now}; make them equal")
-    return [(name, 0, tensors[name]) for name in ("params", "low") if name in tensors]
+            raise CheckpointError(f"init_from: {where} has {key} {then}, this run {now}; make them equal")
+    return flat_parts(from_checkpoint(where, tensors, saved), config)
 
 
 def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:

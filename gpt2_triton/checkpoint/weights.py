@@ -124,7 +124,7 @@ def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  The padding rows of wte are
     in no part.  Positions from the run's block_size on are left out.  CheckpointError for other sizes than the run's.
     """
-    _check_sizes(weights, config.model)
+    _check_sizes(weights, config)
     return _flat_parts(weights, config)
 
 
@@ -152,14 +152,14 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     return out
 
 
-def _check_sizes(weights: Weights, ours: ModelConfig) -> None:
+def _check_sizes(weights: Weights, config: Config) -> None:
     too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
-    if too_small or weights.tokenizer != tokenizer_of(weights.model):
+    if too_small or weights.tokenizer not in (tokenizer_of(weights.model), config.data.tokenizer):
         raise no_tokenizer(weights)
     theirs, now = (
         m.model_dump(exclude={"dropout"})
         | ({"n_kv_head": m.n_kv_head or m.n_head, "n_inner": m.inner} if m.arch == "llama" else {})
-        for m in (weights.model, ours)
+        for m in (weights.model, config.model)
     )
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:

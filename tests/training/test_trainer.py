@@ -13,6 +13,7 @@ import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.weights import join_master
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -352,6 +353,11 @@ def test_init_from_checkpoint_takes_the_weights_only_of_the_same_model(unbroken,
         _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
+    masters = run_config(init_from=source, train=dict(dtype="bf16"), optim=dict(master="fp32"))
+    with make_trainer(masters, tmp_path / "masters") as trainer:
+        halves = trainer.model.state.params, trainer.model.state.master_low
+        whole = join_master(*(half.cpu().view(torch.int16).numpy() for half in halves))
+        assert torch.equal(torch.from_numpy(whole), saved["params"])
     with pytest.raises(CheckpointError, match=r"model.n_layer 1, this run 2"):
         make_trainer(run_config(model=dict(n_layer=2), init_from=source), tmp_path)
 
