@@ -71,9 +71,7 @@ WITHIN = {
 
 
 def name_of(path: Path) -> str:
-    """Return the dotted name below gpt2_triton: "model.arena"; a package's is that of its directory, the root's
-    "__init__".
-    """
+    """Return the dotted name below gpt2_triton, a package's for its __init__; "__init__" for the root's."""
     parts = path.with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 

@@ -91,9 +91,7 @@ class Job:
         return not self.alive()
 
     def end(self, silent: float) -> int | None:
-        """Return the exit code once no process is left; kill all, and return None, after `silent` seconds in which
-        nothing was printed.
-        """
+        """Return the exit code once no process is left; after `silent` seconds without output kill all, return None."""
         size, since = -1, time.monotonic()
         while not self.wait(0.2):
             if (now := self.log.stat().st_size) != size:

@@ -76,9 +76,7 @@ def nanogpt_logits(state, ids, approximate):
 
 
 def test_nanogpt_logits_differ_by_the_form_of_gelu_only(params, tmp_path):
-    """1e-4 with GPT-2's GELU: two orders of summation, which came out 1e-6 apart.  2e-3 with erf: the two functions are
-    at most 5e-4 apart, and so were the logits.
-    """
+    """1e-4 with GPT-2's GELU, in other orders of sums 1e-6; 2e-3 with erf, a function up to 5e-4 apart."""
     saved, ids = nanogpt_content(params), token_ids(config_of())
     ours = our_logits(config_of(), imported(tmp_path, saved), ids)
     for approximate, tolerance in (("tanh", 1e-4), ("none", 2e-3)):

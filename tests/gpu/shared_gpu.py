@@ -110,9 +110,7 @@ def dirty(model: Model, pristine: Tensor) -> Tensor:
 
 
 def differing(found: Sums, want: Sums) -> str:
-    """Return the first launch whose results differ, as "layernorm_bwd (launch 12, output 0; 3 later ones differ)"; ""
-    if none does.
-    """
+    """Return the first launch that differs, as "layernorm_bwd (launch 12, output 0; 3 later ones differ)", or ""."""
     assert [name for name, _ in found] == [name for name, _ in want]
     wrong = [i for i, ((_, ours), (_, theirs)) in enumerate(zip(found, want)) if ours != theirs]
     if not wrong:
@@ -153,9 +151,7 @@ def large(precision: str) -> tuple[Model, Tensor]:
 
 @contextlib.contextmanager
 def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Let a process run from its first line of output, "running", to the end of the block; RuntimeError if it ends
-    before.
-    """
+    """Let a process run from its first line, "running", to the end of the block; RuntimeError if it ends before."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if not process.stdout or process.stdout.readline() != "running\n":
@@ -168,9 +164,7 @@ def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def load(kind: str) -> None:
-    """Replay steps in bf16 or fp8, or products of PyTorch's, until the process is killed; print a line after the
-    first.
-    """
+    """Replay steps in bf16 or fp8, or PyTorch's products, until the process is killed; print a line after the first."""
     if kind == "torch":
         repeat: Callable[[], Any] = Control().sum
         repeat()
@@ -202,9 +196,7 @@ def passes_of(model: Model, arena: Tensor, control: Control, passes: int) -> tup
 
 
 def compare(precision: str, others: Iterable[str] = ("torch", "bf16", "fp8")) -> int:
-    """Print a line for each condition and way; return how many passes of ours differ.  others: what the other process
-    does, in turn.
-    """
+    """Print a line for each condition and way; return how many passes differ.  others: the other process, in turn."""
     model, pristine = large(precision)
     control, wrong = Control(), 0
     [want], [want_replayed], [want_control] = passes_of(model, pristine, control, 1)

@@ -25,9 +25,7 @@ VARIANTS = ("fp32", *PRECISIONS)
 
 
 def losses(variant: str, level: str) -> list[str]:
-    """Return the losses of the first five steps of 2 layers of GPT-2's width, B 2, T 256, with the weights of seed 1
-    and the tokens of train_steps, which differ from step to step.
-    """
+    """Return the losses of five steps of 2 layers of GPT-2's width, B 2, T 256, with seed 1 and train_steps' tokens."""
     numbers = dict(dtype="fp32") if variant == "fp32" else dict(precision=variant)
     return [float(loss).hex() for loss, _, _ in train_steps(wide_model(**numbers, level=level), 5)]
 

@@ -244,9 +244,7 @@ def test_graphs_give_the_bits_of_eager_launches(precision):
 
 
 def test_steps_leave_no_gap_on_the_device_and_one_wait_on_the_host():
-    """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time from the first to the last of them, and the
-    host waits for one event per step, that of the previous step.
-    """
+    """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time, and the host waits for the step before."""
     model = wide_model(n_layer=12, B=64, T=1024)
     late_steps(model, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -16,9 +16,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def tolerance(dtype):
-    """fp32: sums of up to 3072 products in another order.  bf16: norm, gelu's argument and result are rounded; the
-    interpreter truncates: twice that.
-    """
+    """fp32: sums of 3072 products in another order.  bf16: three roundings; the interpreter truncates: twice that."""
     return 1e-6 if dtype == torch.float32 else 3 * EPS[dtype] * (2 if INTERPRET else 1)
 
 

@@ -249,9 +249,7 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
 
 @pytest.mark.parametrize("T,HS", [(48, 64), (48, 80), (128, 64)])
 def test_attention_writes_fp8(T, HS, rng):
-    """Blocks reach past the end of a sequence of 48, and at 80 of a head: nothing is written to the next one's columns.
-    On Hopper, kernels/hopper takes sequences of 128.
-    """
+    """Blocks reach past a sequence of 48, and 80 of a head, but not into the next one's columns; 128 are Hopper's."""
     B, NH = 2, 2
     width = NH * HS
     qkv, dout = rng(B * T, 3 * width, dtype=BF16), rng(B * T, width, dtype=BF16)
@@ -302,9 +300,7 @@ def test_products_equal_float64(residual, rng):
 @pytest.mark.skipif(not is_hopper(), reason="the portable kernels sum in the tensor cores' own precision")
 @pytest.mark.parametrize("depth", [1600, 6400])
 def test_long_sums_of_one_sign_are_not_biased(depth, rng):
-    """A tensor core's sum of 1,600 terms of one sign is 2.3% too small, one of 6,400
-    10%; sums of 128 terms added in fp32 are 0.06%.
-    """
+    """A tensor core's sum of 1,600 terms of one sign is 2.3% too small, of 6,400 10%; in parts of 128, 0.06%."""
     a, w = product_operands(rng, 256, 320, depth)
     for x in (a, w):
         x.rows.copy_(as_e4m3(x.rows.float().abs()))
@@ -365,9 +361,7 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered in exp")
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_an_infinite_bias_is_seen(value, rng):
-    """The output is NaN or amax is not finite, so that the norm or check_amax skips the step.  On Hopper an input of
-    GELU beyond fp16 is cut off, which infinity must not be.
-    """
+    """Output or amax is not finite, so the step is skipped; Hopper's GELU cuts inputs beyond fp16, but not infinity."""
     a, w = product_operands(rng, 128, 256, C)
     b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
     b[[3, 200]] = value  # in both halves of Hopper's tile

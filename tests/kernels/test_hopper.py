@@ -18,9 +18,7 @@ TOGETHER = {"attention_fwd": 5, "attention_dq": 4, "attention_dkdv": 3}
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
-    """Return each launched form: name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or in a
-    third, or constant).
-    """
+    """Return name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or a third, or constant)."""
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None, rope_ptr=None)
     nothing |= dict(T=I32, rotated_columns=I32, HS=0)

@@ -180,9 +180,7 @@ def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("recorded", [True, False])
 def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
-    """Bytes and amax are of the gradients before their rounding to bf16, which moves one in 32 to the middle of two
-    numbers of e4m3, and so changes its last bit at most.
-    """
+    """Of gradients before their rounding to bf16, which puts one in 32 between two numbers of e4m3."""
     B, NH, T, scale = 2, 1, 128, 64.0
     arguments, _ = draw(rng, B, NH, T)
     plain = poisoned(B * T, 3 * NH * HS, dtype=BF16)

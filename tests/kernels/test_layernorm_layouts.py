@@ -20,9 +20,7 @@ VARIANTS = [(C, *types, dropped) for C in WIDTHS for types in FORMS for dropped 
 
 
 def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
-    """Return the layouts of the float tensors of two dimensions that the kernel sums; ln and dx8 are types, or "" for
-    outputs that are not written.
-    """
+    """Return the layouts of the matrices that the kernel sums; ln and dx8 are types, "" for outputs not written."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -60,9 +60,7 @@ def series(n, spikes=(20, 30)):
 
 
 def test_skip_outliers_z_scores_match_llm_c():
-    """After 300 steps the window has wrapped twice and the count was reset once.  fp32 values of 3.3 with deviations
-    of 0.03 have five digits.
-    """
+    """After 300 steps the window has wrapped twice, the count once; fp32 of 3.3 +- 0.03 has five digits."""
     device, models = Device(size=WINDOW), (RunningSums(WINDOW), RunningSums(WINDOW))
     for step, pair in enumerate(zip(*series(300, spikes=(130, 200)))):
         *z, applied = device.judge(*pair)

@@ -95,9 +95,7 @@ def test_equal_logits_at_the_bound_are_kept_together():
 
 
 def test_sample_token_distribution_is_the_softmax():
-    """4000 tokens by the scores that the kernel's choices match, from a vocabulary of 12: chi-square with 11 degrees
-    of freedom, whose 99.9% point is 31.3.
-    """
+    """4000 tokens of 12 by the scores that the kernel matches: chi-square, 11 degrees of freedom, 99.9% at 31.3."""
     z, temperature = np.linspace(-2, 2, 12), 1.5
     p = np.exp(z / temperature) / np.exp(z / temperature).sum()
     counts = np.bincount([scores(z, seed, 0, temperature).argmax() for seed in range(4000)], minlength=12)

@@ -59,9 +59,7 @@ def found():
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", KERNELS)
 def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
-    """All but numbers of a row (mean, rstd, token) or of a step (rate, clip factor), which are 4 bytes: at most 8 such
-    accesses in a kernel, a seventh of the bits.
-    """
+    """All but numbers of a row or a step, of 4 bytes: at most 8 such accesses in a kernel, a seventh of the bits."""
     assert found[KERNELS[launcher]]
     for form in found[KERNELS[launcher]]:
         bits = {int(width): int(width) * n for width, n in form.items()}

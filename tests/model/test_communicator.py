@@ -17,9 +17,7 @@ LAYERS = 3
 
 
 class Log:
-    """Records the calls of launchers and collectives; also the ProcessGroup, which can read the arenas of its peers if
-    `shared`.
-    """
+    """Records calls of launchers and collectives; also the ProcessGroup, with readable arenas if `shared`."""
 
     device = "cpu"
     compiling = staticmethod(lambda **_: contextlib.nullcontext())
@@ -224,9 +222,7 @@ def test_gather_params_of_peer_copies_is_between_two_barriers():
 
 
 def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
-    """Return of a step of two micro-steps: events of the side stream, waits for them, joins, and the first launches of
-    embedding, layer and sum of losses.
-    """
+    """Return a step's events of the side stream, waits, joins, and first launches of embedding, layer and loss sum."""
     calls: list[str] = []
 
     class NumberedEvents:

@@ -164,9 +164,7 @@ def test_a_skipped_step_changes_no_scale():
 @pytest.mark.slow
 @pytest.mark.parametrize("llama", [False, True])
 def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
-    """In fp8 with the scales of the step, and in train.dtype as a bf16 model does, which also give logits and samples.
-    Neither changes the next step.
-    """
+    """In fp8 with the step's scales, and in train.dtype as a bf16 model; neither changes the next step."""
     one, other, plain = (fp8_model(precision=precision, llama=llama) for precision in ("fp8", "fp8", "bf16"))
     for model in (one, other):
         train_steps(model, 1)

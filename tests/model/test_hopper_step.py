@@ -18,10 +18,7 @@ LAUNCHED = {"bf16": SHARED | {"matmul", "matmul_dw", "matmul_wide"}, "fp8": SHAR
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Choose kernels and launch parameters as on an H200, with tiles of 320 columns where they fit, and simulate.
-
-    Yields the set of the modules that have been launched.
-    """
+    """Choose and simulate kernels as on an H200, with tiles of 320 columns; yield the set of launched modules."""
     launched, launch = set(), simulator.Kernel.__getitem__
 
     def recorded(kernel, grid):

@@ -57,9 +57,7 @@ def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[Model, lis
 
 
 def violations(model: Model, launches: list) -> list[str]:
-    """Return the launches that touch a buffer outside its lifetime, or read one that nothing has written since its
-    lifetime began.
-    """
+    """Return the launches that touch a buffer outside its lifetime, or read one not yet written in it."""
     buffers, base, found, before = model.plan.buffers, model.arena.data_ptr(), [], None
     inputs_of_step = ("step_in", "step_key", "batch", "rope")
     written = {(name, 0) for name in ("params", "m", "v", "master_low", "window", *inputs_of_step)}

@@ -93,9 +93,7 @@ def muon_step(matrices, momenta, lr, decay, momentum=0.95):
 
 @pytest.mark.slow
 def test_two_updates_equal_those_of_pytorch():
-    """Autograd, clipping, torch's AdamW for embedding, norms and biases; q, k, v are orthogonalised apart, and momentum
-    moves once in a step of two micro-steps.
-    """
+    """With torch's AdamW for the rest; q, k, v are apart; momentum moves once in a step of two micro-steps."""
     model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
     assert model.shape.accumulation == 2
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
@@ -223,9 +221,7 @@ WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
 
 
 def write_gradients(model, tensors, seed, micro, add):
-    """Set these gradients to small random integers on one rank, another in each micro-step, and to zeros on others, or
-    add them: sums and norms of them are exact.
-    """
+    """Set or add small random integers on one rank, by micro-step another, zeros on others: all sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     for g in tensors:
         found = torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == micro % model.dims["ranks"])

@@ -82,9 +82,7 @@ def test_evaluation_equals_autograd_in_a_smaller_view():
 
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_decoding_equals_the_training_forward(level):
-    """In the arena of a training run, 3 tokens are put into the cache and 2 are decoded after them; the cross entropy
-    of each step's logits is the loss of the forward pass.
-    """
+    """In a training arena, 3 tokens are cached and 2 decoded: their logits give the forward pass's losses."""
     model = exact_model(level, sample=dict(every=1))
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 3], targets[0, 4] = 7, 9

@@ -255,9 +255,7 @@ def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, caps
 
 
 def example_record():
-    """Return a record of one layer with equal values, except for x after the layer, two updates, and attprojw's
-    gradient, which overflows.
-    """
+    """Return a record of one layer of equal values but for x behind it, two updates, and attprojw's gradient."""
     acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
     acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
     acts["x"]["absmax"][2] = 34.25

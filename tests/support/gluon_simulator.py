@@ -636,9 +636,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
-    """Run the launchers of a module of kernels/hopper/ on CPU tensors, with that many programs.  `replaced` replaces
-    names in the kernels, to remove a wait.
-    """
+    """Run a hopper module's launchers on CPU tensors, with that many programs; `replaced` replaces names in them."""
     draws, functions = random.Random(seed), _python_functions(replaced)
     kernels = {
         name: Kernel(function, draws)

@@ -35,10 +35,7 @@ class Guarded:
 
 
 def require_same_bits_within_outputs(run: Callable[[Any], Sequence[torch.Tensor]], allocations: int) -> None:
-    """Let run(outputs) return finite tensors of equal bits twice, and write nothing beside what it allocates.
-
-    outputs(*shape, dtype) allocates an output or scratch.
-    """
+    """Let run(outputs) give equal bits twice, and write only what outputs(*shape, dtype) allocates."""
     for first, second in zip(run(poisoned), run(poisoned), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
     guarded = Guarded()

@@ -46,9 +46,7 @@ def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> 
 
 
 def randomise(model: Model) -> None:
-    """Set weights with which no term of a gradient is small: norms about 1, everything else 0.2 * N(0, 1), padded rows
-    of the vocabulary 0.
-    """
+    """Set weights with which no term of a gradient is small: norms about 1, the rest 0.2 * N(0, 1), padded rows 0."""
     generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)

@@ -19,9 +19,7 @@ def philox(seed, first, n, step, purpose):
 
 
 def dropout_factors(step_key: list[int], rows: int, channels: int, site: int, p: float) -> torch.Tensor:
-    """Return what dropout of probability p multiplies with at this point of the residual stream: float64, 0 or
-    1 / (1 - p), [rows, channels], for the rows from step_key[3] on.
-    """
+    """Return what dropout of p multiplies with at this point, 0 or 1 / (1 - p), for the rows from step_key[3] on."""
     step, low, high, first_row = step_key
     words = philox(low | high << 32, first_row * channels // 2, rows * channels // 2, step, DROPOUT + 256 * site)
     kept = words.view(np.uint16) >= round(p * 65536)  # an element takes half a word, the lower half first

@@ -46,9 +46,7 @@ def embedding_fwd(x, ids, wte, wpe):
 
 
 def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
-    """dwte[token] += the rows of dx whose input it is and of ks * lnf whose target it is; dwpe[t] = sum over the
-    batch of dx.
-    """
+    """dwte[token] += rows of dx by input, of ks * lnf by target; dwpe[t] = sum over the batch of dx."""
     R = dx.shape[0]
     for token, start, length, _ in segments.tolist():
         for e in order[start : start + length].tolist():
@@ -85,9 +83,7 @@ def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
 def layernorm_bwd(
     dx, dbranch, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, acc, i=None, p=0.0
 ):
-    """dx = (more +) gradient through the norm; dbranch, if given, is dx, masked if p > 0; dbias = its column sums; ln,
-    if given, is the norm's output recomputed.
-    """
+    """dx = (more +) gradient through the norm; dbranch: dx, masked; dbias: its column sums; ln: the norm's output."""
     xhat = (x - mean[:, None]) * rstd[:, None]
     g = dout * w
     grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
@@ -278,9 +274,7 @@ def classifier_target(zt, lnf, wte, targets):
 
 
 def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
-    """p = exp(logit - target logit), 0 in the target's column and in the padding; rowsum holds sums of p's rows
-    (layout private).
-    """
+    """p = exp(logit - target logit), 0 at the target and in the padding; rowsum: private sums of p's rows."""
     e = torch.exp2(torch.clamp(lnf @ wte.T * LOG2E - zt[:, None], max=108))
     e[:, V:] = 0
     rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
@@ -294,9 +288,7 @@ _rowsums: dict[int, torch.Tensor] = {}
 
 
 def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
-    """losses (+)= log(1 + S); rs, ks scale the two parts of dlogits; lns = rs * lnf.  rs, ks, lns are None when only
-    losses count.
-    """
+    """losses (+)= log(1 + S); rs, ks scale the parts of dlogits; lns = rs * lnf; all None for losses alone."""
     s = _rowsums.pop(rowsum.data_ptr())
     valid, scale = targets >= 0, step_in[io.LOSS_SCALE]
     _give(losses, torch.log1p(s) * valid, acc)

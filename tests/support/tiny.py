@@ -13,9 +13,7 @@ DEFAULT_NUMBERS = {"dtype": "fp32"}  # of tiny_config; pytest --precision fp8 re
 
 
 def tiny_config(**sections) -> Config:
-    """Return a configuration of 2 layers, one head of 64, T 16, B 2 and 256 tokens; `sections` override it, as in
-    tiny_config(train=dict(dtype="bf16")).
-    """
+    """Return a configuration of 2 layers, a head of 64, T 16, B 2 and 256 tokens; `sections` override it."""
     numbers = {} if "dtype" in sections.get("train", {}) else DEFAULT_NUMBERS
     base = dict(
         model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),

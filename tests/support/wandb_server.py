@@ -7,10 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Holds one run: `rows` is its history, `config` its configuration, `names` the ids it was opened with.
-
-    With `broken` it answers 500.
-    """
+    """Holds one run: history `rows`, `config`, ids `names` it was opened with; if `broken` it answers 500."""
 
     daemon_threads = True
 

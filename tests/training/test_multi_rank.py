@@ -96,9 +96,7 @@ def alone(tmp_path_factory):
     (2, 0, {}), (2, 2, {}), (4, 1, {}), (3, 2, dict(train=dict(batch_size=2))), (2, 1, dict(train=dict(batch_size=3))),
 ])  # fmt: skip
 def test_ranks_train_as_one_rank_does(alone, tmp_path, n, zero, sections):
-    """For any number of ranks and any stage, also where ranks divide no tensor and where micro-steps add up.  With
-    hash_state, weights that differ between ranks would end the run.
-    """
+    """Also where ranks divide no tensor and micro-steps add up; hash_state would end a run of unequal weights."""
     config = config_of(zero, model=dict(n_layer=2), eval=dict(every=1, tokens=80), **sections)
     assert run_job(n, config, tmp_path) == 0
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=2e-6)
@@ -204,9 +202,7 @@ def test_statistics_of_ranks_equal_those_of_one_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("optim, zeros", [(dict(v="bf16"), (1, 0)), (dict(master="fp32"), (1, 1))], ids=str)
 def test_two_runs_of_two_ranks_give_the_same_bytes(tmp_path, optim, zeros):
-    """bf16 with rounding noise, keyed by the flat index, of second moments too, and with master weights.  gloo adds two
-    numbers alike at every stage, so that here two stages agree.
-    """
+    """bf16 with noise, in moments too, and masters.  gloo adds two numbers alike at every stage, so stages agree."""
     config = dict(train=dict(dtype="bf16", steps=1), optim=optim)
     runs = [tmp_path / name for name in ("one", "other")]
     for run, zero in zip(runs, zeros, strict=True):
@@ -420,9 +416,7 @@ def killed_rank_1(config, run):
 
 @pytest.mark.slow
 def test_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tmp_path):
-    """A launcher starts all ranks again with --resume; they find no checkpoint, or that of the first step, alike.  The
-    collective's error ends rank 0, and not the watchdog.
-    """
+    """Restarted ranks find no checkpoint, or the first step's, alike; the collective's error ends rank 0."""
     config, run = config_of(checkpoint=dict(every=1)), tmp_path / "run"
     run.mkdir()
     assert ranks.exit_codes(2, run / "stderr", killed_rank_1, config, run) == [1, -signal.SIGKILL]
@@ -435,9 +429,7 @@ def test_killed_rank_ends_the_others_and_a_restart_gives_the_unbroken_bytes(tmp_
 
 
 def hanging_rank_1(config, run, how):
-    """Train; rank 1 stops or sleeps before its second step.  Once it does, rank 0's watchdog waits for seconds only, so
-    that nothing depends on the time that a step takes.
-    """
+    """Train; rank 1 hangs before its second step, and only then rank 0's watchdog waits for seconds alone."""
 
     def hang(self, step):
         if step != 1:

@@ -137,9 +137,7 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbrok
 @pytest.mark.slow
 @pytest.mark.parametrize("optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str)
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
-    """bf16 weights and moments are rounded with noise, and dropout draws masks; the keys are (seed, step, element), so
-    a resumed run draws the same.
-    """
+    """Noise and masks are keyed by (seed, step, element), so a resumed run draws the same."""
     sections = dict(model=dict(n_layer=1, dropout=dropout), optim=optim)
     config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), **sections)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -181,9 +179,7 @@ def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
-    """Resumed, it gives the bytes of the unbroken run.  Continued in bf16 it drops its scales, and finds new ones when
-    it returns to fp8; run.json has both.
-    """
+    """With the bytes of the unbroken run; in bf16 without scales, which a return to fp8 finds again, as in run.json."""
 
     def config(precision="fp8", steps=3):
         sections = dict(train=dict(dtype="bf16", precision=precision, steps=steps), fp8=dict(keep_bf16=""))

@@ -63,9 +63,7 @@ def test_timed_records_every_launcher_of_a_step(record):
 
 @pytest.mark.parametrize("level", ["gelu", "block"])
 def test_flops_of_a_step_are_6n_plus_attention(record, level):
-    """N counts the matrices, 12 C^2 per layer and the head.  Attention has 2 + 5 products of half of T x T scores.
-    `block` recomputes each layer up to its last product.
-    """
+    """N: 12 C^2 per layer, and the head; attention has 2 + 5 half products; `block` recomputes all but the last."""
     d, operations = record(level)
     C2, attention = d.C * d.C, d.B * d.T * d.T * d.C
     again = d.L * (2 * d.R * 8 * C2 + 2 * attention) if level == "block" else 0

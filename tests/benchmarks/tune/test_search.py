@@ -87,9 +87,7 @@ def test_worst_is_the_error_of_the_worst_256_numbers():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """tiny(ops, clock) replaces sizes by a model of one layer in bf16, compiles nothing, and makes a launch take
-    clock(rows) milliseconds, with the rows when it was recorded.
-    """
+    """tiny(ops, clock): a model of one layer, nothing compiled; a recorded launch takes clock(rows) milliseconds."""
 
     @contextlib.contextmanager
     def compiling(ignore_errors):
