@@ -131,13 +131,7 @@ def format_count(count: float) -> str:
 
 
 class Progress(tqdm):
-    """Shows how much of some work is done, its rate and the time left, from DELAY seconds on.
-
-    Only rank 0 shows it, and only if stderr is a terminal: a log file gets no lines.
-
-        with Progress("perplexity", total, "tokens") as progress:
-            progress.advance(count)
-    """
+    """Shows how much is done, the rate and the time left, from DELAY seconds on, on rank 0, on a terminal."""
 
     monitor_interval = 0  # no thread
 

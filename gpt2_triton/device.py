@@ -53,10 +53,7 @@ def count() -> int:
 
 
 def select_interpreter() -> bool:
-    """Select Triton's interpreter if there is no GPU, before a kernel is imported; return True if it is selected.
-
-    ConfigError if triton.language was imported without the interpreter, if numpy is too new, or if there is no Triton.
-    """
+    """Select Triton's interpreter if there is no GPU, before a kernel is imported; ConfigError if it cannot run."""
     triton, numpy = require_triton(), installed("numpy") or ""
     if present():
         return False

@@ -41,11 +41,7 @@ class AsyncCheckpointer:
         state: dict[str, Any],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy this rank's shard to the host, and start a thread that calls `before`, then writes the copy.
-
-        `shard` holds each tensor in pieces; the pieces may change once this returns.  If the last checkpoint has this
-        step and state already, nothing is done.
-        """
+        """Copy this rank's shard, and let a thread call `before` and write it; nothing if this state is saved."""
         self.wait()
         if (step, state) == self._written:
             return

@@ -65,10 +65,7 @@ def verify(step_dir: Path) -> str:
 
 
 def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
-    """Return the newest intact checkpoint in `directory` up to step `last`; None if there is no checkpoint.
-
-    Intact: it verifies and is finite.  Each damaged one on the way gets a warning.  CheckpointError if all are damaged.
-    """
+    """Return the newest intact checkpoint up to `last`, or None; warn of damaged ones.  CheckpointError if all are."""
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
         if not (problem := verify(path) or _non_finite(path)):

@@ -69,10 +69,7 @@ class Config(Sections):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token of a training step: 6N + 6*L*C*T, as in llm.c.
-
-        N is n_params.  The second term is causal attention.  Recomputation in the backward pass is not counted.
-        """
+        """Floating-point operations per token of a step, as in llm.c: 6N + 6*L*C*T, without recomputation."""
         return 6 * self.n_params + 6 * self.model.n_layer * self.model.n_embd * self.train.seq_len
 
     def replace(self, **changes: dict[str, Any]) -> "Config":

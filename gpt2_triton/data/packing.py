@@ -76,10 +76,7 @@ def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, sp
 
 
 def packed_size(R: int, vocab_size: int) -> int:
-    """Return the int32 elements of a packed micro-batch of R rows:
-
-    ids R | targets R | order 2R | segments 4*Ns | split_tokens 4*Nh
-    """
+    """Return the int32 elements of ids R | targets R | order 2R | segments 4*Ns | split_tokens 4*Nh."""
     max_segments, max_split, _ = scatter_bounds(R, vocab_size)
     return 4 * R + 4 * max_segments + 4 * max_split
 
@@ -87,10 +84,7 @@ def packed_size(R: int, vocab_size: int) -> int:
 def pack_batch(
     buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int, head_row: int = 0
 ) -> torch.Tensor:
-    """Write int32 ids and targets [B, T] and their tables into `buffer` (None: a new one) in packed_size's layout.
-
-    An untied head has the targets' rows: in the tables they begin `head_row` rows behind wte's first.
-    """
+    """Write ids and targets [B, T] and their tables as packed_size says; an untied head's rows begin at `head_row`."""
     rows = head_row + vocab_size
     if buffer is None:
         buffer = torch.empty(packed_size(ids.size, rows), dtype=torch.int32)

@@ -10,10 +10,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def set_env_from_slurm() -> None:
-    """Set torchrun's variables in a task of srun.  Do nothing under torchrun, or in a job step of one task.
-
-    Only processes that srun started have SLURM_STEP_ID.  The batch script has none, and runs as one process.
-    """
+    """Set torchrun's variables in one of several tasks of srun, which have SLURM_STEP_ID; a batch script has none."""
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
         return

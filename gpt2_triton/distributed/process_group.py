@@ -68,11 +68,7 @@ class ProcessGroup:
         )
 
     def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
-        """Allocate `nbytes` on each rank; all ranks call it together.
-
-        Returns this rank's memory, and the memory of all ranks by rank.  The list is empty unless all ranks are on one
-        host and can read each other's memory.
-        """
+        """Allocate on each rank together; return own memory, and all ranks' if they can read each other's."""
         if self.size == 1 or not self.single_node:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
         self._allocations += 1
@@ -103,10 +99,7 @@ class ProcessGroup:
         self._all_gather(whole, part, None)
 
     def barrier(self) -> None:
-        """Barrier in stream order: later work waits for all ranks' earlier reads and writes, and sees the writes.
-
-        On GPUs the ranks must share memory, and the stream must not be the default stream: see StreamBarrier.
-        """
+        """Barrier in stream order.  On GPUs the ranks share memory, outside the default stream: see StreamBarrier."""
         if (b := self._stream_barrier) is None:
             self._collective(dist.barrier)
         else:

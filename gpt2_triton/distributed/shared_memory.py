@@ -17,11 +17,7 @@ from gpt2_triton.distributed.control import ControlGroup
 
 
 def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
-    """Allocate `nbytes` on each rank of a host; all ranks call it together.
-
-    Return this rank's memory, the memory of all ranks by rank, and "".  If any rank cannot open another's memory, all
-    ranks get an empty list and the reason.
-    """
+    """Allocate on each rank of a host together; return own memory, all ranks', and why these are none."""
     buffer, own = SharedBuffer(nbytes, device), control.rank
     given = [None if rank == own else buffer.handle() for rank in range(control.size)]
     handles = [row[own] for row in control.all_gather(given)]
@@ -52,10 +48,7 @@ class SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
-        """Return what another process gives to `open_shared`, as JSON; None if this memory cannot be shared.
-
-        Each reader needs a handle of its own: opening a handle uses up its only reference in torch.
-        """
+        """Return what one reader gives to `open_shared`, as JSON; None if this memory cannot be shared."""
         if self._file is not None:
             return [self._path]
         if torch.version.hip:  # AMD's handles: not tried

@@ -42,11 +42,7 @@ class _TokenCopy:
 def generate(
     model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], temperature: float, top_k: int, top_p: float
 ) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `count` times.
-
-    Each sequence starts with `prompt` (at least one token).  Sequence i samples with seeds[i]; the number of seeds is
-    the model's decode batch.
-    """
+    """Yield the next token of every sequence, `count` times; sequence i has `prompt`, and samples with seeds[i]."""
     T = model.T
     sequences, sampled = [list(prompt) for _ in seeds], 0
     copies = [_TokenCopy(model) for _ in range(STEPS_IN_FLIGHT)]
@@ -62,11 +58,7 @@ def generate(
 
 
 def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
-    """Run all but the last token of each window into the cache, and set the last as the next step's input.
-
-    The windows have equal lengths.  `sampled`, the number of tokens sampled so far, keys the next random number.  If it
-    is 0, all windows are the prompt.
-    """
+    """Run all but the last token of windows of one length into the cache; the first fill has one for all."""
     n = len(windows[0])
     if n > 1 and sampled == 0:
         model.prefill(windows[0], slice(0, len(windows)))

@@ -174,9 +174,7 @@ def layernorm_bwd(
     scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor,
     more: Operand | None, step_key: Tensor | None, acc: bool, i: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln, if given, is the recomputed out.
-    dbranch, if given, is dx masked with probability p at point i of the residual stream.
-    """
+    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln: out again; dbranch: masked dx."""
     programs = _launch_bwd(dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, i, p)
     column_sums(dw, db, dbias, scratch, programs, acc)
 

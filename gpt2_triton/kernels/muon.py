@@ -255,11 +255,7 @@ def muon_update(
     w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
     first: int, distance: int, decay: float, scale: float,
 ) -> None:  # fmt: skip
-    """Update w (and low) in place by lr * (scale * x + decay * w), unless step_out[APPLY] is 0.
-
-    `first` is the flat index of w[0, 0] in the whole model; w[l, 0] follows at first + l * distance.  Both are
-    multiples of 4.
-    """
+    """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat index first + l * distance."""
     (L, n), dtype, row = w.shape, dtype_name(w), _elements(w)
     low_stride = 0 if low is None else low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](

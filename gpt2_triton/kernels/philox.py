@@ -69,10 +69,7 @@ def _fill_kernel(w_ptr, n, value, BLOCK: tl.constexpr):
 
 @contract("w[n] low[n]?")
 def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float) -> None:
-    """w = N(0, std), element i from Philox at flat index first + i, with `first` a multiple of 4.
-
-    A bf16 w is the fp32 number rounded; low, if given, gets the number's other 16 bits (device_math.split_master).
-    """
+    """w = N(0, std) from Philox at flat index first + i, a multiple of 4; low gets the bits that bf16 lacks."""
     block = flat_block(w.numel(), 1024)
     _normal_init_kernel[(triton.cdiv(w.numel(), block),)](w, low, w.numel(), seed, first, std, BLOCK=block)
 

@@ -44,10 +44,7 @@ def _column_sums_kernel(
 
 @contract("out[*]+ second[*]?+ third[*]?+ <- part[*]")
 def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: Tensor, P: int, acc: bool) -> None:
-    """out[n] (+)= sum over p of part[0, p, n]; second and third from part[1] and part[2].  Only launchers call it.
-
-    The outputs are fp32 of N elements in any shape; `part` is the beginning of an fp32 scratch.
-    """
+    """out[n] (+)= sum over p of part[0, p, n], second of part[1], third of part[2]; only launchers call it."""
     N, outs = out.numel(), 1 + (second is not None) + (third is not None)
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:

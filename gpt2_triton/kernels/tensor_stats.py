@@ -95,10 +95,7 @@ def _parameter_stats_kernel(
 
 @contract("out[3,P]+ <- x[*]")
 def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x| and numbers of non-finite elements; with acc, combined with the old out.
-
-    For an Fp8, x means x.value if there is one, else x.rows / x.scale.
-    """
+    """out = partial sums of x^2, largest |x|, non-finite counts, of Fp8's value, else rows; acc: with the old out."""
     scale = x.scale if isinstance(x, Fp8) and x.value is None else None
     x = full(x) if scale is None else x.rows
     P = out.shape[1]

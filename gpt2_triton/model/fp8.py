@@ -106,9 +106,7 @@ def clear(row: Tensor | None) -> None:
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set a model's scales by two passes over a step's packed micro-batches.  The first pass has guessed scales.  The
-    passes leave only scales behind.  All ranks call it, before the first step of a run without scales.
-    """
+    """Set scales by two passes over a step's micro-batches, the first with guessed scales; all ranks call it."""
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
     s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # APPLY = 1: roll_scales sets scales

@@ -84,11 +84,7 @@ def plan_memory(
     config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
     sequences: int = 0, shape: StepShape | None = None,
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
-    """Return the exact memory plan of a run with micro-batch B, and its dimensions.
-
-    sequences   how many are decoded at once; 0: one in a training run that prints samples, none elsewhere
-    shape       of a training step, by default StepShape.of(config)
-    """
+    """Return the plan with micro-batch B, and its dimensions; `sequences` are decoded at once, 0: for samples."""
     dims = dimensions(config, K, B, T, training, sequences, shape)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
     for name in ("m", "v"):
@@ -148,9 +144,7 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
 
 
 def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | None = None) -> Config:
-    """Return the configuration with a level in place of memory.recompute `auto`: the fastest level with a plan of at
-    most `budget` bytes, in as few layers as necessary.  If no level fits, take the last.
-    """
+    """Replace memory.recompute `auto` by the fastest level that fits `budget`, in as few layers as it needs."""
     if config.memory.recompute != "auto":
         return config
     step = shape or StepShape.of(config)

@@ -88,9 +88,7 @@ class Model:
         self._first_rows.numpy()[:] = rows
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the schedule's view for B sequences of T tokens, B*T at most the plan's, for use between steps.  The
-        operands are in train.dtype, or with `fp8` in a step's formats and scales.
-        """
+        """Return the view for B sequences of T tokens, B*T at most the plan's, between steps; `fp8`: as in a step."""
         if (B, T, fp8) not in self._views:
             self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
         return self._views[B, T, fp8]
@@ -108,9 +106,7 @@ class Model:
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
     def begin_step(self, step_in: np.ndarray, step: int, seed: int, with_stats: bool = False) -> None:
-        """Copy to the device what changes from step to step: lr_schedule.step_inputs, and the key of the rounding
-        noise.  If `with_stats`, the InFlightStep that end_step returns has the step's tensor statistics in `stats`.
-        """
+        """Copy a step's inputs and the key of its noise to the device; `with_stats`: end_step returns statistics."""
         assert self.stats_recorder or not with_stats, "statistics have no memory: log.stats_every is 0"
         self._with_stats = with_stats
         previous, self._step = self._step, next(self._steps)
@@ -121,9 +117,7 @@ class Model:
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
-        """Run forward and backward of one micro-batch, packed by data.loader.  If `first`, the gradients replace the
-        buffer's contents; else they are added.  In the step's `last` micro-step they are sent to the other ranks.
-        """
+        """Run a packed micro-batch: the `first` replaces the gradients, others add, the `last` sends them."""
         self._micro = 0 if first else self._micro + 1
         self.copy_batch(packed, self._micro)
         single = self.dims["ranks"] == 1  # nothing is sent: the last micro-step uses the graph of the others
@@ -154,9 +148,7 @@ class Model:
         return self._step
 
     def first_non_finite(self, batches: Iterable[Tensor], control: ControlGroup) -> str:
-        """Return the name of the first tensor with non-finite elements on any rank, or "", after a pass over these
-        packed micro-batches with the present weights.  All ranks call it, between steps.
-        """
+        """Compute these batches' gradients; name the first tensor that is not finite.  All ranks call it."""
         assert self.stats_recorder, "statistics have no memory: log.stats_every is 0"
         self._with_stats, n = True, 0
         for n, packed in enumerate(batches, start=1):

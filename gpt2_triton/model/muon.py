@@ -28,11 +28,7 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """The matrices of one class of tables.matrix_shapes in all layers.
-
-    This rank orthogonalises some whole matrices, and updates the same n elements in each layer.  `parts` has the
-    elements that each rank updates, among the class's elements in a layer.
-    """
+    """A class of tables.matrix_shapes in all layers; `parts`: the elements in a layer that each rank updates."""
 
     w: Tensor  # [L, n], with a stride between layers; so are the next four
     low: Tensor | None

@@ -49,9 +49,7 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
 
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return, for a checkpoint's state.json, (flat index, elements) of each slice of the shards; empty for one rank.
-    With Muon, `second_shares` are the slices of `v`, with indices in `v`.
-    """
+    """Return (flat index, elements) of this rank's slices, `second_shares` of Muon's `v`; empty for one rank."""
     if dims["ranks"] == 1:
         return {}
     shards = sharding.owned_shards(dims, rank)

@@ -30,10 +30,7 @@ class StepResult(NamedTuple):
 
 
 class InFlightStep:
-    """One step's inputs, which are copied to the device, and results, which are copied back.
-
-    The copies are asynchronous, so the buffers are written again only after `result` has waited for the last copy.
-    """
+    """One step's inputs and results, copied asynchronously: written again only after `result` has waited."""
 
     def __init__(self, device: str, io: Any, stats: Sequence[torch.Tensor] = ()):
         """`io` is kernels/step_io.py, which names the elements of the rows; `stats` are the recorder's buffers."""

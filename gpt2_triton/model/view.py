@@ -77,9 +77,7 @@ def make_view(
     plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], config: Config,
     comm: Communicator, rank: int, K: Any, fp8: bool, train: bool = False,
 ) -> ModelView:  # fmt: skip
-    """Return the view for dims["B"] sequences of dims["T"] tokens, at most the plan's.  With `fp8`, operands of
-    products are K.Fp8; with `train`, kernels record their maxima, and dropout is on.
-    """
+    """Return the view; with `fp8` operands are K.Fp8, with `train` kernels record maxima, and dropout is on."""
     A = architecture.of(config.model)
     d, optim = dims | dict(Rc=min(dims["Rc"], dims["R"])), config.optim
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None

@@ -73,9 +73,7 @@ def first_non_finite(model: Model, batches: Prefetcher, first_sample: int, contr
 def find_non_finite_losses(
     model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
-    """Compute again the losses of the step that begins with this sample, with the present weights.  Return in words how
-    many sequences are not finite, with rank and SHARD:TOKEN of the first sequence.  All ranks call it between steps.
-    """
+    """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
     bad, rows, place, unread = 0, 0, "", ""
     try:
         for first in batches.first_samples_of_step(first_sample):

@@ -97,11 +97,7 @@ class RunState:
         return due if due in saved else max((step for step in saved if step <= updated), default=0)
 
     def raise_if_unstable(self, config: Config, target: int, find_losses: Callable[[], str]) -> None:
-        """Raise NonFiniteError if rewinds did not help, or if train.skip_limit steps in a row were not finite.
-
-        target: rewind_target's step
-        find_losses: returns in words which losses of the last step are not finite
-        """
+        """Raise NonFiniteError if rewinds to `target` did not help, or after train.skip_limit non-finite steps."""
         train = config.train
         if target and target == self.rewound_to and self.rewinds >= MAX_REWINDS:
             raise NonFiniteError(

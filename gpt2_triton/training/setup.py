@@ -141,11 +141,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 def build_model(
     config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
 ) -> Model:
-    """Return the model with kernels K and the tensors of `start`; a new run first draws new weights.
-
-    On a GPU the kernels are compiled.  Notes go to `start.notes`.  Raise CheckpointError if the disk has no space for
-    a checkpoint, DataError if a question is too long for the model.
-    """
+    """Return the compiled model with the tensors of `start` or new ones; CheckpointError without room to save."""
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:

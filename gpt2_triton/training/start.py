@@ -21,10 +21,7 @@ from gpt2_triton.training import wandb_logger
 def starting(
     config: Config, run_dir: Path | None, resume: bool | Literal["must"], name: str = ""
 ) -> Iterator[Path | None]:
-    """Check the configuration.  Rank 0 also checks the data's tokenizer, makes the run's directory and yields it.
-
-    Without `run_dir` the directory is runs/<name>-<time>.  Other ranks yield `run_dir` unchanged.
-    """
+    """Check the configuration, on rank 0 also the tokenizer, and yield the run's directory; others yield `run_dir`."""
     from gpt2_triton.data.shards import require_tokenizer
 
     rank, ranks = rank_and_size()
@@ -67,10 +64,7 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
 
 @contextlib.contextmanager
 def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
-    """Make and yield the run's directory, by default runs/<name>-<time>, with -2, -3, ... if that name is taken.
-
-    Remove the directory at the end if it is new and still empty, as after a refused start.
-    """
+    """Make and yield the run's directory, by default runs/<name>-<time>[-N]; remove it at the end if it is empty."""
     named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))
     try:

@@ -105,10 +105,7 @@ class Trainer:
     # ---- the loop ----
 
     def run(self) -> int:
-        """Train from the present step to the last, or until a signal or the time limit; return the exit code.
-
-        If data cannot be read, save the last finished step; then every rank raises DataError.
-        """
+        """Train to the last step, a signal or the time limit; return the exit code.  Save before raising DataError."""
         self.signals.begin_loop(self.run_dir)
         if self.group.rank == 0:
             with contextlib.suppress(OSError):  # no such file, or a read-only disk
