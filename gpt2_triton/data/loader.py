@@ -141,16 +141,17 @@ class ValidationLoader:
         return {(min(rows, self.count - first), self.windows.seq_len) for first in range(0, self.count, rows)}
 
 
+DEPTH = 3  # the caller reads a buffer, the device copies another, the thread fills the third
+
+
 class Prefetcher:
-    """Iterator over packed micro-batches that a thread prepares ahead in a ring of `depth` host buffers.
+    """Iterator over packed micro-batches that a thread prepares ahead in a ring of DEPTH host buffers.
 
     Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r takes b samples, from
     sample s + (k * ranks + r) * b on.
 
     A buffer is valid until the next call of next().  By then its copy to the device is issued, but perhaps not done.
     So next() records an event, and the thread waits for the event before it fills the buffer again.
-    Three buffers are needed at least: the caller reads the first, the device copies the second, the thread fills
-    the third.
     """
 
     def __init__(
@@ -161,23 +162,21 @@ class Prefetcher:
         vocab_size: int,
         first_sample: int = 0,
         pinned: bool = False,
-        depth: int = 3,
         rank: int = 0,
         ranks: int = 1,
         head_row: int = 0,
     ):
-        assert depth >= 3, depth
         self._loader, self._rows = loader, (vocab_size, head_row)
         self._micro_batch, self._accumulation, self._rank, self._ranks = micro_batch, accumulation, rank, ranks
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
-        self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
-        self._copied = [torch.cuda.Event(blocking=True) for _ in range(depth)] if pinned else []
+        self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
+        self._copied = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
         self._gpu = torch.cuda.current_device() if pinned else None
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._returned: int | None = None
         self._closed = False
-        for slot in range(depth):
+        for slot in range(DEPTH):
             self._free.put(slot)
         self._thread = threading.Thread(target=self._run, args=(first_sample,), name="prefetch", daemon=True)
         self._thread.start()

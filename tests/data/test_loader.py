@@ -178,9 +178,8 @@ def expected_batch(first, count=3):
     return pack_batch(None, tokens[:, :-1], tokens[:, 1:], VOCAB)
 
 
-@pytest.mark.parametrize("depth", [3, 5])
-def test_prefetcher_yields_batches_in_order(prefetch, depth):
-    batches = prefetch(first_sample=6, depth=depth)
+def test_prefetcher_yields_batches_in_order(prefetch):
+    batches = prefetch(first_sample=6)
     for k in range(12):
         assert torch.equal(next(batches), expected_batch(6 + 3 * k))
 
