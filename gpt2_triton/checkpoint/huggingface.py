@@ -122,8 +122,9 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     prefix = "" if weights.model.arch == "llama" else "transformer."
     shapes = {prefix + k: shape[::-1] if k.endswith(CONV1D) else shape for k, shape in weights.shapes.items()}
     read = weights.read_all("exporting", whole=CONV1D)
-    parts = (_stored(values.T if name.endswith(CONV1D) else values, dtype) for name, _, values in read)
-    safetensors_files.write(directory, shapes, dtype, parts)
+    parts = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
+    stored = np.ascontiguousarray if dtype == "fp32" else round_bf16
+    safetensors_files.write(directory, shapes, dtype, map(stored, parts))
     if tokenizer is None:
         return 0
     return hf_tokenizer.write(directory, tokenizer, weights.model.block_size, weights.model.vocab_size, weights.beside)
@@ -139,7 +140,3 @@ def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": model.dropout, "resid_pdrop": model.dropout}
     rest = {"n_inner": None, "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": stored}
     return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest
-
-
-def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    return np.ascontiguousarray(values) if dtype == "fp32" else round_bf16(values)
