@@ -88,11 +88,7 @@ def _non_finite(step_dir: Path) -> str:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the step directory for `path`; CheckpointError if there is none that verifies.
-
-    `path` is a step directory, a run or its `checkpoints` (the newest step that verifies), or RUN/best (the step of
-    the lowest validation loss).
-    """
+    """Return a step that verifies: `path`, the newest of a run or its `checkpoints`, or the step of RUN/best."""
     if path.name == "best" and not path.exists():
         found = best_checkpoint(find_checkpoint(path.parent))
         if found is None:

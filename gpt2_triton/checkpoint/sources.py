@@ -33,11 +33,7 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Return a source's configuration and its host tensors, `params` among them.
-
-    Another project's model gets train.dtype bf16, and its context, at most LONGEST_CONTEXT, as train.seq_len.  Its
-    `params` are fp32, which a bf16 model rounds and an fp32 model keeps.
-    """
+    """Return a source's configuration and host tensors; other projects' `params` are fp32, with train.dtype bf16."""
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
         return _config_and_tensors(where)[1:]

@@ -24,11 +24,7 @@ def names() -> list[str]:
 
 
 def find(given: str | Path) -> Path:
-    """Return the file of the recipe that `given` names, or `given` itself if it is a path.
-
-    A word without a directory and without .yaml is a name, unless such a file exists.  ConfigError for an unknown
-    name, and for a missing file with a recipe's name.
-    """
+    """Return the file of the recipe that `given` names, or a path itself; ConfigError for a name that is neither."""
     path, known = Path(given), names()
     if os.path.isfile(path):  # not Path.is_file, which raises for a name that is too long
         return path

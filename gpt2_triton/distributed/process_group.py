@@ -38,17 +38,13 @@ class ProcessGroup:
     """The ranks of a run.  With a single rank every method returns at once."""
 
     def __init__(self, device: str, timeout: float):
-        """Select this rank's GPU and join the group; device is "cuda" or "cpu".
-
-        timeout is the watchdog's, in seconds.  Rendezvous may take 3 timeouts.  A collective may take 12, so that the
-        watchdog reports first: its message names the rank at fault.
-        """
+        """Select this rank's GPU and join the group; `timeout` is the watchdog's, in seconds."""
         self.rank, self.size = rank_and_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = device
         self.store: Any = None
         self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
-        self._timeout = timedelta(seconds=12 * timeout)
+        self._timeout = timedelta(seconds=12 * timeout)  # the watchdog reports first: it names the rank at fault
         self._allocations = 0
         self._stream_barrier: shared_memory.StreamBarrier | None = None  # for GPUs that share memory
         if device == "cuda":

@@ -74,28 +74,18 @@ def compiling(
                 JITFunction.run = launch
             kernels = set()
             for done, kernel in enumerate(launched, 1):
-                kernels.add(_result(kernel, ignore_errors))
+                kernels.add(kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel)
                 report(done, len(launched))
         kernels.discard(None)
         ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
         list(pool.map(lambda kernel: _make_launcher(kernel, ignored), kernels))
-    for kernel in kernels:
-        _load(kernel, ignored)
+    for kernel in kernels:  # in one thread: Triton 3.6's extensions have one name, and could get another's launcher
+        with contextlib.suppress(*ignored):
+            _ = kernel.run
     out.kernels, out.from_cache, out.seconds = len(kernels), sum(cached), time.perf_counter() - began
-
-
-def _result(kernel: Any, ignore_errors: bool) -> Any:
-    return kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
 
 
 def _make_launcher(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
     """Compile the launcher: Triton 3.6 builds a Python extension per signature with gcc, and caches it on disk."""
     with contextlib.suppress(*ignored):
         driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-
-def _load(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
-    """Load a kernel.  Call it from one thread only."""
-    # all extensions of Triton 3.6 share a module name: a second thread could get the launcher of another kernel
-    with contextlib.suppress(*ignored):
-        _ = kernel.run

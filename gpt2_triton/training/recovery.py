@@ -21,11 +21,7 @@ from gpt2_triton.model.model import Model
 def restore_model(
     target: int, run_dir: Path, model: Model, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
-    """Give the model the state of the newest intact checkpoint up to step `target`, and delete later ones.  Return its
-    step, and the (step, loss) of the lowest validation loss so far, or None if that checkpoint was deleted.
-
-    Raise CheckpointError if no checkpoint is intact.
-    """
+    """Load the newest intact checkpoint up to `target`, delete later ones; return its step and the best still there."""
     directory = run_dir / "checkpoints"
     reached = control.from_rank0(lambda: _newest_intact(directory, target))
     state, tensors = load_checkpoint(step_path(directory, reached))

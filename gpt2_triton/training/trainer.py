@@ -71,11 +71,7 @@ class Trainer:
         signals: ShutdownSignals | None = None,
         K: Any = kernels,
     ):
-        """Resume from the checkpoint `found`, or start a new run if it is None.
-
-        The process group is the watchdog's, or a new group if `watchdog` is None.  K is the kernel package; tests pass
-        tests/support/reference.py.
-        """
+        """Resume from the checkpoint `found`, or start a new run; tests pass tests/support/reference.py as K."""
         timeout = config.parallel.timeout
         self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
         self.group = self.watchdog.group
