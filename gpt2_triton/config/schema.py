@@ -160,9 +160,7 @@ class TrainConfig(ConfigSection):
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
     max_minutes: float = free(
-        0,
-        "minutes after which the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit",
-        ge=0,
+        0, "minutes after which the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit", ge=0
     )
     patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)

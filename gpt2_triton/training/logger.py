@@ -30,12 +30,7 @@ class Logger:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        resume_step: int = 0,
-        about: dict[str, Any] | None = None,
-        gpus: int = 1,
+        self, run_dir: Path, config: Config, resume_step: int = 0, about: dict[str, Any] | None = None, gpus: int = 1
     ):
         self.config, self.steps = config, config.train.steps
         self._is_first_step = True

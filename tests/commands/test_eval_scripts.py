@@ -25,10 +25,7 @@ def run(script, *words, cwd):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("hellaswag", ["--data", "questions.jsonl"]),
-        ("perplexity", [str(FIXTURES / "val.bin"), "--tokens", "32"]),
-    ],
+    [("hellaswag", ["--data", "questions.jsonl"]), ("perplexity", [str(FIXTURES / "val.bin"), "--tokens", "32"])],
 )
 def test_script_prints_and_writes_what_the_command_does(tmp_path, monkeypatch, capsys, name, words):
     (tmp_path / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")

@@ -29,18 +29,7 @@ from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
-from tests.support.pages import (
-    GUIDE,
-    PAGES,
-    README,
-    ROOT,
-    anchors,
-    blocks,
-    commands,
-    links,
-    spans,
-    text_of,
-)
+from tests.support.pages import GUIDE, PAGES, README, ROOT, anchors, blocks, commands, links, spans, text_of
 from tests.support.tiny import tiny_model
 
 USED = [README, *GUIDE]

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS, check_recompute
-from gpt2_triton.model.arena import (
-    ALIGN,
-    PHASES,
-    Buffer,
-    BufferSpec,
-    buf,
-    carve,
-    place_buffers,
-    resolve_buffers,
-)
+from gpt2_triton.model.arena import ALIGN, PHASES, Buffer, BufferSpec, buf, carve, place_buffers, resolve_buffers
 from gpt2_triton.model.gpt2.buffers import Acts
 from gpt2_triton.model.tables import State, layer_levels
 

@@ -8,13 +8,7 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.training.preemption import (
-    LAUNCHED_WINDOW,
-    PREEMPTED,
-    REPEAT_WINDOW,
-    BorrowedSignals,
-    ShutdownSignals,
-)
+from gpt2_triton.training.preemption import LAUNCHED_WINDOW, PREEMPTED, REPEAT_WINDOW, BorrowedSignals, ShutdownSignals
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
