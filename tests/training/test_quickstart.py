@@ -1,4 +1,4 @@
-"""The first command of the README: in 16 of 40 steps the loss falls from 5.5 to below 4; its checkpoint samples.
+"""The first command of the README: in 8 of 40 steps the loss falls from 5.5 to below 4.7; its checkpoint samples.
 
 It runs in this process, whose interpreter is fast; test_streams.py and test_install.py start processes.
 """
@@ -16,11 +16,11 @@ from gpt2_triton.commands.train import app
 @pytest.mark.timeout(900)
 def test_quickstart_loss_falls_and_its_checkpoint_can_be_sampled(tmp_path, capsys):
     directory = str(tmp_path / "run")
-    assert main(app, ["configs/quickstart.yaml", "--run_dir", directory, "--train.steps", "16"]) == 0
+    assert main(app, ["configs/quickstart.yaml", "--run_dir", directory, "--train.steps", "8"]) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert 5.3 < losses[0] < 5.7  # 256 equally likely bytes cost log(256) = 5.55
-    assert sum(losses[-4:]) / 4 < 4.0  # 3.8; the loss of a step, of 1,024 tokens, varies by 0.1
+    assert sum(losses[-4:]) / 4 < 4.7  # 4.5; the loss of a step, of 1,024 tokens, varies by 0.1
     capsys.readouterr()
     assert main(tools, ["sample", directory, "--prompt", "The ", "--tokens", "4"]) == 0
     assert "The " in capsys.readouterr().out
