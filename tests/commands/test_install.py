@@ -91,10 +91,6 @@ def test_commands_and_recipes_are_there(run):
     assert "GiB" in run("train", "mine.yaml", "--plan", "--gpu", "h200")
 
 
-def test_the_quickstart_trains(run):
-    assert "\nstep" in run("train", "quickstart", *SMALL, "--run_dir", "quickstart")
-
-
 def test_text_is_prepared_trained_on_and_sampled(run):
     (run.here / "my.txt").write_text("To be, or not to be: that is the question.\n" * 200)
     (run.here / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")

@@ -22,7 +22,7 @@ from tests.support.models import batches, train_steps
 from tests.support.tiny import tiny_config
 
 LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
-NOT_FINITE = "qkvw", "attprojw", "fcw", "fcprojw", "lnw", "fcb"
+NOT_FINITE = "fcprojw", "lnw", "fcb"
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
@@ -233,24 +233,6 @@ def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
             apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
             assert apart or not a.phases & b.phases, (a.name, b.name)
     assert all(b.offset + b.nbytes <= plan.total for b in acts)
-
-
-@pytest.mark.parametrize(
-    "sections, key, what",
-    [
-        (dict(train=dict(dtype="fp32", precision="fp8")), "train.precision", "needs train.dtype bf16, got fp32"),
-        (dict(train=dict(dtype="bf16", precision="fp8", seq_len=8)), "train.seq_len", "a multiple of 16"),
-        (dict(fp8=dict(keep_bf16="head,mlp:0")), "fp8.keep_bf16", "'head' or 'none'"),
-        (
-            dict(model=LLAMA | dict(tied=False), train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none")),
-            "fp8.keep_bf16",
-            "an untied head",
-        ),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(sections, key, what):
-    with pytest.raises(ValueError, match=what):
-        tiny_config(**sections)
 
 
 def test_guessed_scales_follow_the_loss_scale():

@@ -18,7 +18,6 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.run_lock import lock_run_dir
@@ -264,14 +263,6 @@ def test_number_of_ranks_must_divide_the_step():
     todo = "start a number of GPUs that divides 12 sequences, or, in a new run, set it to 160 or 240"
     with pytest.raises(ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}"):
         StepShape.of(config_of(train=dict(batch_size=2)), 5)
-    with pytest.raises(ConfigError, match="parallel.gpus: 2, but the launcher or --gpus gives 3"):
-        StepShape.of(config_of(parallel=dict(gpus=2)), 3)
-
-
-def test_batch_size_of_more_ranks_is_accepted_by_later_readers():
-    """Three ranks take 4 of a step's 12 sequences each, at most 5 at a time; on one rank 12 is no multiple of 5."""
-    tree = config_of(train=dict(batch_size=5)).to_dict()
-    assert StepShape.of(Config.model_validate(tree), 3).micro_batch == 4
 
 
 def full_disk_on_rank_1(config, run):

@@ -10,10 +10,8 @@ import torch
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
-from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.model import Model
 from gpt2_triton.training import trainer
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -159,11 +157,6 @@ def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkey
     before_steps(lambda self, index: index == 1 and poison(self), monkeypatch)
     assert train(run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)), tmp_path, resume=False) == 0
     assert "step 2: no checkpoint to rewind to; steps are only skipped" in capsys.readouterr().out
-
-
-def test_rewind_after_without_a_checkpoint_is_refused():
-    with pytest.raises(ConfigError, match="train.rewind_after: there is no checkpoint to go back to"):
-        Config.load({"train": {"rewind_after": 3}, "checkpoint": {"every": 0}})
 
 
 def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch, capsys):
