@@ -48,9 +48,7 @@ def compile_kernels(
     known = {name: found for name, found in device.GPUS.items() if found.multiprocessors}
     if (found := known.get(gpu.lower())) is None:
         raise ConfigError(f"--gpu: {gpu} is none of {', '.join(known)}")
-    from gpt2_triton.model.fp8 import choose_precision
-
-    settings, notes = choose_precision(settings, found.architecture)
+    settings, notes = settings.choose_precision(found.architecture)
     if settings.train.precision == "fp8":
         device.require_fp8(gpu, found.architecture)
     device.require_triton()

@@ -6,7 +6,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes
 from gpt2_triton.model.arena import MemoryPlan
-from gpt2_triton.model.fp8 import choose_precision
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
 
 
@@ -14,7 +13,7 @@ def plan_report(
     config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU", architecture: str | None = None
 ) -> str:
     """Return the text: whether the run fits, memory by level and stage, buffers; without `architecture` for a CPU."""
-    config, notes = choose_precision(config, architecture)
+    config, notes = config.choose_precision(architecture)
     found = forecast(config, K, gpu_bytes, shape)
     plan, level = found.plan, found.config.memory.recompute
     fits = "fits" if plan.total <= found.budget else "does not fit"

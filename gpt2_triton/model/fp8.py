@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.schedule import roll_scales
 from gpt2_triton.model.tables import State
@@ -25,20 +24,6 @@ WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
 HISTORY = 16  # steps, the columns of State.history
 # name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale datt, fcproj's at scale dfcg
 PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))
-
-
-def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
-    """Replace train.precision `auto`, and say why; `architecture` is the GPU's, None on a CPU."""
-    if config.train.precision != "auto":
-        return config, []
-    precision, why = "bf16", f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}"
-    if config.model.arch == "llama":
-        why = "no long run of Llama in fp8 has been measured"
-    elif config.train.dtype == "fp32" or config.train.seq_len % 16:
-        why = "fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len"
-    elif architecture == "9.0":
-        precision, why = "fp8", "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md"
-    return config.replace(train={"precision": precision}), [f"train.precision auto: {precision} ({why})"]
 
 
 def scale_count(n_layer: int, precision: str, keep_bf16: str) -> int:

@@ -88,7 +88,7 @@ def _read_by_all() -> Iterator[None]:
 def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
     """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has."""
     if config.train.precision != "auto" or found is None:
-        return fp8.choose_precision(config, device.architecture() if device.present() else None)
+        return config.choose_precision(device.architecture() if device.present() else None)
     saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]["train"].get("precision", "bf16")
     if saved == "fp8":
         device.require_own_fp8()

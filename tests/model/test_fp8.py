@@ -197,11 +197,11 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
     ("9.0", dict(dtype="fp32"), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
 ])  # fmt: skip
 def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
-    config, notes = fp8.choose_precision(fp8_config(precision="auto", **train), architecture)
+    config, notes = fp8_config(precision="auto", **train).choose_precision(architecture)
     assert notes == [f"train.precision auto: {chosen}"] and config.train.precision == chosen.split()[0]
-    assert fp8.choose_precision(fp8_config(), architecture) == (fp8_config(), [])
+    assert fp8_config().choose_precision(architecture) == (fp8_config(), [])
     llama = config.replace(model={"arch": "llama"}, train={"precision": "auto"})
-    assert fp8.choose_precision(llama, architecture)[0].train.precision == "bf16"
+    assert llama.choose_precision(architecture)[0].train.precision == "bf16"
 
 
 def test_plan_has_no_buffer_that_no_precision_needs():
