@@ -123,6 +123,8 @@ PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
     "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),
 }
+SCALE = LOSSES / "scale.jsonl"
+REPORTED, DOLLARS = 1.36, 3.0  # modded-nanogpt's ratio of tokens; what an hour of a GPU is taken to cost
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
     "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
@@ -226,6 +228,22 @@ def prices(record: Record) -> str:
     return markdown(["fp8 minus bf16", "pairs", "training loss", "validation loss", "of the tokens"], rows)
 
 
+def hours(record: Record) -> str:
+    """Return one GPU's hours and dollars for the tokens of gpt2_124m_fast, and for Muon's by each ratio of tokens."""
+    figures, runs = flat(record), [run for run in ratio.runs_of(pairs.read_results(SCALE)) if run.size == "d12"]
+    noise = {name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, "d12"))}
+    ways = {"AdamW": (1.0,), f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": (REPORTED,)}
+    if found := ratio.measured(runs, noise):
+        ways[f"Muon, {found[0]:.2f} times fewer, as after 1B tokens here"] = found
+    speeds = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
+    rows = []
+    for way, factors in ways.items():
+        tokens = figures["recipe.gpt2_124m_fast.tokens"] / factors[0]
+        each = [tokens / figures[key] / 3600 for key in speeds.values()]
+        rows.append([way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)])
+    return markdown(["", "tokens", *speeds], rows)
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "steps": measured(programs, "steps"),
     "peers": measured(programs, "peer"),
@@ -236,5 +254,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "ops": measured(operations, "ops"),
     "memory": memory,
     "prices": prices,
-    "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(LOSSES / "scale.jsonl")))[0],
+    "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(SCALE)))[0],
+    "hours": hours,
 }

@@ -6,7 +6,7 @@ E is one for both optimizers.  The fit leaves out L1's runs and is compared with
 runs of other seeds and the same size.  A size without such runs has the largest noise of its optimizer.  With E given,
 log A and a follow from log(L - E) by weighted least squares, and a ratio is a linear condition on them (Fieller's
 method).  The 95% interval holds the ratios for which some E and this condition together add at most Student's t squared
-to the squares of the best fit.
+to the squares of the best fit.  The ratio at 1B is L1's own, where the line through Muon's two runs has AdamW's loss.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def runs_of(rows: Iterable[Result]) -> list[Run]:
     """Return the runs with AdamW and Muon at equal budgets."""
     found = []
     for row in rows:
-        if named := re.fullmatch(r"(L1|d\d+) (adamw|muon) \d+[MB]", row["arm"]):
+        if named := re.fullmatch(r"(L1|d\d+) (adamw|muon)( \d+[MB]|, \d+%)", row["arm"]):
             first = named[1] == "L1"
             found.append(Run("d12" if first else named[1], named[2], row["tokens"] / 1e6, row["val_loss"], not first))
     return found
@@ -111,6 +111,20 @@ class Fit:
         return float(middle), float(low), float(high)
 
 
+def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, float] | None:
+    """Return AdamW's tokens in L1 divided by what Muon needs for its loss, and the ends of the 95% interval."""
+    adamw, muon = (sorted(run for run in runs if run.optimizer == name and not run.fitted) for name in OPTIMIZERS)
+    if not adamw or len(muon) < 2 or len(noise) < 2:
+        return None
+    (short, first), (long, last) = ((np.log(run.tokens), run.loss) for run in muon)
+    share = (adamw[0].loss - first) / (last - first)  # 0 at Muon's shorter run, 1 at its longer run
+    middle = np.log(adamw[0].tokens) - short - share * (long - short)
+    sd = np.hypot(noise["adamw"].sd, noise["muon"].sd * np.hypot(1 - share, share)) * (long - short) / abs(last - first)
+    half = sd * T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
+    found, low, high = np.exp([middle, middle - half, middle + half])
+    return float(found), float(low), float(high)
+
+
 def report(runs: list[Run]) -> tuple[str, str]:
     """Return a table of losses and ratios by size and budget, and notes: noise, fits, and L1's runs beside them."""
     lines = ["| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |", "|---" * 7 + "|"]
@@ -120,18 +134,22 @@ def report(runs: list[Run]) -> tuple[str, str]:
         noise = {name: one for name in OPTIMIZERS if (one := noise_of(runs, name, size))}
         lacks = _lacks(mine, noise)
         fit = None if lacks else Fit(mine, noise)
+        later = {run.tokens for run in mine if not run.fitted}
         for tokens in [*sorted({run.tokens for run in mine}), *([FARTHEST] if fit else [])]:
             both = [[run.loss for run in mine if (run.optimizer, run.tokens) == (name, tokens)] for name in OPTIMIZERS]
             means = [statistics.fmean(losses) for losses in both if losses]
             cells = [f"{statistics.fmean(losses):.4f}" if losses else "" for losses in both]
             cells.append(f"{means[1] - means[0]:+.4f}" if len(means) == 2 else "")
-            ratio, *ends = map(_shown, fit.ratio(tokens)) if fit else [""]
+            found = fit.ratio(tokens) if fit and tokens not in later else None
+            found = measured(mine, noise) if tokens == max(later, default=0) else found
+            ratio, *ends = map(_shown, found) if found else [""]
             lines.append(f"| {size} | {tokens:,.0f} | {' | '.join([*cells, ratio, ' to '.join(ends)])} |")
         if not fit:
             notes.append(f"{size} has no fit: {', '.join(lacks)}")
             continue
         a = [curve.found[fit.best, 1] for curve in fit.curves]
-        notes.append(f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon")
+        squares = f"{fit.squares[fit.best]:.1f} squares of the noise in {sum(run.fitted for run in mine)} runs"
+        notes.append(f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon, {squares}")
         for name, (sd, freedom, source) in noise.items():
             notes.append(f"{size} {name}: a run's sd {sd:.4f}, from {source} with {freedom} degrees of freedom")
         for _, name, tokens, loss, _ in (run for run in mine if not run.fitted):
