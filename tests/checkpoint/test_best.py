@@ -8,8 +8,7 @@ import pytest
 
 from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
-from gpt2_triton.config.config import Config
-from gpt2_triton.errors import CheckpointError, ConfigError, DataError
+from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.training import trainer
 from gpt2_triton.training.metrics import read_metrics
 from tests.support.loop import before_steps, poison, stop_after, train
@@ -137,12 +136,3 @@ def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
         find_checkpoint(tmp_path / "best")
-
-
-def test_checkpoint_best_without_validation_is_refused(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("checkpoint: {best: val_loss}\neval: {every: 0}")
-    with pytest.raises(ConfigError, match="x.yaml:1: checkpoint.best: there is no validation loss"):
-        Config.load(path)
-    with pytest.raises(ConfigError, match="--train.patience: the best checkpoint would be lost; set checkpoint.best"):
-        Config.load({}, {"train.patience": "3"})

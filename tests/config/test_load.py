@@ -74,6 +74,8 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("train: {rewind_after: 3}", {}, "x.yaml:1: train.rewind_after: there is no checkpoint to go back to"),
     ("", {"train.seq_len": "2048"}, "--train.seq_len: 2048 is longer than model.block_size 1024"),
     ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256"),
+    ("checkpoint: {best: val_loss}\neval: {every: 0}", {}, "x.yaml:1: checkpoint.best: there is no validation loss"),
+    ("", {"train.patience": "3"}, "--train.patience: the best checkpoint would be lost; set checkpoint.best"),
     ("", {"data.train": "builtin"}, "make both builtin, or neither"),
     ("data: {train: builtin, val: builtin}", {"data.train": "x.bin"}, "--data.train: data.train is x.bin and data.val"),
     ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),

@@ -121,12 +121,6 @@ def test_shifted_windows_start_at_another_phase_in_each_epoch_and_stay_in_their_
         np.testing.assert_array_equal(starts, want)
 
 
-@shifted_or_not
-def test_train_loader_resumes_from_one_integer(shifted):
-    continued = TrainLoader(SHARDS, SEQ_LEN, 1, shifted).batch(0, 40)[23:]
-    np.testing.assert_array_equal(TrainLoader(SHARDS, SEQ_LEN, 1, shifted).batch(23, 17), continued)
-
-
 # ---- validation ----
 
 

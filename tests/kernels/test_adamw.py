@@ -1,4 +1,4 @@
-"""AdamW against torch.optim in float64, its stochastic rounding bit by bit and on average, the fp32 master weights."""
+"""AdamW against torch.optim in float64, its stochastic rounding bit by bit, the fp32 master weights."""
 
 import numpy as np
 import pytest
@@ -101,22 +101,6 @@ def test_adamw_rounds_moments_to_bf16_by_the_upper_half_of_the_words(rng, storag
         for moment, unrounded in ((run.m, exact.m), (run.v, exact.v)):
             assert torch.equal(moment.view(torch.int16), rounded(unrounded, SEED, first, step, shift=16))
         assert torch.equal(run.bits(), exact.bits())
-
-
-@pytest.mark.slow
-def test_moments_in_bf16_are_those_of_fp32_on_average(rng):
-    """Each of 30 roundings is off by at most 2^-8 of a moment, and by nothing on average."""
-    w = rng(N)
-    run, exact = Adam(w, "fp32", moments=torch.bfloat16), Adam(w, "fp32")
-    for _ in range(30):
-        g = rng(N)
-        run.step(g)
-        exact.step(g)
-    off = (run.v.double() - exact.v) / exact.v
-    assert 1e-3 < off.abs().max() < 30 * 2**-8
-    assert abs(off.mean().item()) < 1e-4  # 6 standard errors: off.std() is about 0.008, over 2^18 elements
-    off = (run.m.double() - exact.m) * exact.m.sign() / exact.m.std()  # away from 0
-    assert off.std() > 1e-3 and abs(off.mean()) < 6 * off.std() / N**0.5
 
 
 @storages

@@ -73,11 +73,6 @@ def test_normal_init_matches_float64(seed, first, n):
     assert (draw(n, seed, first, 0.02) - want).abs().max() < 0.02 * ROUNDING
 
 
-def test_normal_init_crosses_blocks():
-    n = N + 1001
-    assert (draw(n, first=8) - normals(SEED, 8, n)).abs().max() < ROUNDING
-
-
 @pytest.mark.parametrize("cut", [4, 500, 1024, 4096])
 def test_normal_init_of_two_ranges_equals_one_range(cut):
     whole, first = draw(5001, first=2**31 - 1024), 2**31 - 1024

@@ -119,9 +119,10 @@ def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(
 
 
 def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
-    config = tiny_config(memory=dict(recompute="gelu:1"))
+    config = tiny_config(model=dict(n_layer=8), memory=dict(recompute="gelu:1"))
     shape = StepShape.of(config, 2)
     found = forecast(config, reference, 8 * GIB, shape)
+    assert found.stages[0] > found.stages[1] > found.stages[2] and shape.zero == 1
     assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(found.stages) == [0, 1, 2]
     assert found.levels["gelu:1"][0] == found.stages[shape.zero] == found.plan.total
     assert list(forecast(tiny_config(), reference, GIB, StepShape.of(tiny_config())).levels) == [*RECOMPUTE_LEVELS]

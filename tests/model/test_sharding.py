@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import gpt2_triton.kernels as kernels
-from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.model import sharding, state_io
-from gpt2_triton.model.memory_plan import forecast, plan_memory
-from tests.support.tiny import tiny_config
 
 SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them, and the rest of 1,968
 RANKS = (1, 2, 3, 4, 7, 64, 1000)
@@ -87,12 +83,3 @@ def test_received_holds_one_shard_of_the_largest_bucket_from_each_peer(sizes, ra
     dims = sizes | dict(ranks=ranks, zero=1)
     largest = max(b.padded for b in sharding.buckets(dims))
     assert sharding.flat_buffer_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
-
-
-def test_memory_plan_shrinks_with_the_stage_and_the_forecast_lists_stages():
-    config = tiny_config(model=dict(n_layer=8), train=dict(batch_size=4, total_batch_tokens=64))
-    shapes = [StepShape.of(config.replace(parallel={"zero": zero}), 2) for zero in (0, 1, 2)]
-    assert shapes[1] == StepShape.of(config, 2) == StepShape(gpus=2, micro_batch=2, accumulation=1, zero=1)
-    totals = [plan_memory(config, kernels, 2, 16, shape=shape)[0].total for shape in shapes]
-    assert totals[0] > totals[1] > totals[2]
-    assert forecast(config, kernels, 2**30, shapes[1]).stages == dict(enumerate(totals))
