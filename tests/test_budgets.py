@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/chaos": 661,
     "tests/checkpoint": 2290,
     "tests/commands": 1466,
-    "tests/config": 624,
+    "tests/config": 626,
     "tests/data": 982,
     "tests/data/prepare": 1183,
     "tests/distributed": 561,
