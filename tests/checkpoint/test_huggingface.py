@@ -17,8 +17,6 @@ from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
-from tests.support.loop import make_trainer
-from tests.training.test_trainer import run_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -288,17 +286,3 @@ def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match="hf:gpt2: no such directory, .*ModuleNotFoundError.*huggingface_hub"):
         huggingface.read("gpt2")
-
-
-def test_trainer_starts_from_imported_weights(tmp_path):
-    their_model(vocab_size=256).save_pretrained(tmp_path / "theirs")
-    init = f"hf:{tmp_path / 'theirs'}"
-    config = run_config(model=dict(n_layer=2), init_from=init, train=dict(dtype="bf16"), optim=dict(master="fp32"))
-    expected = to_flat_buffers(huggingface.read(str(tmp_path / "theirs")), config)
-    trainer = make_trainer(config, tmp_path / "run")
-    try:
-        held = trainer.model.state_buffers()
-        assert torch.equal(held["params"].cpu(), expected["params"]) and torch.equal(held["low"].cpu(), expected["low"])
-        assert expected["low"].any() and not held["m"].cpu().any()
-    finally:
-        trainer.close()

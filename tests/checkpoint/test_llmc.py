@@ -61,13 +61,6 @@ def test_llmc_reader_is_exact(model, tmp_path, dtype, rows):
     assert torch.equal(read["params"], params.to(dtype).float())
 
 
-def test_llmc_reader_keeps_the_bits_of_bf16(model, tmp_path):
-    config, params, _ = model
-    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.bfloat16))
-    packed = to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config_of(train=dict(dtype="bf16")))
-    assert torch.equal(packed["params"], params.bfloat16())
-
-
 def test_llmc_reader_leaves_padding_out(model, tmp_path):
     config, params, _ = model
     data = np.frombuffer(bytearray(file_bytes(params, config, torch.float32)), np.float32)

@@ -350,10 +350,7 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
         (["sample"], "CHECKPOINT"),
         (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
         (["sample", "a", "--num", "1.5"], "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help"),
-        (
-            ["sample", "a", "--tokens", "1e3", "--top_p", "0"],
-            "--top_p: must be above 0 and at most 1, got 0.0; 1 keeps",
-        ),
+        (["sample", "a", "--tokens", "1e3", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1"),
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
         (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
         (["export", "a"], "--out requires an argument; see --help"),

@@ -90,13 +90,10 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
         for module in (tuning, table_file):
             monkeypatch.setattr(module, "INTERPRET", False)
-        for module, name in (
-            (tuning, "is_hopper"),
-            (tuning, "table"),
-            (table_file, "table_name"),
-            (table_file, "table"),
-        ):
-            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+        for cached in "is_hopper", "table":
+            monkeypatch.setattr(tuning, cached, getattr(tuning, cached).__wrapped__)
+        for cached in "table_name", "table":
+            monkeypatch.setattr(table_file, cached, getattr(table_file, cached).__wrapped__)
         monkeypatch.setenv(table_file.VARIABLE, str(file or ""))
 
     return set_gpu
@@ -123,10 +120,8 @@ def test_a_gpu_selects_its_table_hopper_kernels_and_fp8(gpu, name, architecture,
     gpu(name, architecture)
     assert device.architecture() == architecture
     assert (table_file.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (table, hopper, fp8)
-    refused = (
-        contextlib.nullcontext() if fp8 else pytest.raises(ConfigError, match=f"is {architecture}; set it to bf16$")
-    )
-    with refused:
+    refused = pytest.raises(ConfigError, match=f"is {architecture}; set it to bf16$")
+    with contextlib.nullcontext() if fp8 else refused:
         device.require_own_fp8()
 
 

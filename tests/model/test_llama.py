@@ -17,7 +17,7 @@ from gpt2_triton.model.tensor_stats import format_summary
 from tests.model.test_lifetimes import poison, recorded_step, violations
 from tests.model.test_muon import MUON, muon_step
 from tests.support.helpers import error, max_error
-from tests.support.models import batches, exact_model, kernel_model, train_steps
+from tests.support.models import batches, exact_model, kernel_model, require_decoding_equals_the_forward, train_steps
 from tests.support.tiny import tiny_config
 
 # heads, heads of k and v, their size, factor, tied
@@ -97,16 +97,7 @@ def test_gradients_of_an_untied_head_are_the_sums_of_two_micro_steps():
 
 @pytest.mark.parametrize("level,tied", [("none", True), ("gelu+ln+qkv", False), ("block", True)])
 def test_decoding_equals_the_training_forward(level, tied):
-    model = exact_model(level, **llama(tied=tied), sample=dict(every=1))
-    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
-    targets[0, 3], targets[0, 4] = 7, 9
-    losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
-    model.prefill(ids[0, :3].tolist(), slice(0, 1))
-    for row in (3, 4):
-        seq.copy_(torch.tensor([[ids[0, row], row, 0, 0, 0]]))
-        model.decode(0.0, 0, 1.0)
-        logits = model.decoding.logits[0, :300]
-        assert abs(logits.logsumexp(0) - logits[targets[0, row]] - losses[row]) < 1e-12
+    require_decoding_equals_the_forward(exact_model(level, **llama(tied=tied), sample=dict(every=1)))
 
 
 @pytest.mark.parametrize("HS,theta,factor", [(64, 1e4, 1), (64, 5e5, 8), (64, 5e5, 32), (128, 5e5, 1), (128, 5e5, 8)])

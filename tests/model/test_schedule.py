@@ -10,7 +10,7 @@ from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2.buffers import Params
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, batches, exact_model, train_steps
+from tests.support.models import EXACT, batches, exact_model, require_decoding_equals_the_forward, train_steps
 
 
 @functools.cache
@@ -82,15 +82,4 @@ def test_evaluation_equals_autograd_in_a_smaller_view():
 
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_decoding_equals_the_training_forward(level):
-    """In a training arena, 3 tokens are cached and 2 decoded: their logits give the forward pass's losses."""
-    model = exact_model(level, sample=dict(every=1))
-    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
-    targets[0, 3], targets[0, 4] = 7, 9
-    losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
-    model.prefill(ids[0, :3].tolist(), slice(0, 1))
-    for row in (3, 4):
-        seq.copy_(torch.tensor([[ids[0, row], row, 0, 0, 0]]))
-        model.decode(0.0, 0, 1.0)
-        logits = model.decoding.logits[0, :300]
-        assert seq[0].tolist() == [logits.argmax(), row + 1, 1, 0, 0]
-        assert abs(logits.logsumexp(0) - logits[targets[0, row]] - losses[row]) < 1e-12
+    require_decoding_equals_the_forward(exact_model(level, sample=dict(every=1)))

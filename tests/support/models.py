@@ -92,6 +92,20 @@ def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[fl
     return history
 
 
+def require_decoding_equals_the_forward(model: Model) -> None:
+    """Cache 3 tokens and decode 2 in a training arena: their logits give the losses of the forward pass."""
+    ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
+    targets[0, 3], targets[0, 4] = 7, 9
+    losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
+    model.prefill(ids[0, :3].tolist(), slice(0, 1))
+    for row in (3, 4):
+        seq.copy_(torch.tensor([[ids[0, row], row, 0, 0, 0]]))
+        model.decode(0.0, 0, 1.0)
+        logits = model.decoding.logits[0, :300]
+        assert seq[0].tolist() == [logits.argmax(), row + 1, 1, 0, 0]
+        assert abs(logits.logsumexp(0) - logits[targets[0, row]] - losses[row]) < 1e-12
+
+
 def side_by_side(buffers: list[Buffer]) -> MemoryPlan:
     """Return a plan in which no two buffers share a byte, so that an address belongs to one buffer."""
     offset = 0

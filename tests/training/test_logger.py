@@ -26,13 +26,14 @@ def result(loss, norm, seconds, applied=True, z=(0.0, 0.0)):
 
 
 def run(directory, steps, resume_step=0, **log):
-    """Log a run whose loss is a function of the step, with validation every 3 steps."""
-    logger = Logger(directory, config(**log), resume_step)
+    """Log a run whose losses are functions of the step, with validation every 3 steps; return its id."""
+    logger = Logger(directory, config(**log), resume_step, about={"git": {"commit": "abc"}})
     for step in steps:
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
         if step % 3 == 0:
             logger.validation(step, 9 / step)
     logger.close()
+    return logger.wandb_id
 
 
 def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):

@@ -21,20 +21,9 @@ from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.start import starting
 from tests.support.wandb_server import WandbServer
-from tests.training.test_logger import config, result
+from tests.training.test_logger import config, result, run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(directory, steps, resume_step=0, **log):
-    """Log a run with a loss at each step and validation every 3 steps; return its id."""
-    logger = Logger(directory, config(**log), resume_step, about={"git": {"commit": "abc"}})
-    for step in steps:
-        logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
-        if step % 3 == 0:
-            logger.validation(step, 9 / step)
-    logger.close()
-    return logger.wandb_id
 
 
 def points(records):
