@@ -36,7 +36,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     if optim.schedule == "constant" or step < decay_start:
         return optim.lr
     q = (step - decay_start) / (steps - decay_start)
-    return low + (optim.lr - low) * (1 - (math.sqrt(q) if optim.schedule == "wsd" else q))
+    return low + (optim.lr - low) * (1 - {"wsd": math.sqrt(q), "trapezoid": q}[optim.schedule])
 
 
 def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """Learning rates against closed forms at the steps that define them, and the inputs of the update."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ def curve(schedule, **keys):
     return [learning_rate(step, optim, STEPS) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "trapezoid"])
-def test_learning_rate_warmup_is_linear_and_ends_at_the_peak(schedule):
+@pytest.mark.parametrize("schedule", get_args(OptimConfig.model_fields["schedule"].annotation))
+def test_learning_rate_of_each_name_warms_up_linearly_to_the_peak(schedule):
     lrs = curve(schedule)
     assert lrs[:WARMUP] == pytest.approx([LR * n / WARMUP for n in range(1, WARMUP + 1)])
     assert lrs[WARMUP - 1] == max(lrs) == LR
@@ -34,6 +35,12 @@ def test_learning_rate_in_the_middle_of_the_decay(schedule, halfway):
 def test_learning_rate_is_constant_then_falls_with_the_square_root_or_linearly(schedule, fallen):
     lrs = curve(schedule, final_frac=0.1, wsd_decay_frac=0.2)
     assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - fallen))
+
+
+def test_a_schedule_without_a_curve_is_no_other_schedule():
+    optim = OptimConfig.model_construct(lr=LR, warmup=0, final_frac=0.0, wsd_decay_frac=0.2, schedule="new")
+    with pytest.raises(KeyError, match="new"):
+        learning_rate(900, optim, STEPS)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
