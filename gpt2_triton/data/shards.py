@@ -28,11 +28,11 @@ RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes
 SET_VOCABULARY = "choose other data, or set model.vocab_size and data.tokenizer as it needs"
 RESTORE = "restore it and resume"
 PREPARE = f"make shards with `{command_line('prepare')}`"
-PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` that make them
-    "fineweb10B": "pretokenized fineweb10B",
-    "fineweb100B": "pretokenized fineweb100B",
-    "fineweb-edu-100B": "pretokenized fineweb-edu-100B",
-    "shakespeare": "text tinyshakespeare.txt --out data/shakespeare",
+PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` for GPT-2's tokens, and for Llama 3's
+    "fineweb10B": ("pretokenized fineweb10B", "fineweb"),
+    "fineweb100B": ("pretokenized fineweb100B", "fineweb --version sample-100BT"),
+    "fineweb-edu-100B": ("pretokenized fineweb-edu-100B", "fineweb-edu --version sample-100BT"),
+    "shakespeare": ("text tinyshakespeare.txt --out data/shakespeare", "text tinyshakespeare.txt"),
 }
 
 
@@ -173,7 +173,10 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     if os.path.isdir(pattern):
         raise DataError(f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin")
     if not paths:
-        arguments = PREPARE_RECIPE.get(os.path.basename(os.path.dirname(pattern)))
+        directory = os.path.dirname(pattern)
+        arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
+        if others and token_dtype(vocab_size).itemsize == 4:
+            arguments = f"{others} --tokenizer llama3 --out {shlex.quote(directory)}"
         make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
         raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern")
     return [Shard(path, vocab_size, seq_len) for path in paths]

@@ -7,9 +7,12 @@ import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.data.prepare import dataset, text
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
@@ -51,11 +54,17 @@ def test_recipe_first_line_has_its_tokens_and_steps(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_1558m", "gpt3_125m", "finetune_shakespeare"])
-def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name):
-    """The command is one of the table in docs/guide/recipes.md, or of the recipe's first lines."""
+def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypatch):
+    """It is in docs/guide/recipes.md, or in the recipe's first lines; another command makes Llama 3's tokens."""
     pattern = Config.load(name).data.train
     with pytest.raises(DataError, match="no such shards") as raised:
         open_shards(pattern, 50257, 1024)
     command = re.search(r"prepare ([^`]*)`", str(raised.value))[1]
     told = (ROOT / "docs" / "guide" / "recipes.md").read_text() + recipes.find(name).read_text()
     assert command and command in told
+    with pytest.raises(DataError) as raised:
+        open_shards(pattern, 128_256, 1024)
+    command, train = re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1].split(), []
+    monkeypatch.setattr(dataset, "prepare_dataset", lambda given, out, tokenizer, *_: train.append((out, tokenizer)))
+    monkeypatch.setattr(text, "prepare_text", lambda inputs, out, tokenizer, *_, **__: train.append((out, tokenizer)))
+    assert main(tools, command) == 0 and train == [(Path(pattern).parent, "llama3")]
