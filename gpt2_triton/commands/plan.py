@@ -3,6 +3,7 @@
 from typing import Any
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes
 from gpt2_triton.model.arena import MemoryPlan
@@ -29,6 +30,7 @@ def plan_report(
         *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
         f"parameters {config.n_params:,}",
         *notes,
+        *vocabulary_note(config),
         "",
         f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}",
     ]

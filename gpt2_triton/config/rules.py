@@ -61,6 +61,13 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "memory.recompute", f"{recompute} names more layers than model.n_layer {m.n_layer}; lower it"
 
 
+def vocabulary_note(config: Sections) -> list[str]:
+    """Return a line if most of the model's vocabulary has no token."""
+    rows, name = config.model.vocab_size, config.data.tokenizer
+    wrong = f"model.vocab_size {rows:,}, but data.tokenizer {name} has {TOKENIZER_SIZES[name]:,} tokens"
+    return [f"{wrong}: is another tokenizer meant?"] if rows > 2 * TOKENIZER_SIZES[name] else []
+
+
 def _llama_conflicts(config: Sections) -> Iterator[Problem]:
     m, d = config.model, ModelConfig()
     if m.arch == "gpt2":

@@ -16,6 +16,7 @@ from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.save import Retention, require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
@@ -206,6 +207,7 @@ def open_log(
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
     head = "" if config.fp8.keep_bf16 == "head" else " and the head"
     in_fp8 = [f"fp8: products of all layers{head}"] if model.has_fp8 else []
-    for note in (*start.notes, *in_fp8, f"run directory {run_dir}", f"{size}{each} on {where}", seen):
+    sizes = f"{size}{each} on {where}", *vocabulary_note(config), seen
+    for note in (*start.notes, *in_fp8, f"run directory {run_dir}", *sizes):
         log.info(note)
     return log

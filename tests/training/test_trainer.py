@@ -215,9 +215,11 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path,
         damaged = tmp_path / "checkpoints" / "step_00000003"  # as of an earlier start: the line below does not name it
         before_steps(lambda *_: damaged.mkdir(parents=True), patch)
         stop_after(patch, 1)
-        train(run_config(), tmp_path, resume=False)
+        train(run_config(model=dict(vocab_size=600)), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
+    note = "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
+    assert note in lines[:5]
     assert lines[-2] == f"checkpoint {find_checkpoint(tmp_path)}"
     assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
 
