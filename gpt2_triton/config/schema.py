@@ -108,8 +108,9 @@ class ModelConfig(ConfigSection):
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True)) | LLAMA_KEYS.get(size, {})
         for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
-                wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}; remove one"
-                raise ConflictError([("model.size", wrong)])
+                wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
+                todo = "give data.tokenizer llama3, and no vocab_size" if key == "vocab_size" else "remove one"
+                raise ConflictError([("model.size", f"{wrong}; {todo}")])
         return known | given
 
     @property

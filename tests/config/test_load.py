@@ -65,6 +65,10 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("init_from: gpt2-xl", {}, "got gpt2-xl; use hf:openai-community/gpt2-xl"),
     ("", {"model.size": "d13"}, "--model.size: unknown size d13; known are d6"),
     ("model: {size: d12, n_layer: 3}", {}, "model.size: d12 has n_layer 12, but n_layer is 3; remove one"),
+    (
+        "model: {vocab_size: 256}", {"model.size": "llama:1b"},
+        "llama:1b has vocab_size 128256, but vocab_size is 256; give data.tokenizer llama3, and no vocab_size",
+    ),
     ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
     ("", {"model.n_head": "24"}, "--model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
     ("model: {arch: llama, n_inner: 1024}", {"train.precision": "fp8"}, "fp8 needs 1152 or more, got 1024; raise it"),
