@@ -30,7 +30,7 @@ CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_siz
 
 # keys of config.json that change what a model computes, with the values that are supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
+    "model_type": ("gpt2", "llama"),  # huggingface_llama.py reads the latter
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),

@@ -57,9 +57,8 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
     numbers = SCALING | {"factor": given.get("factor") or "some number"}
     other = {key: given.get(key) for key, value in numbers.items() if kind == "llama3" and given.get(key) != value}
     if kind not in ("default", "llama3") or other:
-        raise CheckpointError(
-            f"{path}: rotary positions of type {kind} {other or ''}, and only Llama 3's are supported"
-        )
+        got = f"{kind} {other}" if other else kind
+        raise CheckpointError(f"{path}: rotary positions of type {got}, and only Llama 3's are supported")
     return {"rope_theta": float(theta), "rope_factor": float(given["factor"]) if kind == "llama3" else 1.0}
 
 

@@ -219,7 +219,7 @@ def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
 
 REFUSED_CONFIGS = [
     (dict(activation_function="gelu"), "activation_function is 'gelu', and only 'gelu_new' or"),
-    (dict(model_type="gpt_neox"), "model_type is 'gpt_neox'"),
+    (dict(model_type="mistral"), "model_type is 'mistral', and only 'gpt2' or 'llama' is supported"),
     (dict(model_type="llama"), "has no num_hidden_layers"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     (dict(n_inner=100), "n_inner is 100"),

@@ -85,7 +85,7 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 @pytest.mark.parametrize(
     "change, named",
     [
-        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear"),
+        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear, and"),
         (NO_FACTOR, "type llama3 {'factor': None}"),
     ],
 )  # fmt: skip
