@@ -36,7 +36,8 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "train.seq_len", f"{longer}; lower it or raise the other"
     if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
         expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
-        yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set model.vocab_size or data.tokenizer"
+        todo = "model.vocab_size or data.tokenizer" if config.init_from == "scratch" else "data.tokenizer"
+        yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set {todo}"
     if (d.train == "builtin") != (d.val == "builtin"):
         other = "data.train" if d.val == "builtin" else "data.val"
         yield other, f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither"
