@@ -114,8 +114,7 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about the vocabulary of another tokenizer."""
     wrong = f"{weights.where}: its {weights.model.vocab_size:,} tokens are neither GPT-2's, Llama 3's nor bytes"
-    todo = "its weights can only be exported; for training, prepare your text with --tokenizer bytes"
-    return CheckpointError(f"{wrong}; {todo}")
+    return CheckpointError(f"{wrong}; its weights can only be exported")
 
 
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
