@@ -59,7 +59,9 @@ def read(name: str) -> Weights:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
-    config = read_json(path := directory / "config.json")
+    if not (path := directory / "config.json").exists():
+        raise CheckpointError(f"{directory}: has no config.json; download it too, and the tokenizer's files")
+    config = read_json(path)
     if config.get("model_type") == "llama":
         return huggingface_llama.read(f"hf:{name}", path, config, places, load)
     tied = config.get("tie_word_embeddings", True)

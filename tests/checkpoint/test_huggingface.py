@@ -260,6 +260,9 @@ def test_import_refuses_damaged_files(copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):
         imported(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="has no config.json; download it too, and the tokenizer's files$"):
+        imported(copy)
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(CheckpointError, match="not safetensors, or incomplete .*; download it again .*git lfs pull"):
         imported(copy)
