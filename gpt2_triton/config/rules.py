@@ -3,6 +3,7 @@
 step_shape.py has the rules about the number of GPUs.
 """
 
+import os
 from collections.abc import Iterator
 
 from gpt2_triton.config.schema import ModelConfig, Sections
@@ -55,6 +56,8 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
         theirs = {"resume": "; use --resume"} | dict.fromkeys(HUB_SIZES, f"; use hf:openai-community/{source}")
+        if os.path.isfile(os.path.join(config.init_from, "config.json")):
+            theirs[source] = f"; did you mean hf:{config.init_from}?"
         yield "init_from", f"expected scratch or one of {known}; got {config.init_from}{theirs.get(source, '')}"
     recompute = config.memory.recompute
     layers = recompute.partition(":")[2]

@@ -118,6 +118,12 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_load_takes_a_bare_directory_of_init_from_for_hugging_faces(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=f"init_from: .*; got {tmp_path}; did you mean hf:{tmp_path}\\?$"):
+        Config.load({"init_from": str(tmp_path)})
+
+
 def test_load_names_an_unreadable_file(tmp_path):
     with pytest.raises(ConfigError, match="emty.yaml: cannot read the configuration: No such file or directory$"):
         Config.load(tmp_path / "emty.yaml")
