@@ -145,6 +145,21 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
 
+@pytest.mark.parametrize(
+    ("gpus", "stage", "batch", "end"),
+    [(2, 0, 4, " MiB"), (2, 1, 4, " MiB; try --parallel.zero 1"), (1, 0, 2, " MiB; try --train.batch_size 2")],
+)
+def test_plan_report_says_what_would_fit(gpus, stage, batch, end):
+    """A run with parallel.zero 0 and batches of 4, on GPUs that fit the plan of another stage or batch."""
+    config = tiny_config(train=dict(total_batch_tokens=256, batch_size=4), parallel=dict(zero=0))
+    fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage))
+    budget = plan_memory(config, reference, batch, 16, shape=StepShape.of(fitting, gpus))[0].total
+    for gpu_bytes, said in ((budget, end), (0, " MiB")):
+        gpu_bytes += CONTEXT_BYTES + MODULE_BYTES
+        report = plan_report(config, reference, gpu_bytes, StepShape.of(config, gpus), architecture="9.0")
+        assert report.partition("\n")[0].endswith(said)
+
+
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
     config = tiny_config(model=dict(n_layer=3), memory=dict(recompute="auto"))
     every = [f"{level}:{n}".removesuffix(":3") for level in RECOMPUTE_LEVELS[1:] for n in (1, 2, 3)]
