@@ -123,7 +123,7 @@ def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  The padding rows of wte are
     in no part.  Positions from the run's block_size on are left out.  CheckpointError for other sizes than the run's.
     """
-    _check_sizes(weights, config)
+    check_sizes(weights, config)
     return _flat_parts(weights, config)
 
 
@@ -151,7 +151,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     return out
 
 
-def _check_sizes(weights: Weights, config: Config) -> None:
+def check_sizes(weights: Weights, config: Config) -> None:
+    """Raise CheckpointError unless a run of this configuration can start from the weights."""
     too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
     if too_small or weights.tokenizer not in (tokenizer_of(weights.model), config.data.tokenizer):
         raise no_tokenizer(weights)

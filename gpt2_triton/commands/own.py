@@ -61,6 +61,7 @@ def settings(
     summary     print what was chosen
     """
     from gpt2_triton import device
+    from gpt2_triton.checkpoint.weights import check_sizes
     from gpt2_triton.data.prepare import documents, text
     from gpt2_triton.data.tokenizer import look_in
 
@@ -71,7 +72,7 @@ def settings(
         measured = text.measure_text(own.data, workers, documents.Reading(own.field))
         documents.require_all(measured.notes, own.strict)
         if run_dir and (run_dir / "config.yaml").is_file():
-            recipe, picked = run_dir / "config.yaml", {}
+            recipe, picked, source = run_dir / "config.yaml", {}, None
             continued = Config.load(recipe, given, gpus)
             tokenizer: str = continued.data.tokenizer
             look_in(tokenizer, run_dir)
@@ -81,12 +82,14 @@ def settings(
             tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
             model = source.model if source else None
             picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus, model)
+        shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
+        picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
+        config = Config.load(recipe, picked | dict(given), gpus)
+        if source:
+            check_sizes(source, config)
     except (CheckpointError, DataError) as error:
         error.on_every_rank = True  # all read the same text
         raise
-    shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
-    picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
-    config = Config.load(recipe, picked | dict(given), gpus)
     log = print_line if (prepare or summary) and rank == 0 else lambda line: None
     log(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if prepare:

@@ -166,11 +166,21 @@ def test_one_rank_exports(here, trained, monkeypatch):
     assert exported == ["0"]
 
 
-def test_weights_of_an_unknown_vocabulary_are_refused_before_the_text_is_prepared(here, trained, capsys):
-    model, config = tiny_model(model=dict(vocab_size=300))
+@pytest.mark.parametrize(
+    ("vocab_size", "recipe", "words", "said"),
+    [
+        (300, "own", [], "its 300 tokens are neither"),
+        (256, "own", ["--model.n_layer", "3"], "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
+    here, trained, capsys, vocab_size, recipe, words, said
+):
+    model, config = tiny_model(model=dict(vocab_size=vocab_size))
     export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
-    assert main(app, ["own", "--data", "my.txt", "--init_from", "hf:theirs"]) == 4
-    assert "its 300 tokens are neither" in capsys.readouterr().err and not (here / "data").exists()
+    data = ["--data", "my.txt"] if recipe == "own" else []
+    assert main(app, [recipe, *data, "--init_from", "hf:theirs", *words]) == 4
+    assert said in capsys.readouterr().err and not (here / "data").exists()
 
 
 def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, trained, monkeypatch):
