@@ -96,6 +96,11 @@ def train(
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
         settings = Config.load(config, overrides, gpus or 1)
+        kind, _, where = settings.init_from.partition(":")
+        if plan and kind == "hf" and Path(where).is_dir():  # nothing is downloaded for a plan
+            from gpt2_triton.checkpoint.sources import initial_weights
+
+            initial_weights(settings)  # refuses other sizes
     printed = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text)) if plan else settings.to_yaml()
     print(printed.rstrip())
     return 0

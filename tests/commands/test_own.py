@@ -171,6 +171,7 @@ def test_one_rank_exports(here, trained, monkeypatch):
     [
         (300, "own", [], "its 300 tokens are neither"),
         (256, "own", ["--model.n_layer", "3"], "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2"),
+        (256, "quickstart", ["--plan"], "hf:theirs has n_head 1, n_embd 64, block_size 16, this run"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
