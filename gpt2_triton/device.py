@@ -63,8 +63,8 @@ def select_interpreter() -> bool:
     language = sys.modules.get("triton.language")
     if language and type(language.sum).__name__ == "JITFunction":  # decorated at import, for compilation
         raise ConfigError(
-            "TRITON_INTERPRET: no GPU, and triton was imported without it; restart Python, and import triton after the "
-            "first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
+            "TRITON_INTERPRET: no GPU, and triton was imported without it, perhaps by transformers; restart Python, "
+            "and import that after the first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
         )
     os.environ["TRITON_INTERPRET"] = "1"
     patch_language_once()
