@@ -96,8 +96,7 @@ def train(
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
         settings = Config.load(config, overrides, gpus or 1)
-        kind, _, where = settings.init_from.partition(":")
-        if plan and kind == "hf" and Path(where).is_dir():  # nothing is downloaded for a plan
+        if plan and Path(settings.init_from.removeprefix("hf:")).is_dir():  # nothing is downloaded for a plan
             from gpt2_triton.checkpoint.sources import initial_weights
 
             initial_weights(settings)  # refuses other sizes

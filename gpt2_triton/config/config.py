@@ -1,8 +1,4 @@
-"""The configuration of a run: a frozen tree of the sections of schema.py, and the sizes derived from it.
-
-load.py reads it from YAML and the command line; rules.py has the rules between keys; step_shape.py has what depends on
-the number of GPUs.
-"""
+"""The configuration of a run: a frozen tree of the sections of schema.py, and the sizes derived from it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Rules between keys of the configuration: values that are each valid but contradict each other.
-
-step_shape.py has the rules about the number of GPUs.
-"""
+"""Rules between keys of the configuration; step_shape.py has the rules about the number of GPUs."""
 
 import os
 from collections.abc import Iterator
