@@ -157,7 +157,7 @@ class TrainConfig(ConfigSection):
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
         "operands of matrix products; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU; "
-        "auto is fp8 on 9.0, else bf16",
+        "auto is fp8 for model.arch gpt2 on 9.0, else bf16",
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
     max_minutes: float = free(
