@@ -63,9 +63,10 @@ def read(name: str) -> Weights:
         raise CheckpointError(f"{directory}: has no config.json; download it too, and the tokenizer's files")
     config = read_json(path)
     if config.get("model_type") == "llama":
-        return huggingface_llama.read(f"hf:{name}", path, config, places, load)
-    tied = config.get("tie_word_embeddings", True)
-    weights = find_weights(f"hf:{name}", _model(path, config), places, load, tied=tied)
+        weights = huggingface_llama.read(f"hf:{name}", path, config, places, load)
+    else:
+        tied = config.get("tie_word_embeddings", True)
+        weights = find_weights(f"hf:{name}", _model(path, config), places, load, tied=tied)
     tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
     return dataclasses.replace(weights, tokenizer=tokenizer, beside=directory)
 

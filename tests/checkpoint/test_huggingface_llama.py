@@ -66,6 +66,14 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
         assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
 
 
+def test_a_vocabulary_as_large_as_gpt2s_with_other_tokens_is_not_gpt2s(tmp_path):
+    _, _, out = exported(tmp_path, vocab_size=50304)
+    assert huggingface.read(str(out)).tokenizer is None
+    (out / "tokenizer.json").unlink()
+    (out / "vocab.json").unlink()
+    assert huggingface.read(str(out)).tokenizer == "gpt2"
+
+
 def test_a_tied_head_may_be_repeated_and_an_untied_one_may_not_be_missing(tmp_path):
     model, _, out = exported(tmp_path)
     stored = load_file(out / "model.safetensors")
