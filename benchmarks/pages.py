@@ -235,7 +235,8 @@ def hours(record: Record) -> str:
     ways = {"AdamW": (1.0,), f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": (REPORTED,)}
     if found := ratio.measured(runs, noise):
         ways[f"Muon, {found[0]:.2f} times fewer, as after 1B tokens here"] = found
-    speeds = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
+    keys = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
+    speeds = {name: key for name, key in keys.items() if key in figures}
     rows = []
     for way, factors in ways.items():
         tokens = figures["recipe.gpt2_124m_fast.tokens"] / factors[0]
