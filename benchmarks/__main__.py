@@ -41,7 +41,7 @@ class Runs:
     batch: int
         Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
     recompute: str
-        memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, else gelu+ln.
+        memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none for llama:c768, else gelu+ln.
     precision: str
         train.precision of gpt2_triton; bf16,fp8 runs both.
     """
