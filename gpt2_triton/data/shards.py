@@ -191,7 +191,7 @@ def require_tokenizer(pattern: str, tokenizer: str) -> None:
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:
-            todo = f"choose other data, or set data.tokenizer to {made_with}, and model.vocab_size to its size"
+            todo = f"prepare the text with --tokenizer {tokenizer}, or take a model with data.tokenizer {made_with}"
             raise DataError(f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}")
 
 

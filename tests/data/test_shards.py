@@ -140,7 +140,7 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
-        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; choose other"):
+        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; prepare"):
             require_tokenizer(str(given), "gpt2")
 
 

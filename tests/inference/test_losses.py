@@ -129,7 +129,7 @@ def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, caps
         (["perplexity", "RUN", "my.txt"], 3, "my.txt: text, not a shard; `python -m gpt2_triton prepare text my.txt "),
         (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; choose other data, or"),
-        (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; choose other data"),
+        (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; prepare the text"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "--tokens 15: must be 0, or 16"),
     ],
 )
