@@ -37,9 +37,9 @@ def require_data(config: Path, data: Sequence[Path] | None) -> None:
     command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config) and config.suffix != ".json":  # JSON is YAML
         raise ConfigError(f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it")
-    if config.stem == OWN and not data:
+    if str(config) == OWN and not data:
         raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
-    if config.stem != OWN and data is not None:
+    if str(config) != OWN and data is not None:
         find(config)  # refuses a mistyped recipe first
         raise ConfigError(f"--data: goes with the recipe own, as `{command} my.txt`; for {config} give --data.train")
 

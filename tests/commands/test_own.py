@@ -58,7 +58,6 @@ def files(root):
     [
         (["own"], "own: needs --data and one or more text files"),
         (["own", "--data"], "own: needs --data and one or more text files"),
-        (["own", "--plan"], "own: needs --data and one or more text files"),
         (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
         (["quickstart", "--field", "x"], "--field, --strict: go with --data and the recipe own"),
         (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
@@ -68,8 +67,7 @@ def files(root):
 )  # fmt: skip
 def test_mistakes_are_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(app, argv) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
+    assert message in (err := capsys.readouterr().err) and len(err.splitlines()) == 1
 
 
 def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsys):
@@ -120,13 +118,15 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     assert picked.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes\n  model: ")
     assert " fits the GPU 4090 of 23.50 GiB\n" in fits
     assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("own text: 10,750 characters, on the CPU; ")
+    assert (out := capsys.readouterr().out).startswith("own text: 10,750 characters, on the CPU; ")
     assert " MiB: fits this machine of " in out and "that fits" not in out
     assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
+    printed = yaml.safe_load(own_yaml := capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
     assert not trained and files(here) == before
+    (here / "own.yaml").write_text(own_yaml)  # a file, no recipe
+    assert main(app, ["own.yaml", "--data", "my.txt", "--plan"]) == 2 and "for own.yaml give" in capsys.readouterr().err
+    assert main(app, ["./own.yaml"]) == 0 and trained == [own.Config.load("own.yaml")]
 
 
 @pytest.mark.slow
