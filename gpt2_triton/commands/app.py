@@ -30,6 +30,7 @@ from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
 PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
+HOME = re.compile(r"^(--[^=]+=)?((hf|llmc|nanogpt):)?~/")  # a shell expands it only at the beginning, unquoted
 OF_THE_USER = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
 OF_THE_USER |= dict.fromkeys((errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place")
 OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
@@ -121,13 +122,14 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Return the words with --run-dir as --run_dir, and --resume as --resume=must or --resume=true for cyclopts."""
+    """Return the words with ~/ expanded, --run-dir as --run_dir, and --resume with =must or =true for cyclopts."""
     argv = [*argv]
     for before, word in zip(["the command", *argv], argv):
         is_path = not before.startswith("-") or before in PATHS
         if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
             raise ConfigError(f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path")
     words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    words = [HOME.sub(lambda start: start[0][:-2] + os.path.expanduser("~/"), word) for word in words]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":
             must = words[at + 1 : at + 2] == ["must"]

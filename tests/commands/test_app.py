@@ -121,6 +121,18 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
+def test_home_is_expanded_where_the_shell_leaves_it(here, trained, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    words = ["--data.train=~/a_*.bin", "--data.val", "~/v.bin", "--init_from", "hf:~/m", "--sample.prompt=a ~/b"]
+    assert main(train_app, ["x.yaml", "--run-dir=~/r", *words]) == 0
+    [(config, run_dir, *_)] = trained
+    found = (str(run_dir), config.data.train, config.data.val, config.init_from.removeprefix("hf:"))
+    assert found == tuple(f"{here}/home/{name}" for name in ("r", "a_*.bin", "v.bin", "m"))
+    assert config.sample.prompt == "a ~/b"
+    assert main(tools_app, ["sample", "nanogpt:~/ckpt.pt"]) == 4
+    assert f"nanogpt:{here}/home/ckpt.pt: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("everywhere", "rank", "line"), [
     (True, 0, "error: cut off\n"), (True, 1, ""), (False, 0, "error: rank 0: cut off\n"),
     (False, 1, "error: rank 1: cut off\n"), (True, 2, "error: rank 2: cut off\n"), (True, 3, ""),
