@@ -1,10 +1,13 @@
 """Command `sample`: print texts that a model writes."""
 
+import codecs
 import itertools
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
+
+from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, select_device
 from gpt2_triton.console import printable
@@ -17,7 +20,7 @@ def sample(
     /,
     *,
     prompt: list[str] | None = None,
-    prompt_file: Path | None = None,
+    prompt_file: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     tokens: int = 64,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -35,7 +38,7 @@ def sample(
     prompt: str
         Text to continue; empty starts at the end-of-text token. May be given several times.
     prompt_file: Path
-        File with a further prompt on each line.
+        File with a further prompt on each line; - reads stdin.
     tokens: int
         Largest number of tokens of each text, without the prompt.
     temperature: float
@@ -80,8 +83,9 @@ def sample(
 
 
 def _lines(file: Path | None) -> list[str]:
-    """Return the lines of a file that are not empty."""
+    """Return the lines of a file, or of stdin for -, that are not empty."""
     try:
-        return [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line] if file else []
+        text = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes() if file else b""
+        return [line.decode() for line in text.removeprefix(codecs.BOM_UTF8).splitlines() if line]
     except (OSError, ValueError) as error:  # ValueError: no UTF-8
         raise ConfigError(f"--prompt_file: {file} cannot be read: {error}") from None

@@ -218,11 +218,12 @@ def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
 
 
 @pytest.mark.slow
-def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, capsys):
+def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, capsys, monkeypatch):
     """Those of the command line come first, then a line of the file each; a text is the same as alone."""
     (tmp_path / "prompts.txt").write_text("\ufeffSecond\r\n\nThird\n")
-    words = ["--prompt", "First", "--prompt_file", str(tmp_path / "prompts.txt"), "--tokens", "3"]
-    for num in ("1", "2"):
+    monkeypatch.setattr(sys, "stdin", open(tmp_path / "prompts.txt"))
+    for num, file in (("1", str(tmp_path / "prompts.txt")), ("2", "-")):
+        words = ["--prompt", "First", "--prompt_file", file, "--tokens", "3"]
         assert main(tools, ["sample", str(step_dir), *words, "--num", num]) == 0
         together, alone = capsys.readouterr().out, []
         for prompt in ("First", "Second", "Third"):
