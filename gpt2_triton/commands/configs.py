@@ -29,8 +29,7 @@ def table() -> str:
     """Return a line for each recipe: name, parameters, tokens, and the first line of its file up to a colon."""
     loaded = {name: Config.load(name) for name in recipes.names()}
     rows = [f"{'recipe':22}{'parameters':>10}{'tokens':>9}"]
-    for name in sorted(loaded, key=lambda name: (name != recipes.OWN, loaded[name].n_params)):
-        config = loaded[name]
+    for name, config in sorted(loaded.items(), key=lambda item: (item[0] != recipes.OWN, item[1].n_params)):
         tokens = config.train.steps * config.total_batch_tokens
         sizes = ("by text", "by text") if name == recipes.OWN else (format_count(config.n_params), format_count(tokens))
         about = recipes.find(name).read_text(encoding="utf-8").partition(":")[0].removeprefix("# ")

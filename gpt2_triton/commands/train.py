@@ -169,10 +169,11 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
     from gpt2_triton import device
 
     device.require_triton()
+    on_cpu = picked and not gpu and device.select_interpreter()  # the run's table of launch parameters
     import gpt2_triton.kernels as kernels
     from gpt2_triton.commands.plan import plan_report
 
-    if picked and not gpu and not device.present():
+    if on_cpu:
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
     own = device.present() and not gpu
     where = f"the GPU {gpu}" if gpu else "this GPU" if own else "the GPU h200 (--gpu names another)"

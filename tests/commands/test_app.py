@@ -260,8 +260,7 @@ def test_command_that_has_gone_names_what_replaced_it(monkeypatch, capsys, name)
 
 def test_print_config_prints_a_complete_config(here, capsys):
     assert main(train_app, ["x.yaml", "--print-config", "--optim.lr", "5e-4"]) == 0
-    text = capsys.readouterr().out
-    assert yaml.safe_load(text)["optim"]["beta2"] == 0.95
+    assert yaml.safe_load(text := capsys.readouterr().out)["optim"]["beta2"] == 0.95
     (here / "printed.yaml").write_text(text)
     assert Config.load("printed.yaml") == Config.load("x.yaml", {"optim.lr": "5e-4"})
 

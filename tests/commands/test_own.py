@@ -255,4 +255,6 @@ def test_own_text_is_prepared_trained_and_sampled(here):
     keys = "--train.steps 3 --train.total_batch_tokens 64 --train.seq_len 64 --eval.tokens 64 --sample.tokens 2"
     out = run(str(ROOT / "train.py"), "own", "--data", "my.txt", "--run_dir", "run", *keys.split())
     assert "steps: 3 of 64 tokens" in out and "step 3/3" in out
+    plan = run(str(ROOT / "train.py"), "own", "--data", "my.txt", "--plan", *keys.split())
+    assert "\nmemory " in plan and plan.partition("\nmemory ")[2].partition("\n")[0] in out  # by one table
     assert "To be" in run("-m", "gpt2_triton", "sample", "run", "--prompt", "To be", "--tokens", "2")
