@@ -23,6 +23,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Parameter, Token, UnusedCliTokensError, convert
 from cyclopts.validators import Number
 
+from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
@@ -95,6 +96,9 @@ def _wrong_call(error: CycloptsError) -> str:
         wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
+    hint = counterpart(wrong.removeprefix("Unknown option: --"))
+    if "use sample" in hint or "no counterpart" in hint:  # the other hints name train's options
+        return wrong + hint
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 

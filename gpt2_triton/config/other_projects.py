@@ -1,4 +1,4 @@
-"""Options of nanoGPT's train.py and llm.c's train_gpt2cu and their names here: the table in docs/guide/interop.md.
+"""Options of nanoGPT's scripts and llm.c's train_gpt2cu and their names here: the table in docs/guide/interop.md.
 
 A text names a key, an option or a command, then other units or values.  "none: ..." tells why no key is needed.
 """
@@ -27,6 +27,7 @@ NANOGPT = {
     "device": "none: a run uses the GPU if there is one; CUDA_VISIBLE_DEVICES chooses",
     "backend": "none: GPUs communicate through NCCL",
     "compile": "none: kernels are always compiled",
+    **{"start": "sample --prompt", "num_samples": "sample --num", "max_new_tokens": "sample --tokens"},
 }
 
 LLMC = {

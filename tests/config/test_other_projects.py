@@ -1,14 +1,16 @@
 """nanoGPT's and llm.c's options: what is said about them are keys of ours, and docs/guide/interop.md says the same."""
 
 import re
+from inspect import signature
 
 import pytest
 
+from gpt2_triton.commands.sample import sample
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.config.other_projects import LLMC, NANOGPT, counterpart
 from gpt2_triton.config.schema import options
 
-KEYS = {key for key, _ in options()} | {f"--{flag}" for flag in FLAGS}
+KEYS = {key for key, _ in options()} | {f"--{flag}" for flag in (*FLAGS, *signature(sample).parameters)}
 
 
 def keys_in(text):
