@@ -130,7 +130,7 @@ KEYS = [key for key in places(tiny_config().to_dict()) if len(key) == 2]
 @given(key=st.sampled_from(KEYS), value=JSON, second=st.sampled_from(KEYS), other=SCALARS, gpus=st.integers(1, 9))
 def test_values(tmp_path, key, value, second, other, gpus):
     path = tmp_path / "x.yaml"
-    path.write_text("")
+    path.write_text("{}")
     given = {".".join(key): value, ".".join(second): other}
     only_user_errors(Config.load, path, given, gpus)
     only_user_errors(Config.load, path, {name: str(value)[:5000] for name, value in given.items()}, gpus)

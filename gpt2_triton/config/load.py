@@ -95,7 +95,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         loader = yaml.SafeLoader(path.read_bytes().decode("utf-8"))
         root = loader.get_single_node()
         lines = _key_lines(path, root)
-        tree = {} if root is None else loader.construct_document(root)
+        tree = None if root is None else loader.construct_document(root)
     except OSError as error:
         hint = ""
         if os.path.isfile(path / "config.yaml"):
@@ -111,7 +111,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except Exception as error:  # PyYAML's constructors of numbers, dates and tags raise many kinds
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        got = "null" if tree is None else type(tree).__name__
+        got = "nothing" if tree is None else type(tree).__name__
         raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {got}")
     empty: dict[str, Any] = {
         key: {} for key, value in tree.items() if value is None and key != "init_from"

@@ -29,6 +29,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("optim: {lr: '0,001'}", {}, "x.yaml:1: optim.lr: must be a valid number without commas, got '0,001' (peak"),
     ("", {"train.steps": "1.2345k"}, "--train.steps: must be a valid integer, got '1.2345k'"),
     ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
+    ("# all is commented out\n", {}, "x.yaml: expected sections such as `model:` and `train:`, got nothing"),
     ("train:\n  steps:", {}, "x.yaml:2: train.steps: must be a valid integer, got null; leave the key out for 19560 ("),
     ("data: {allow_changed: ~}", {}, "must be a valid boolean, got null; leave the key out for False (true: resume"),
     ("fp8: {keep_bf16: qkv}", {}, "x.yaml:1: fp8.keep_bf16: must be 'head' or 'none', got 'qkv'"),
@@ -100,7 +101,7 @@ MISTAKES = [  # YAML, overrides, what the message says
 @pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
 def test_load_reports_a_mistake_with_its_place(tmp_path, monkeypatch, text, overrides, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text(text)
+    (tmp_path / "x.yaml").write_text(text or "{}")
     with pytest.raises(ConfigError) as caught:
         Config.load("x.yaml", overrides)
     assert message in str(caught.value)
@@ -115,7 +116,7 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
         "--train.steps", "x.yaml:2", "x.yaml:3", "x.yaml:4",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
-        Config.load(_empty(tmp_path), {"model.n_head": "7", "train.seq_len": "4096", "init_from": "x"})
+        Config.load({}, {"model.n_head": "7", "train.seq_len": "4096", "init_from": "x"})
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -166,12 +167,6 @@ def test_load_takes_yaml_merge_keys(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("eval: &e {every: 7}\nsample:\n  <<: *e\n  every: 9\n")
     assert Config.load(path).sample.every == 9
-
-
-def _empty(directory):
-    path = directory / "empty.yaml"
-    path.write_text("")
-    return path
 
 
 def test_model_size_override_replaces_keys_of_the_file(tmp_path):
