@@ -65,5 +65,5 @@ def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean NAME?": names with the same last part, else a name of similar spelling, else ""."""
     known, last = list(known), name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.66 if len(name) == 3 else 0.75)
     return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""

@@ -25,7 +25,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     ([], "CONFIG requires an argument, as in `train own --data my.txt`; see --help"),
     (["--data", "my.txt"], "CONFIG requires an argument"),
     (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
-    (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; recipes: "),
+    (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own?"),
     (["my.txt"], "my.txt: text, no configuration; `python -m gpt2_triton train own --data my.txt` trains on it"),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
     (["missing.json"], "missing.json: neither a file nor a recipe"),  # JSON is YAML, and not only text

@@ -50,7 +50,7 @@ def test_missing_file_called_like_a_recipe_is_refused_with_the_name(path):
         Config.load(path)
 
 
-@pytest.mark.parametrize(("name", "near"), [("gpt2-124M", "gpt2_124m"), ("quikstart", "quickstart"), ("nope", None)])
+@pytest.mark.parametrize(("name", "near"), [("owm", "own"), ("quikstart", "quickstart"), ("nope", None)])
 def test_unknown_name_gets_a_suggestion_if_one_is_near_else_the_list(name, near):
     with pytest.raises(ConfigError) as error:
         recipes.find(name)
