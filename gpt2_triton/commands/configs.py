@@ -1,4 +1,4 @@
-"""`configs`: the recipes with their sizes, or one of them to save and edit."""
+"""`configs`: the recipes with their sizes, or one of them to save and edit, less the markers of figures."""
 
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
@@ -20,7 +20,7 @@ def configs(name: str | None = None, /) -> None:
         print(table())
     elif name in (*recipes.names(), JOB):
         file = recipes.directory() / (name if name == JOB else f"{name}.yaml")
-        print(file.read_text(encoding="utf-8"), end="")
+        print("\n".join(line.partition("  # r: ")[0] for line in file.read_text(encoding="utf-8").splitlines()))
     else:
         raise ConfigError(f"{name}: no such recipe{recipes.known_recipes(name)}")
 

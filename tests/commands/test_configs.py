@@ -1,5 +1,6 @@
-"""`configs` lists the recipes and prints them byte by byte."""
+"""`configs` lists the recipes and prints them, without the markers that fill in figures."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,9 @@ def test_list_has_a_line_for_each_recipe_by_size(capsys):
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
-def test_print_gives_the_file(capfdbinary, file):
-    name = file.stem if file.suffix == ".yaml" else file.name
-    assert main(tools, ["configs", name]) == 0
-    assert capfdbinary.readouterr().out == file.read_bytes()
+def test_print_gives_the_file(capfd, file):
+    assert main(tools, ["configs", file.name.removesuffix(".yaml")]) == 0
+    assert capfd.readouterr().out == re.sub("  # r: .*", "", file.read_text())
 
 
 def test_unknown_name_gets_the_list(capsys):
