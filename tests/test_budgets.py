@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/chaos": 661,
     "tests/checkpoint": 2278,
     "tests/commands": 1496,
-    "tests/config": 649,
+    "tests/config": 644,
     "tests/data": 982,
     "tests/data/prepare": 1183,
     "tests/distributed": 561,
