@@ -28,7 +28,7 @@ BUDGETS = {
     "benchmarks/speed": 1118,
     "benchmarks/tune": 622,
     "tests": 1120,
-    "tests/benchmarks": 350,
+    "tests/benchmarks": 354,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 617,
     "tests/benchmarks/speed": 346,
