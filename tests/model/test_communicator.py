@@ -128,7 +128,7 @@ def test_send_schedule_sends_each_bucket_once(n_layer, send_from, zero):
 
 @pytest.mark.parametrize("layers, rows, send_from", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
 def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, rows, send_from):
-    """124M and 1558M as in docs/engineering/scaling.md; in the quickstart nothing waits: its layers are 1 and 0."""
+    """124M and 1558M by the formula of docs/engineering/scaling.md; in the quickstart nothing waits."""
     dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
     assert PeerCopyCommunicator(Log(True), None, None, dims, [])._send_from(dims) == send_from
     assert NcclCommunicator(Log(False), None, None, dims)._send_from(dims) == layers
