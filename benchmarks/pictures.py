@@ -11,7 +11,7 @@ from benchmarks.speed.sizes import MODELS
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
-MINUTES = LOSSES / "minutes_d12.jsonl"
+MINUTES = LOSSES / "minutes_prose.jsonl"
 MACHINE = "h100"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
@@ -24,8 +24,9 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
-CURVES = {  # arms of minutes_d12
-    "PyTorch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9", "muon": "#CC79A7", "muon, fp8": "#009E73",
+CURVES = {  # arms of minutes_prose: names and colors
+    "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00"), "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7"),
+    "muon, fp8": ("gpt2_triton, Muon, fp8", "#009E73"), "muon, fp8, 56%": ("the same, 56% of the steps", "#56B4E9"),
 }  # fmt: skip
 
 Figures = Mapping[str, Any]
@@ -82,8 +83,8 @@ def curves(axes: Any) -> None:
     """Draw each arm's training loss over steps times its median step time; the legend has its final validation loss."""
     rows = pairs.read_results(MINUTES)
     val = {row["arm"]: row["val_loss"] for row in rows}
-    for arm, color in CURVES.items():
-        axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=f"{arm}: {val[arm]:.2f}")
+    for arm, (name, color) in CURVES.items():
+        axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=f"{name}: {val[arm]:.2f}")
     low = min(min(row["curve"]) for row in rows)
     axes.set(title="124M: training loss", xlabel="minutes on one GPU", ylim=(low - 0.05, low + 2.5))
     finish(axes, "upper right")
