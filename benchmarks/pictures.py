@@ -43,9 +43,8 @@ def operations(figures: Figures) -> Any:
     axes = figure.subplots()
     for arm, step, shift in zip(("bf16", "fp8"), steps, (0.2, -0.2)):  # bf16 above fp8
         at = [row + shift for row in range(len(names))]
-        label = f"{arm}: step {step['ms']:.1f} ms"
         times, floors = ([step.get(name[:-2] + key, 0.0) for name in names] for key in ("ms", "floor_ms"))
-        axes.barh(at, times, 0.38, color=COLORS[arm], label=label)
+        axes.barh(at, times, 0.38, color=COLORS[arm], label=f"{arm}: step {step['ms']:.1f} ms")
         for y, ms, least in zip(at, times, floors, strict=True):
             axes.annotate(
                 f"{ms:.1f} ms" if ms else "", (max(ms, least), y), (4, -3), textcoords="offset points", size=8
