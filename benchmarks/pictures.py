@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.losses import pairs
+from benchmarks.losses import pairs, ratio
 from benchmarks.speed.sizes import MODELS
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
-MINUTES = LOSSES / "minutes_prose.jsonl"
+MINUTES, SCALE = LOSSES / "minutes_prose.jsonl", LOSSES / "scale.jsonl"
 MACHINE = "h100"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
@@ -90,6 +90,34 @@ def curves(axes: Any) -> None:
     axes.get_legend().set_title("validation loss at the end", {"size": 8.5})
 
 
+def scale(_: Figures) -> Any:
+    """Return the picture of scale.yaml: losses over tokens with their fits, and AdamW's tokens divided by Muon's."""
+    figure = new_figure(12, 3.9)
+    loss, tokens = figure.subplots(1, 2)
+    runs, millions = ratio.runs_of(pairs.read_results(SCALE)), [60 * 1.2**i for i in range(29)]
+    for size, color in zip(("d6", "d8", "d12"), ("#E69F00", "#56B4E9", "#0072B2"), strict=True):
+        mine = [run for run in runs if run.size == size]
+        noise = {name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, size))}
+        fit = ratio.Fit(mine, noise)
+        for name, line, marker in (("AdamW", "--", "s"), ("Muon", "-", "o")):
+            at = [(run.tokens, run.loss) for run in mine if run.optimizer == name.lower()]
+            loss.plot(*zip(*at, strict=True), marker, color=color, ms=4)
+            fitted = [fit.loss(name.lower(), x) for x in millions]
+            loss.plot(millions, fitted, line, color=color, lw=1.2, label=f"{size}, {name}")
+        middle, low, high = zip(*(fit.ratio(x) for x in millions), strict=True)
+        tokens.plot(millions, middle, color=color, lw=1.4, label=size)
+        tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
+    for axes, title in ((loss, "validation loss"), (tokens, "AdamW's tokens / Muon's, with 95%")):
+        axes.set(title=title, xlabel="million tokens", xscale="log")
+        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at, minor=False)
+        finish(axes, "upper right")
+    tokens.set(yscale="log", ylim=(0.25, 8))
+    tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)
+    tokens.minorticks_off()
+    tokens.axhline(1, color="black", lw=0.8)
+    return figure
+
+
 def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # `run` does not need matplotlib
 
@@ -101,9 +129,10 @@ def finish(axes: Any, legend: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, function that draws it
-    "comparison": ("steps.", comparison),
-    "ops_d12": ("ops.d12.", operations),
+DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, the losses that it draws, function that draws it
+    "comparison": ("steps.", MINUTES, comparison),
+    "ops_d12": ("ops.d12.", None, operations),
+    "scale": ("none", SCALE, scale),
 }
 
 
@@ -113,9 +142,9 @@ def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
     A picture file carries a digest of its figures.  If the record lacks a figure, the picture stays as it is.
     """
     changed = []
-    for name, (kind, picture) in DRAWN.items():
+    for name, (kind, losses, picture) in DRAWN.items():
         figures = {key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)}
-        digest = hashlib.sha256(json.dumps(figures).encode() + MINUTES.read_bytes()).hexdigest()
+        digest = hashlib.sha256(json.dumps(figures).encode() + (losses.read_bytes() if losses else b"")).hexdigest()
         file = PICTURES / f"{name}.png"
         if file.exists() and digest.encode() in file.read_bytes():
             continue
