@@ -129,10 +129,10 @@ def finish(axes: Any, legend: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, the losses that it draws, function that draws it
-    "comparison": ("steps.", MINUTES, comparison),
-    "ops_d12": ("ops.d12.", None, operations),
-    "scale": ("none", SCALE, scale),
+DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, function that draws it, losses that it draws
+    "comparison": ("steps.", comparison, MINUTES),
+    "ops_d12": ("ops.d12.", operations, None),
+    "scale": ("none", scale, SCALE),
 }
 
 
@@ -142,7 +142,7 @@ def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
     A picture file carries a digest of its figures.  If the record lacks a figure, the picture stays as it is.
     """
     changed = []
-    for name, (kind, losses, picture) in DRAWN.items():
+    for name, (kind, picture, losses) in DRAWN.items():
         figures = {key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)}
         digest = hashlib.sha256(json.dumps(figures).encode() + (losses.read_bytes() if losses else b"")).hexdigest()
         file = PICTURES / f"{name}.png"
