@@ -31,7 +31,8 @@ from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
 PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
-HOME = re.compile(r"^(--[^=]+=)?((hf|llmc|nanogpt):)?~/")  # a shell expands it only at the beginning, unquoted
+# the beginning of a path before ~/, which a shell expands only at a word's beginning, unquoted; a prompt is no path
+HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")
 OF_THE_USER = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
 OF_THE_USER |= dict.fromkeys((errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place")
 OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
@@ -132,8 +133,9 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
         is_path = not before.startswith("-") or before in PATHS
         if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
             raise ConfigError(f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path")
-    words = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
-    words = [HOME.sub(lambda start: start[0][:-2] + os.path.expanduser("~/"), word) for word in words]
+    words = [re.sub(r"^--[^= ]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    home, prompts = rf"\1{os.path.expanduser('~')}", ("--prompt", "--sample.prompt")
+    words = [word if before in prompts else HOME.sub(home, word) for before, word in zip(["", *words], words)]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":
             must = words[at + 1 : at + 2] == ["must"]

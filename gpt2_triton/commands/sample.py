@@ -19,7 +19,7 @@ def sample(
     checkpoint: Path,
     /,
     *,
-    prompt: list[str] | None = None,
+    prompt: Annotated[list[str] | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt_file: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     tokens: int = 64,
     temperature: float = 1.0,

@@ -123,12 +123,12 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
 
 def test_home_is_expanded_where_the_shell_leaves_it(here, trained, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(here / "home"))
-    words = ["--data.train=~/a_*.bin", "--data.val", "~/v.bin", "--init_from", "hf:~/m", "--sample.prompt=a ~/b"]
+    words = ["--data.train=~/a_*.bin", "--data.val", "~/v.bin", "--init_from", "hf:~/m", "--sample.prompt=~/b is"]
     assert main(train_app, ["x.yaml", "--run-dir=~/r", *words]) == 0
     [(config, run_dir, *_)] = trained
     found = (str(run_dir), config.data.train, config.data.val, config.init_from.removeprefix("hf:"))
     assert found == tuple(f"{here}/home/{name}" for name in ("r", "a_*.bin", "v.bin", "m"))
-    assert config.sample.prompt == "a ~/b"
+    assert config.sample.prompt == "~/b is"
     assert main(tools_app, ["sample", "nanogpt:~/ckpt.pt"]) == 4
     assert f"nanogpt:{here}/home/ckpt.pt: " in capsys.readouterr().err
 

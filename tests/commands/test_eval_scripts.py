@@ -39,9 +39,13 @@ def test_script_prints_and_writes_what_the_command_does(tmp_path, monkeypatch, c
 
 
 def test_stdout_of_sample_is_the_text_alone(capsys):
-    assert main(tools, ["sample", str(FIXTURES / "run"), "--tokens", "2", "--prompt", "The "]) == 0
+    """A prompt is text: no option, and no path."""
+    prompts = ["The ", "-", "- an item", "-- of a row-wise sum", "~/.bashrc sets"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(tools, ["sample", str(FIXTURES / "run"), "--tokens", "2", *words]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("The ") and err.startswith("2 tokens in ") and err.count("\n") == 1
+    assert all(text.startswith(prompt) for text, prompt in zip(out.split("\n---\n"), prompts, strict=True))
+    assert err.startswith("10 tokens in ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
