@@ -6,6 +6,8 @@ The table has peak speeds, for the model flops utilisation (MFU), and memory, fo
 import functools
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,6 +43,14 @@ GPUS = {
     "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
+
+
+def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
+    """Return the key of a GPU given by key or by torch's name, as "rtx 4090"; ConfigError lists the keys."""
+    for key, gpu in known.items():
+        if name.lower() == key or any(part.lower() in name.lower() for part in gpu.device_names):
+            return key
+    raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}")
 
 
 def present() -> bool:
@@ -146,10 +156,9 @@ def device_name() -> str:
 
 def peak_flops() -> float | None:
     """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU or it is not in the table."""
-    if not present():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((gpu.tflops * 1e12 for gpu in GPUS.values() if any(part in name for part in gpu.device_names)), None)
+    with suppress(ConfigError):
+        return GPUS[find_gpu(torch.cuda.get_device_name())].tflops * 1e12 if present() else None
+    return None
 
 
 def memory_bytes(name: str | None) -> int:

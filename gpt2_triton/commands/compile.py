@@ -12,7 +12,6 @@ from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
-from gpt2_triton.errors import ConfigError
 
 MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
 
@@ -46,8 +45,7 @@ def compile_kernels(
     from gpt2_triton import device  # imports torch
 
     known = {name: found for name, found in device.GPUS.items() if found.multiprocessors}
-    if (found := known.get(gpu.lower())) is None:
-        raise ConfigError(f"--gpu: {gpu} is none of {', '.join(known)}")
+    found = known[gpu := device.find_gpu(gpu, known)]
     settings, notes = settings.choose_precision(found.architecture)
     if settings.train.precision == "fp8":
         device.require_fp8(gpu, found.architecture)

@@ -90,8 +90,7 @@ def train(
         return _start(config, overrides, run_dir, resume, text)
     from gpt2_triton import device  # imports torch
 
-    if (gpu := gpu and gpu.lower()) and gpu not in device.GPUS:
-        raise ConfigError(f"--gpu: unknown GPU {gpu}; known are {', '.join(device.GPUS)}")
+    gpu = gpu and device.find_gpu(gpu)
     if text:
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:

@@ -52,7 +52,7 @@ def test_kernels_of_a_narrow_model_compile(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "words, why",
     [
-        (dict(gpu="mi300x"), "--gpu: mi300x is none of a100-40, "),
+        (dict(gpu="mi300x"), "--gpu: unknown GPU mi300x; known are a100-40, "),
         (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
         (dict(gpus=3), "no multiple of"),
     ],
