@@ -7,6 +7,7 @@ A module is imported when its command runs: torch and numpy read environment var
 import sys
 
 from gpt2_triton.commands.app import main, make_app
+from gpt2_triton.config import recipes
 from gpt2_triton.console import command_line, print_line
 
 tools = make_app(command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export.")
@@ -36,9 +37,10 @@ REMOVED = {  # command: its replacement
 
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
-    words = sys.argv[1:]
+    words, wrong = sys.argv[1:], {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
+    wrong |= {name: f"is a recipe; use `{command_line(f'train {name}')}`" for name in recipes.names()}
     for name in (" ".join(words[:1]), " ".join(words[:2])):
-        if name in REMOVED:
-            print_line(f"error: {name} has gone: {REMOVED[name]}", error=True)
+        if name in wrong:
+            print_line(f"error: {name} {wrong[name]}", error=True)
             return 2
     return main(tools, words)

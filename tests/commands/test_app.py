@@ -251,11 +251,14 @@ def test_the_page_lists_every_exit_code():
     assert found == {error.exit_code for error in OURS} | {0, 129, 130, 143, 141}
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_command_that_has_gone_names_what_replaced_it(monkeypatch, capsys, name):
-    monkeypatch.setattr(sys, "argv", ["gpt2-triton", *name.split(), "--sizes"])
+NO_COMMANDS = {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
+
+
+@pytest.mark.parametrize(("name", "why"), [*NO_COMMANDS.items(), ("own", "is a recipe; use `gpt2-triton train own`")])
+def test_word_that_is_no_command_names_what_to_use(monkeypatch, capsys, name, why):
+    monkeypatch.setattr(sys, "argv", ["gpt2-triton", *name.split(), "--data", "my.txt"])
     assert run_command() == 2
-    assert capsys.readouterr().err == f"error: {name} has gone: {REMOVED[name]}\n"
+    assert capsys.readouterr().err == f"error: {name} {why}\n"
 
 
 def test_print_config_prints_a_complete_config(here, capsys):
