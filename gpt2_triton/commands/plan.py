@@ -15,16 +15,13 @@ def plan_report(
 ) -> str:
     """Return the text: whether the run fits, memory by level and stage, buffers; without `architecture` for a CPU."""
     config, notes = config.choose_precision(architecture)
-    found = forecast(config, K, gpu_bytes, shape)
+    found = forecast(config, K, gpu_bytes - CONTEXT_BYTES - MODULE_BYTES, shape)
     plan, level = found.plan, found.config.memory.recompute
     rest = f", and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
     gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
     largest, rows = found.levels[level][1], shape.micro_batch * shape.accumulation
-    usable = next((batch for batch in range(min(largest, rows), 0, -1) if rows % batch == 0), 0)
-    stage = next((n for n, size in found.stages.items() if n > shape.zero and size <= found.budget), 0)
-    todo = f"; try --parallel.zero {stage}" if stage else f"; try --train.batch_size {usable}" if usable else ""
-    machine = f"{gpu} of {format_bytes(gpu_bytes)}"
-    fits = f"fits {machine}" if plan.total <= found.budget else f"does not fit {machine}{todo}"
+    usable, machine = found.usable_batch(level), f"{gpu} of {format_bytes(gpu_bytes)}"
+    fits = f"fits {machine}" if plan.total <= found.budget else f"does not fit {machine}; {found.todo}"
     of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
     lines = [
         f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",

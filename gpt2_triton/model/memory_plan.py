@@ -5,6 +5,7 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -127,11 +128,6 @@ def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) 
     return plan_memory(config, K, B or shape.micro_batch, config.train.seq_len, shape=shape)[0].total
 
 
-def _largest_batch(config: Config, K: Any, shape: StepShape, budget: int) -> int:
-    """Return the largest micro-batch with a plan of at most `budget` bytes, or 0."""
-    return largest_batch(lambda B: _plan_bytes(config, K, shape, B), budget)
-
-
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
     """Return the largest B with total_bytes(B) of at most `budget`, or 0; total_bytes grows with B."""
     low, high = 0, 1
@@ -189,17 +185,35 @@ class Forecast(NamedTuple):
     levels: dict[str, tuple[int, int]]  # recompute level: bytes, largest micro-batch that fits
     stages: dict[int, int]  # parallel.zero: bytes; empty on one GPU
 
+    def usable_batch(self, level: str) -> int:
+        """Return the largest micro-batch that fits at a level and divides a GPU's sequences of a step, or 0."""
+        rows = self.shape.micro_batch * self.shape.accumulation
+        return next((batch for batch in range(min(self.levels[level][1], rows), 0, -1) if rows % batch == 0), 0)
 
-def forecast(config: Config, K: Any, gpu_bytes: int, shape: StepShape) -> Forecast:
-    """Return the plans of a step on GPUs of this size; needs no GPU."""
-    budget = gpu_bytes - CONTEXT_BYTES - MODULE_BYTES
+    @property
+    def todo(self) -> str:
+        """What makes a step of the same tokens fit: the first that does of recomputation, batch and stage."""
+        batch, deepest = map(self.usable_batch, (self.config.memory.recompute, RECOMPUTE_LEVELS[-1]))
+        stage = next((stage for stage, nbytes in self.stages.items() if nbytes <= self.budget), 0)
+        tokens = f" and train.total_batch_tokens to {self.config.total_batch_tokens}"
+        choices = {
+            "set memory.recompute to auto": deepest >= self.shape.micro_batch,
+            f"set train.batch_size to {batch}{tokens}": batch,
+            f"set parallel.zero to {stage}": stage,
+            f"set memory.recompute to auto, train.batch_size to {deepest}{tokens}": deepest,
+        }
+        return next((choice for choice, fits in choices.items() if fits), "take a smaller model: no batch fits")
+
+
+def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
+    """Return the plans of a step, and which fit `budget` bytes; needs no GPU."""
     config = choose_recompute(config, K, budget, shape)
     plan, _ = plan_memory(config, K, shape.micro_batch, config.train.seq_len, shape=shape)
     taken, levels = config.memory.recompute, dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
-        other = config.replace(memory={"recompute": level})
-        levels[level] = _plan_bytes(other, K, shape), _largest_batch(other, K, shape, budget)
+        total = functools.partial(_plan_bytes, config.replace(memory={"recompute": level}), K, shape)
+        levels[level] = total(), largest_batch(total, budget)
     stages = (0, 1, 2) if shape.gpus > 1 else ()
     at_stages = {stage: _plan_bytes(config, K, dataclasses.replace(shape, zero=stage)) for stage in stages}
     return Forecast(config, shape, plan, budget, levels, at_stages)
@@ -218,20 +232,6 @@ def out_of_memory(
     if not training:
         todo = "free some memory, choose a smaller model, or lower --batch of `sample`"
         return OutOfMemoryError(f"the model needs {has}: {todo}")
-    level, batch = _that_fits(config, K, shape, free_bytes(device))
-    todo = "no batch fits: take a smaller model"
-    if batch:
-        step = f"train.batch_size to {batch} and train.total_batch_tokens to {config.total_batch_tokens}"
-        todo = f"set memory.recompute to {level}, {step}"
+    todo = forecast(config, K, free_bytes(device), shape).todo
     now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
-    return OutOfMemoryError(f"the plan needs {has}: {todo} ({now}); --plan shows the buffers")
-
-
-def _that_fits(config: Config, K: Any, shape: StepShape, free: int) -> tuple[str, int]:
-    """Return the configuration's recompute level, else the deepest, with the largest micro-batch that fits, or 0."""
-    rows = config.total_batch_tokens // config.train.seq_len // shape.gpus  # per GPU and step; the batch divides it
-    for level in (config.memory.recompute, RECOMPUTE_LEVELS[-1]):
-        most = _largest_batch(config.replace(memory={"recompute": level}), K, shape, free)
-        if batch := max((B for B in range(1, min(most, rows) + 1) if rows % B == 0), default=0):
-            return level, batch
-    return level, 0
+    return OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows the buffers")

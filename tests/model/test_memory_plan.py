@@ -72,12 +72,12 @@ def refusal(monkeypatch, config: Config, free: int, shape: StepShape | None = No
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_largest_batch_that_would(monkeypatch):
-    config = tiny_config()
+    config = tiny_config(memory=dict(recompute="block"))
     free = plan_of(config, 1).total + MODULE_BYTES
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * GIB))
     monkeypatch.setattr(device, "_host_memory", lambda: (free, 2 * GIB))
     for where, owner in (("cuda", "GPU"), ("cpu", "machine")):
-        wanted = rf"the {owner} has .* of 2.00 GiB free: set .* train.batch_size to 1 and .* \(now batch 2, gelu\)"
+        wanted = rf"the {owner} has .* of 2.00 GiB free; set train.batch_size to 1 and .* \(now batch 2, block\)"
         with pytest.raises(OutOfMemoryError, match=wanted):
             Model(config, reference, where)
 
@@ -86,9 +86,9 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
     config = tiny_config(model=dict(n_layer=3))
     deepest = plan_of(config.replace(memory={"recompute": "block"}), 1).total
     assert deepest < plan_of(config, 1).total
-    step = "train.batch_size to 1 and train.total_batch_tokens to 32"
-    assert f"free: set memory.recompute to block, {step} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
-    assert "free: no batch fits: take a smaller model (now" in refusal(monkeypatch, config, deepest - 1)
+    todo = "set memory.recompute to auto, train.batch_size to 1 and train.total_batch_tokens to 32"
+    assert f"free; {todo} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
+    assert "free; take a smaller model: no batch fits (now" in refusal(monkeypatch, config, deepest - 1)
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):
@@ -121,7 +121,7 @@ def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(
 def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     config = tiny_config(model=dict(n_layer=8), memory=dict(recompute="gelu:1"))
     shape = StepShape.of(config, 2)
-    found = forecast(config, reference, 8 * GIB, shape)
+    found = forecast(config, reference, 8 * GIB - CONTEXT_BYTES - MODULE_BYTES, shape)
     assert found.stages[0] > found.stages[1] > found.stages[2] and shape.zero == 1
     assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(found.stages) == [0, 1, 2]
     assert found.levels["gelu:1"][0] == found.stages[shape.zero] == found.plan.total
@@ -145,19 +145,19 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
 
-@pytest.mark.parametrize(
-    ("gpus", "stage", "batch", "end"),
-    [(2, 0, 4, " MiB"), (2, 1, 4, " MiB; try --parallel.zero 1"), (1, 0, 2, " MiB; try --train.batch_size 2")],
-)
-def test_plan_report_says_what_would_fit(gpus, stage, batch, end):
-    """A run with parallel.zero 0 and batches of 4, on GPUs that fit the plan of another stage or batch."""
+@pytest.mark.parametrize(("gpus", "stage", "batch", "level", "end"), [
+    (2, 0, 4, "gelu", ""), (1, 0, 4, "block", "; set memory.recompute to auto"),
+    (2, 0, 2, "gelu", "; set train.batch_size to 2 and train.total_batch_tokens to 256"),
+    (2, 1, 4, "gelu", "; set parallel.zero to 1"),
+])  # fmt: skip
+def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
+    """A run with parallel.zero 0 and batches of 4, on GPUs that fit the plan of another level, batch or stage."""
     config = tiny_config(train=dict(total_batch_tokens=256, batch_size=4), parallel=dict(zero=0))
-    fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage))
-    budget = plan_memory(config, reference, batch, 16, shape=StepShape.of(fitting, gpus))[0].total
-    for gpu_bytes, said in ((budget, end), (0, " MiB")):
-        gpu_bytes += CONTEXT_BYTES + MODULE_BYTES
+    fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level))
+    fits, rest = plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total, CONTEXT_BYTES + MODULE_BYTES
+    for gpu_bytes, said in ((rest + fits, end), (rest, "; take a smaller model: no batch fits")):
         report = plan_report(config, reference, gpu_bytes, StepShape.of(config, gpus), architecture="9.0")
-        assert report.partition("\n")[0].endswith(said)
+        assert report.partition("\n")[0].endswith(f" MiB{said}")
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
