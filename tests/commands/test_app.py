@@ -349,15 +349,12 @@ class JITFunction:
     """As triton.language.sum is without TRITON_INTERPRET."""
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (dict(language=SimpleNamespace(sum=JITFunction())), "^TRITON_INTERPRET: no GPU, .* perhaps by transformers"),
-        (dict(triton="3.6.0"), r'pip install "numpy<2.4"$'),
-        (dict(triton=None), "^triton: not installed; pip install triton$"),
-        (dict(triton=None, gpu=True), "^triton: not installed; pip install triton$"),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), [
+    (dict(language=SimpleNamespace(sum=JITFunction())), "^TRITON_INTERPRET: no GPU, .* perhaps by transformers"),
+    (dict(triton="3.6.0"), r'pip install "numpy<2.4"$'),
+    (dict(triton=None), "^triton: not installed; pip install triton$"),
+    (dict(triton=None, gpu=True), "^triton: not installed; pip install triton$"),
+])  # fmt: skip
 def test_select_device_refuses_what_cannot_run(machine, found, message):
     machine(**found)
     with pytest.raises(app.ConfigError, match=message):
@@ -365,31 +362,28 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
     assert "TRITON_INTERPRET" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["sample"], "CHECKPOINT"),
-        (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
-        (["sample", "a", "--num", "1.5"], "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help"),
-        (["sample", "a", "--tokens", "1e3", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1"),
-        (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
-        (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
-        (["export", "a"], "--out requires an argument; see --help"),
-        (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name; see --help"),
-        (["sample", "a", "--num_samples", "2"], "--num_samples; for nanoGPT's num_samples use sample --num\n"),
-        (["sample", "a", "--max-new-tokens=9"], "Unknown option: --max_new_tokens. Did you mean --tokens?\n"),
-        (["sample", "a", "--device=cpu"], "nanoGPT's device has no counterpart here: a run uses the GPU"),
-        (["sample", "a", "--out_dir", "b"], "Unknown option: --out_dir; see --help"),
-        (["smaple", "a"], 'Unknown command "smaple"'),
-        (["plot"], "plot: expected one or more run directories"),
-        (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
-        (["stats", "nowhere"], "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100"),
-        (["prepare", "text", "a.txt", "--workers", "0"], 'Invalid value "0" for --workers. Must be >= 1'),
-        (["prepare", "text", "a.txt", "--val_fraction", "1"], '"1.0" for --val_fraction. Must be < 1'),
-        (["prepare", "text"], "prepare text: expected one or more text files"),
-        (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["sample"], "CHECKPOINT"),
+    (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
+    (["sample", "a", "--num", "1.5"], "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help"),
+    (["sample", "a", "--tokens", "1e3", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1"),
+    (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+    (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
+    (["export", "a"], "--out requires an argument; see --help"),
+    (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name; see --help"),
+    (["sample", "a", "--num_samples", "2"], "--num_samples; for nanoGPT's num_samples use sample --num\n"),
+    (["sample", "a", "--max-new-tokens=9"], "Unknown option: --max_new_tokens. Did you mean --tokens?\n"),
+    (["sample", "a", "--device=cpu"], "nanoGPT's device has no counterpart here: a run uses the GPU"),
+    (["sample", "a", "--out_dir", "b"], "Unknown option: --out_dir; see --help"),
+    (["smaple", "a"], 'Unknown command "smaple"'),
+    (["plot"], "plot: expected one or more run directories"),
+    (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
+    (["stats", "nowhere"], "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100"),
+    (["prepare", "text", "a.txt", "--workers", "0"], 'Invalid value "0" for --workers. Must be >= 1'),
+    (["prepare", "text", "a.txt", "--val_fraction", "1"], '"1.0" for --val_fraction. Must be < 1'),
+    (["prepare", "text"], "prepare text: expected one or more text files"),
+    (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
+])  # fmt: skip
 def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(tools_app, argv) == 2
     err = capsys.readouterr().err

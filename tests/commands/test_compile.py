@@ -49,14 +49,11 @@ def test_kernels_of_a_narrow_model_compile(monkeypatch, tmp_path):
     assert " kernels for h100 are in " in printed
 
 
-@pytest.mark.parametrize(
-    "words, why",
-    [
-        (dict(gpu="mi300x"), "--gpu: unknown GPU mi300x; known are a100-40, "),
-        (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
-        (dict(gpus=3), "no multiple of"),
-    ],
-)
+@pytest.mark.parametrize(("words", "why"), [
+    (dict(gpu="mi300x"), "--gpu: unknown GPU mi300x; known are a100-40, "),
+    (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
+    (dict(gpus=3), "no multiple of"),
+])  # fmt: skip
 def test_a_run_that_could_not_be_started_is_refused(words, why):
     keys = [f"--train.precision={precision}"] if (precision := words.pop("precision", "")) else []
     with pytest.raises(ConfigError, match=why):
