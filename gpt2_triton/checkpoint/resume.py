@@ -35,8 +35,8 @@ def read(
     changed = check_config(saved["config"], explicit)
     if saved["step"] > config.train.steps:
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
-        todo = f"give --train.steps above {saved['step']:,} to continue the run, or choose another --run_dir"
-        raise ConfigError(f"--train.steps: {counts}; {todo}")
+        todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
+        raise ConfigError(f"train.steps: {counts}; {todo}")
     files: dict[str, Change] = {}
     for key, given in (("data", "data.train"), ("validation_data", "data.val")):
         if key in saved and key in shards:
@@ -46,7 +46,7 @@ def read(
             files |= check_data(found, saved[key], now, where, config.data.allow_changed)
     notes = [f"resuming after step {saved['step']} from {found}"]
     if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
-        notes.append(f"--init_from {config.init_from} is not used: the run continues with its own weights")
+        notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
         notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
     return saved, tensors, notes, files
@@ -81,7 +81,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     if fatal:
         wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
         if not any(map(decides_weights, fatal)):
-            wrong += ", there with --init_from checkpoint:RUN to begin with this run's weights"
+            wrong += ", there with init_from checkpoint:RUN to begin with this run's weights"
         raise CheckpointError(_table(wrong, fatal))
     return free
 
@@ -93,7 +93,7 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
     changed = _changes(_by_file(saved), _by_file(current))
     changed = changed or {"order": (_names(saved), _names(current))}
     if not allow:
-        todo = "restore it, start another run, or accept it with --data.allow_changed true"
+        todo = "restore it, start another run, or accept it with data.allow_changed true"
         shown = dict(list(changed.items())[:SHOWN])
         more = f"\nand {len(changed) - SHOWN:,} more files" if len(changed) > SHOWN else ""
         title = f"{step_dir}: {where} is other data than before; {todo}"

@@ -1,6 +1,6 @@
 """Reads a configuration from YAML and the command line.
 
-Mistakes become one ConfigError with a line each: the place (file and line, or option), what is wrong, the fix.
+Mistakes become one ConfigError with a line each: the place (file and line, and key), what is wrong, the fix.
 """
 
 import os
@@ -43,7 +43,7 @@ def load(kind: type[Kind], source: str | Path | Mapping[str, Any], overrides: Ma
     try:
         return kind.model_validate(tree, context=dict(gpus=gpus))
     except ValidationError as error:
-        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {key: f"--{key}" for key in overrides}
+        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {key: key for key in overrides}
         problems = [f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)]
         raise ConfigError("\n".join(problems)) from None
 

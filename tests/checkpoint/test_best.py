@@ -134,5 +134,5 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
 def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert train(best_config(), tmp_path, resume=False) == 0
     assert steps(tmp_path) == ["step_00000005"]
-    with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with --checkpoint.best val_loss"):
+    with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with checkpoint.best val_loss"):
         find_checkpoint(tmp_path / "best")

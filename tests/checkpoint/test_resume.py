@@ -79,7 +79,7 @@ def test_refusal_of_a_key_names_init_from_where_that_takes_the_weights(tmp_path,
     other = config.replace(**{section: {name: CHANGES[section][name]}})
     with pytest.raises(CheckpointError) as error:
         resume.check_config(config.to_dict(), other.to_dict())
-    hint = "there with --init_from checkpoint:RUN to begin with this run's weights" in str(error.value)
+    hint = "there with init_from checkpoint:RUN to begin with this run's weights" in str(error.value)
     try:
         initial_weights(other.model_copy(update={"init_from": f"checkpoint:{step}"}))
     except CheckpointError as refused:
@@ -119,7 +119,7 @@ def test_check_data_raises_a_table_of_the_files_that_differ():
         resume.check_data(Path("step"), then, now, "data.train *.bin", False)
     assert str(error.value).splitlines() == [
         "step: data.train *.bin is other data than before; restore it, start another run, or accept it with "
-        "--data.allow_changed true",
+        "data.allow_changed true",
         "       checkpoint       now",
         "b.bin  1,024 bytes, 22  1,024 bytes, 44",
         "c.bin  absent           1,024 bytes, 55",

@@ -60,9 +60,9 @@ def files(root):
         (["own", "--data"], "own: needs --data and one or more text files"),
         (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
         (["quickstart", "--field", "x"], "--field, --strict: go with --data and the recipe own"),
-        (["own", "--data", "my.txt", "--train.steps", "x"], "--train.steps: must be a valid integer"),
-        (["own", "--data", "my.txt", "--model.n_embd", "100"], "--model.n_embd: "),
-        (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "--data.tokenizer: must be 'gpt2', 'llama3'"),
+        (["own", "--data", "my.txt", "--train.steps", "x"], "error: train.steps: must be a valid integer"),
+        (["own", "--data", "my.txt", "--model.n_embd", "100"], "error: model.n_embd: "),
+        (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "error: data.tokenizer: must be 'gpt2', 'llama3'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_with_exit_code_2(here, capsys, argv, message):

@@ -188,7 +188,7 @@ def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stoppe
     with pytest.raises(CheckpointError) as error:
         train(resume_config(data), stopped, resume=True)
     title, header, row = str(error.value).splitlines()
-    assert f"{key} {data}/" in title and "accept it with --data.allow_changed true" in title
+    assert f"{key} {data}/" in title and "accept it with data.allow_changed true" in title
     assert header.split() == ["checkpoint", "now"]
     cells = row.split()
     assert cells[0] == name and cells[1:3] == ["9,024", "bytes,"] == cells[4:6] and cells[3] != cells[6]

@@ -173,7 +173,7 @@ def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
     for steps, source in ((1, "scratch"), (2, "checkpoint:nowhere")):
         config = run_config(train=dict(steps=steps), eval=dict(every=0)).model_copy(update={"init_from": source})
         assert train(config, tmp_path, resume=steps > 1) == 0
-    assert "--init_from checkpoint:nowhere is not used: the run continues" in capsys.readouterr().out
+    assert "init_from checkpoint:nowhere is not used: the run continues" in capsys.readouterr().out
     assert "init_from: scratch\n" in (tmp_path / "config.yaml").read_text()
 
 
@@ -238,8 +238,8 @@ def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(un
     with pytest.raises(ConfigError) as error:
         train(run_config(train=dict(steps=3)), unbroken, resume=True)
     assert str(error.value) == (
-        f"--train.steps: {find_checkpoint(unbroken)} has {STEPS} steps, 3 were asked for; "
-        f"give --train.steps above {STEPS} to continue the run, or choose another --run_dir"
+        f"train.steps: {find_checkpoint(unbroken)} has {STEPS} steps, 3 were asked for; "
+        f"set it above {STEPS} to continue the run, or choose another --run_dir"
     )
     assert {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file()} == before
 
