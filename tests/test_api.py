@@ -181,12 +181,12 @@ def send(monkeypatch, step: int, *numbers: int) -> None:
     monkeypatch.setattr(Logger, "step", log_and_send)
 
 
-def test_interrupt_saves_and_raises_and_the_run_can_be_resumed(run, tmp_path, monkeypatch):
+def test_interrupt_saves_and_raises_and_the_run_can_be_resumed(run, tmp_path, monkeypatch, capfd):
     before = handlers()
     send(monkeypatch, 1, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        gpt2_triton.train(small_config(), tmp_path / "run")
-    assert handlers() == before
+        gpt2_triton.train(small_config(), tmp_path / "run", console=True)
+    assert handlers() == before and capfd.readouterr().out.endswith("; the same call with resume=True continues\n")
     stopped = api.Run(tmp_path / "run")
     assert stopped.state == "stopped" and stopped.last.name in ("step_00000001", "step_00000002")
     monkeypatch.undo()

@@ -24,8 +24,7 @@ from gpt2_triton.console import print_from_handler
 from gpt2_triton.distributed.run_lock import unlink_held
 
 PREEMPTED = "PREEMPTED"
-# a repeated signal is ignored for these seconds: shells, SLURM and torchrun send a signal twice
-REPEAT_WINDOW = 1
+REPEAT_WINDOW = 1  # seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
 LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -63,9 +62,12 @@ class ShutdownSignals:
     def _leave(self, number: int) -> None:
         """End the process; a half-written checkpoint stays hidden."""
         mark_preempted(self._run_dir)
-        print_from_handler(f"ended at once: steps since the last checkpoint are lost; {how_to_continue(self._run_dir)}")
+        print_from_handler(f"ended at once: steps since the last checkpoint are lost; {self.how_to_continue()}")
         unlink_held()
         os._exit(128 + number)
+
+    def how_to_continue(self) -> str:
+        return f"the same command with --run_dir {shlex.quote(str(self._run_dir))} --resume continues"
 
     @property
     def requested(self) -> bool:
@@ -80,8 +82,7 @@ class ShutdownSignals:
 
 class BorrowedSignals(ShutdownSignals):
     """The signals of a program that trains by a call.  When the `with` block ends, the program's handlers are put back
-    and the signal is raised again.  Python's own handler makes SIGINT a KeyboardInterrupt.  A second signal goes to
-    the program's handlers at once.
+    and get the signal; Python's own makes SIGINT a KeyboardInterrupt.  A second signal goes to them at once.
     """
 
     def __enter__(self) -> "BorrowedSignals":
@@ -91,6 +92,9 @@ class BorrowedSignals(ShutdownSignals):
         self._put_back()
         if self.received and kind is None:
             signal.raise_signal(self.received)
+
+    def how_to_continue(self) -> str:
+        return "the same call with resume=True continues"
 
     def _put_back(self) -> None:
         for number, handler in self._replaced.items():
@@ -106,7 +110,3 @@ def mark_preempted(run_dir: Path) -> None:
     """Leave PREEMPTED in the run directory, if the disk allows it."""
     with contextlib.suppress(OSError):
         (run_dir / PREEMPTED).touch()
-
-
-def how_to_continue(run_dir: Path) -> str:
-    return f"the same command with --run_dir {shlex.quote(str(run_dir))} --resume continues"

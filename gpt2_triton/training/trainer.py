@@ -30,7 +30,7 @@ from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
-from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, how_to_continue, mark_preempted
+from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
 from gpt2_triton.training.setup import build_model, open_checkpointer, open_data, open_log, restore, to_save
 from gpt2_triton.training.step_queue import StepQueue
@@ -161,7 +161,7 @@ class Trainer:
         if self.group.rank == 0:
             mark_preempted(self.run_dir)
         why = "" if received else ", by train.max_minutes"
-        self.log.info(f"stopped after step {step}{why}; {how_to_continue(self.run_dir)}")
+        self.log.info(f"stopped after step {step}{why}; {self.signals.how_to_continue()}")
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
