@@ -57,10 +57,12 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.total_batch_tokens
-        arm = "bf16" if config.train.precision == "bf16" else "fp8"  # which auto is on this machine
-        rate = found.get(f"{MACHINE}.steps.d{config.model.n_layer}.{arm}.tok_s")
-        if rate and config.train.seq_len == T and config.model.vocab_size > 50_000:
-            found[f"recipe.{name}.hours"] = tokens / rate / 3600
+        size, arm = f"d{config.model.n_layer}", "bf16" if config.train.precision == "bf16" else "fp8"  # auto: fp8 here
+        ms = found.get(f"{MACHINE}.steps.{size}.{arm}.ms")
+        if ms and config.train.seq_len == T and config.model.vocab_size > 50_000:
+            update = found.get(f"{MACHINE}.ops.{size}.fp8.adamw.ms", 0.0)  # bf16's too; `ms` has one a micro-batch
+            micro_batches = tokens / found[f"{MACHINE}.steps.{size}.{arm}.tok_s"] / ms * 1e3
+            found[f"recipe.{name}.hours"] = (micro_batches * (ms - update) + config.train.steps * update) / 3.6e6
     return found
 
 
@@ -109,8 +111,6 @@ def render(text: str, record: Record, page: Path) -> str:
         unknown = error.args[0]
         raise DataError(f"{page}: {unknown}: docs/results/current.json has no such figure, format or table") from None
 
-
-# ---- tables ----
 
 # Loss per factor e of tokens, from runs with 80% or 60% of the steps; 0.223 is -ln 0.8, 0.511 is -ln 0.6
 MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
