@@ -64,18 +64,16 @@ class Part(NamedTuple):
 
 
 def steps(program: Program, size: str, tokens: int, limit: float, env: Env) -> Figures:
-    found = run_program(program, size, SIZES[size].batch, STEPS, limit, env)
+    """Return the figures of a program, or the fact that torchao does not run with this torch."""
+    try:
+        found = run_program(program, size, SIZES[size].batch, STEPS, limit, env)
+    except subprocess.CalledProcessError as error:
+        if program not in TORCHAO:
+            raise
+        return dict(absent=f"exit code {error.returncode}")
     figures = {name: found[name] for name in ("ms", "joules", "gib", "planned") if found.get(name)}
     figures["tok_s"] = 1e3 * tokens / found["ms"]
     return figures | ({"recompute": program.recompute} if program.recompute else {})
-
-
-def steps_or_absence(*words: Any) -> Figures:
-    """Return the figures of torchao, or the fact that it does not run with this torch."""
-    try:
-        return steps(*words)
-    except subprocess.CalledProcessError as error:
-        return dict(absent=f"exit code {error.returncode}")
 
 
 def first_step(program: Program, size: str, limit: float, env: Env) -> Figures:
@@ -137,7 +135,6 @@ def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -
 def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     """Return groups of parts, the most important first.  Only the first size has all groups."""
     first, compile_s = sizes[0], dict(d12=60, d24=90, d36=120, d48=150)  # torch.compile
-    torchao = [(program, size) for program in TORCHAO[::-1] for size in (first, "llama:1b")]
 
     def step(kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0) -> Part:
         seconds = (12 if size == "d12" else 20) + more
@@ -158,6 +155,9 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         ]
         return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
 
+    def torchao(size: str) -> list[Part]:
+        return [step("peer", size, slug(program.name), program, 70) for program in TORCHAO]
+
     def muon(arm: str, program: Program, more: int) -> Part:
         program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
         return step("muon", first, arm, program, more, MUON_STEP)
@@ -165,9 +165,17 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens_of(first)))
     torch_muon = PYTORCH._replace(name="PyTorch muon", arguments=words)
     d, *rest = (group(size) for size in sizes)
+    levels = (step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS)
     return [
-        d,
+        [*d, *levels, *torchao(first)],
         *rest[:1],
+        [
+            step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
+            step("steps", "llama:1b", "fp8", fp8("llama:1b"), 15),
+            step("steps", "llama:1b", "torch", PYTORCH, 60),
+            part("ops.llama_1b.bf16", 60, operations, "llama:1b", ()),
+            *torchao("llama:1b"),
+        ],
         [
             muon("bf16", ours(work_of(first, optim="muon")), 15),
             muon("fp8", fp8(first, optim="muon"), 15),
@@ -178,12 +186,6 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             part(f"ops.{first}.fp8", 35, operations, first, FP8),
         ],
         [part("ops.d48.fp8", 60, operations, "d48", FP8)] if "d48" in sizes else [],
-        [
-            step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
-            step("steps", "llama:1b", "fp8", fp8("llama:1b"), 15),
-            step("steps", "llama:1b", "torch", PYTORCH, 60),
-            part("ops.llama_1b.bf16", 60, operations, "llama:1b", ()),
-        ],
         *rest[1:],
         [
             step("steps", "llama:c768", "bf16", ours(work_of("llama:c768")), 15),
@@ -191,8 +193,6 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             step("steps", "llama:c768", "torch", PYTORCH, 60),
         ],
         [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
-        [step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS],
-        *([part(f"peer.{slug(s)}.{slug(p.name)}", 90, steps_or_absence, p, s, tokens_of(s))] for p, s in torchao),
     ]
 
 

@@ -236,8 +236,10 @@ def test_an_interrupt_leaves_all_other_parts(measured):
 
 
 def test_parts_have_different_keys_and_kinds_that_can_be_named():
-    parts = [part for group in results.parts_of(["d12", "d48", "d24"], "h100") for part in group]
-    keys = [part.key for part in [*parts, *results.joint_parts(["d12"], 2)]]
+    groups = [[part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")]
+    keys = [*sum(groups, []), *(part.key for part in results.joint_parts(["d12"], 2))]
+    peers = [(key.split(".")[1], group) for group in groups for key in group if key.startswith(("peer", "levels"))]
+    assert len(peers) == 9 and all(f"steps.{size}.torch" in group for size, group in peers)  # `speed` compares them
     assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
@@ -268,10 +270,8 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
         return run([sys.executable, str(tmp_path / "standin.py"), *command[2:]], **more)
 
     monkeypatch.setattr(subprocess, "run", replaced)
-    groups = results.parts_of(["d12", "d48"], "h100")
-    joint = results.joint_parts(["d12", "d48"], 2)
-    parts = {part.key: part for part in [*(part for group in groups for part in group), *joint]}
-    found = {key: part.measure(60.0, env) for key, part in parts.items()}
+    groups = [*results.parts_of(["d12", "d48"], "h100"), results.joint_parts(["d12", "d48"], 2)]
+    found = {part.key: part.measure(60.0, env) for group in groups for part in group}
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
     assert {found[f"muon.d12.{arm}"]["tok_s"] for arm in ("bf16", "fp8", "torch")} == {1_310_720.0}
