@@ -99,8 +99,8 @@ def is_text(path: str | Path) -> bool:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, sorted.  A path that exists is taken literally, even with [ or * in it."""
-    if os.path.lexists(pattern):
+    """Return the paths that match a glob, sorted; ~/ is home.  A path that exists is taken literally, with [ or *."""
+    if os.path.lexists(pattern := os.path.expanduser(pattern)):
         return [pattern]
     rest = Path(pattern)
     while not os.path.isdir(rest) and rest != rest.parent:
