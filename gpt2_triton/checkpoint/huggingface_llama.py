@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gpt2_triton.checkpoint.state_dict import floats
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, to_fp32, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import look_in
@@ -38,9 +39,7 @@ def read(
     model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
 
     def read(name: str, rows: slice) -> np.ndarray:
-        if (shape := tuple(load(name).shape)) != weights.shapes[name]:
-            raise CheckpointError(f"{where}: {name} is {shape}, expected {weights.shapes[name]}")
-        return to_fp32(load(name)[rows])
+        return to_fp32(floats(where, name, load, weights.shapes[name])[rows])
 
     weights = Weights(where, model, tokenizer := tokenizer_of(model), read, path.parent)
     look_in(tokenizer or "", path.parent)

@@ -47,28 +47,29 @@ def find_weights(
     _check_names(where, model, names, {name for name in shapes if biases or not name.endswith(".bias")})
     conv1d = getattr(load(names[QKV]), "shape", None) == shapes[QKV][::-1]
 
-    def stored(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = load(name)
-        is_tensor = isinstance(tensor, torch.Tensor)
-        is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
-        if not is_float or tuple(tensor.shape) != shape:
-            got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
-            wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
-            raise CheckpointError(f"{wrong}; correct the sizes in its configuration, or save it in fp32")
-        return tensor
-
     def read(name: str, rows: slice) -> np.ndarray:
         if name not in names:
             return np.zeros(shapes[name], np.float32)[rows]
         if conv1d and name.endswith(CONV1D):
-            return to_fp32(stored(names[name], shapes[name][::-1])[:, rows]).T
-        return to_fp32(stored(names[name], shapes[name])[rows])
+            return to_fp32(floats(where, names[name], load, shapes[name][::-1])[:, rows]).T
+        return to_fp32(floats(where, names[name], load, shapes[name])[rows])
 
     if head is not None:
-        tied = np.array_equal(to_fp32(stored(head, shapes[EMBEDDING])), read(EMBEDDING, slice(None)))
+        tied = np.array_equal(to_fp32(floats(where, head, load, shapes[EMBEDDING])), read(EMBEDDING, slice(None)))
     if not tied:
         raise CheckpointError(f"{where}: its output head is not its token embedding; only tied ones are supported")
     return Weights(where, model, tokenizer_of(model), read)
+
+
+def floats(where: str, name: str, load: Callable[[str], Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that `load` reads; CheckpointError unless it has this shape, in 16 bits or more a number."""
+    is_tensor = isinstance(tensor := load(name), torch.Tensor)
+    is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
+    if not is_float or tuple(tensor.shape) != shape:
+        got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
+        wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
+        raise CheckpointError(f"{wrong}; correct the sizes in its configuration, or save it in fp32")
+    return tensor
 
 
 def _check_names(where: str, model: ModelConfig, names: dict[str, str], expected: set[str]) -> None:

@@ -86,6 +86,15 @@ def test_a_tied_head_may_be_repeated_and_an_untied_one_may_not_be_missing(tmp_pa
         huggingface.read(str(out))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    model, _, out = exported(tmp_path)
+    stored, name = load_file(out / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file(stored | {name: stored[name].to(dtype)}, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is {dtype} .*, expected floating-point numbers"):
+        to_flat_buffers(huggingface.read(str(out)), model.config)
+
+
 LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0))
 NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 
