@@ -34,7 +34,7 @@ BUDGETS = {
     "tests/benchmarks/speed": 346,
     "tests/benchmarks/tune": 276,
     "tests/chaos": 661,
-    "tests/checkpoint": 2278,
+    "tests/checkpoint": 2287,
     "tests/commands": 1494,
     "tests/config": 644,
     "tests/data": 982,
