@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gpt2_triton.checkpoint.format import best_step
 from gpt2_triton.checkpoint.load import load_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import REMOVED
@@ -37,14 +38,16 @@ def read(
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
         todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
         raise ConfigError(f"train.steps: {counts}; {todo}")
-    files: dict[str, Change] = {}
+    files, notes = dict[str, Change](), [f"resuming after step {saved['step']} from {found}"]
     for key, given in (("data", "data.train"), ("validation_data", "data.val")):
         if key in saved and key in shards:
             where = f"{given} {config.data.train if key == 'data' else config.data.val}"
             rows = zip(shards[key], [*saved[key], *[{}] * len(shards[key])])
             now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
-            files |= check_data(found, saved[key], now, where, config.data.allow_changed)
-    notes = [f"resuming after step {saved['step']} from {found}"]
+            files |= (other := check_data(found, saved[key], now, where, config.data.allow_changed))
+            if other and key == "validation_data" and (best := best_step(saved)):
+                notes.append(f"best: step {best}'s loss is of other validation data, and no longer counts")
+                saved["best"] = None
     if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
         notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
@@ -90,8 +93,7 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
     """Return the files that differ; CheckpointError with a table unless `allow`.  `where`: the key and its value."""
     if saved == current:
         return {}
-    changed = _changes(_by_file(saved), _by_file(current))
-    changed = changed or {"order": (_names(saved), _names(current))}
+    changed = _changes(_by_file(saved), _by_file(current)) or {"order": (_names(saved), _names(current))}
     if not allow:
         todo = "restore it, start another run, or accept it with data.allow_changed true"
         shown = dict(list(changed.items())[:SHOWN])
@@ -117,8 +119,7 @@ def _by_file(rows: Rows) -> dict[str, Any]:
 
 
 def _names(rows: Rows) -> str:
-    names = [row["name"] for row in rows]
-    return " ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return " ".join(row["name"] for row in rows[:3]) + (" ..." if len(rows) > 3 else "")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

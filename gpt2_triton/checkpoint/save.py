@@ -178,10 +178,9 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
     for step in steps.keys() - kept:
         try:
             _discard(steps[step])
-        except FileNotFoundError:  # someone else has removed it
-            pass
         except OSError as error:  # the new checkpoint is complete
-            print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
+            if not isinstance(error, FileNotFoundError):  # someone else has removed it
+                print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
 
 
 def _discard(path: Path) -> None:

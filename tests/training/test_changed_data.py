@@ -12,6 +12,7 @@ import torch
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.data.shards import Shard, map_tokens, write_shard
 from gpt2_triton.errors import CheckpointError, DataError
+from gpt2_triton.training import trainer
 from tests.support import ranks
 from tests.support.loop import before_steps, final_bytes, make_trainer, records, train
 from tests.support.tiny import merged, tiny_config
@@ -200,6 +201,18 @@ def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stoppe
     assert "changed_data" not in starts[0]
     assert list(starts[1]["changed_data"]) == [name]
     assert train(resume_config(data), stopped, resume=True) == 0  # the new data is now that of the run
+
+
+def test_loss_on_other_validation_data_is_no_longer_the_best(data, tmp_path, monkeypatch, capsys):
+    """The lower loss on the data before would also end the run, by train.patience."""
+    best, run = dict(checkpoint=dict(best="val_loss")), tmp_path / "run"
+    for loss, steps in ((1.0, 2), (2.0, 3)):
+        monkeypatch.setattr(trainer, "validation_loss", lambda *_, loss=loss: loss)
+        config = run_config(data, eval=dict(every=1, tokens=160), train=dict(steps=steps, patience=1), **best)
+        assert train(config.replace(data=dict(allow_changed=True)), run, resume=True) == 0
+        changed_shard(data / "val_0.bin")
+    assert load_checkpoint(find_checkpoint(run))[0]["best"] == [3, 2.0]
+    assert "best: step 1's loss is of other validation data, and no longer counts" in capsys.readouterr().out
 
 
 def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path):
