@@ -95,7 +95,7 @@ def find_checkpoint(path: Path) -> Path:
             todo = "train with checkpoint.best val_loss"
             raise CheckpointError(f"{path}: {path.parent} keeps no best checkpoint; {todo}")
         return find_checkpoint(found)
-    if STEP_NAME.fullmatch(path.absolute().name):
+    if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():  # a copy may have any name
         if problem := verify(path):
             raise CheckpointError(f"{path}: {problem}; choose another step")
         return path

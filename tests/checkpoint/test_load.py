@@ -127,9 +127,9 @@ def test_latest_checkpoint_up_to_a_step(newest):
 
 
 def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
-    run, older = newest.parents[1], newest.with_name(STEP_10)
+    run, older, copy = newest.parents[1], newest.with_name(STEP_10), shutil.copytree(newest, newest.parents[1] / "mine")
     assert [find_checkpoint(path) for path in (run, newest.parent, newest, older)] == [newest, newest, newest, older]
-    for directory, found in ((run, newest), (newest.parent, newest), (older, older)):
+    for directory, found in ((run, newest), (newest.parent, newest), (older, older), (copy, copy)):
         monkeypatch.chdir(directory)
         assert find_checkpoint(Path(".")).resolve() == found
     with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* choose another step$"):
