@@ -127,12 +127,12 @@ class _Documents:
     def _open(self, place: Any) -> Any:
         """Return a dataset of the Hub as an iterable of rows, from `place` on."""
         name, version, revision, field = self._dataset
-        top = field.partition(".")[0]
         with hub_errors(name, OFFLINE):
             from datasets import load_dataset
 
             rows = load_dataset(name, version, split="train", revision=revision, streaming=True)
-            names = rows.column_names or [*next(iter(rows), {top: ""})]
+            names = rows.column_names or [*next(iter(rows), {field: ""})]
+            top = field if field in names else field.partition(".")[0]
             if top not in names:
                 what = f"no field {top!r}, it has {', '.join(names)}"
                 raise DataError(f"{name}: {what}; name the field that holds the text as --field")

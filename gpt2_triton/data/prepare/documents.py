@@ -197,7 +197,7 @@ def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> 
     what, found = f"rows without text in the field {field}", False
     for number, (where, row) in enumerate(rows, 1):
         text = row
-        for key in field.split("."):
+        for key in [field] if isinstance(row, dict) and field in row else field.split("."):
             text = text.get(key) if isinstance(text, dict) else None
         if isinstance(text, str) and text:
             found = True
@@ -265,7 +265,7 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        columns = [field] if field.partition(".")[0] in file.schema_arrow.names else None
+        columns = [field] if {field, field.partition(".")[0]} & {*file.schema_arrow.names} else None
         rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
         yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(rows, 1))
 

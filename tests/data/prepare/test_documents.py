@@ -126,13 +126,8 @@ def test_read_opens_every_kind_and_compression(tmp_path, kind, ending, opener):
 
 
 def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
-    rows = [
-        {"doc": {"text": "a\nb"}, "k": 1},
-        {"doc": None},
-        {"doc": {"text": 5}},
-        {"doc": {"text": ""}},
-        {"doc": {"text": "c"}},
-    ]
+    values = [{"text": "a\nb"}, None, {"text": 5}, {"text": ""}, {"text": "c"}]
+    rows = [{"doc": value} for value in values]
     (tmp_path / "lines.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "list.json").write_text(json.dumps(rows))
@@ -149,6 +144,8 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
         assert texts == ["a\nb", "c"], name
         what = f"rows without text in the field doc.text: {count}, first {tmp_path / name}, {first}: "
         assert left_out(notes) == what + '{"doc": null}', name
+    pq.write_table(pa.table({"id": [1], "doc.text": ["flat"]}), tmp_path / "flat.parquet")  # as pandas names it
+    assert texts_of(tmp_path / "flat.parquet", Reading("doc.text")) == (["flat"], {})
 
 
 def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
