@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/commands": 1494,
     "tests/config": 644,
     "tests/data": 982,
-    "tests/data/prepare": 1183,
+    "tests/data/prepare": 1180,
     "tests/distributed": 561,
     "tests/gpu": 813,
     "tests/ground": 374,
