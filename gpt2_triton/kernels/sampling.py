@@ -79,7 +79,7 @@ def _raise_bound(z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexp
 def _gumbel(words):
     """Return -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win, have full precision."""
     u = (words.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
-    e = tl.where(u < 0.0009765625, u + u * u * 0.5, -tl.log(1.0 - u))  # the next term, u^3 / 3, is below 4e-7 of it
+    e = tl.where(u < 2.0**-10, u + u * u * 0.5, -tl.log(tl.maximum(1.0 - u, 2.0**-25)))  # u^3 / 3 < 4e-7 u; u may be 1
     return -tl.log(e)
 
 

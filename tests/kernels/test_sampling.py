@@ -108,5 +108,7 @@ def test_sample_token_does_not_depend_on_the_batch():
     assert together == [sampled_tokens(z[i : i + 1], [i], 0.8, 20, 0.9)[0] for i in range(6)]
 
 
-def test_sample_token_at_tiny_temperature_is_greedy():
+def test_a_likely_token_or_one_kept_alone_is_taken_whatever_its_noise():
+    """The word of token 13262 is 101 below 2^32, so in fp32 its u rounds to 1."""
     assert sampled_tokens(LOGITS, SEEDS, temperature=1e-40) == [int(LOGITS.argmax())] * 4
+    assert sampled_tokens(np.arange(13263), [3776], top_k=1) == [13262]
