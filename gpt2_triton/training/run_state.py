@@ -24,6 +24,7 @@ class RunState:
     step: int = 0
     sample: int = 0  # the next global sample; after a rewind it is ahead of the step
     best: tuple[int, float] | None = None  # (step, loss) of the lowest validation loss; None if not recorded
+    waited: int = 0  # validations since the best
     skipped: int = 0  # skipped steps
     outliers: int = 0  # skipped steps with finite numbers
     skipped_in_a_row: int = 0  # steps skipped as not finite since the last update or outlier
@@ -53,6 +54,7 @@ class RunState:
         if lowest:
             self._earlier_bests += [self.best] if self.best else []
             self.best = step, loss
+        self.waited = 0 if lowest or not step else self.waited + 1
         return lowest
 
     @property
@@ -61,8 +63,7 @@ class RunState:
 
     def is_out_of_patience(self, config: Config) -> bool:
         """Return True if train.patience validations in a row had no lower loss."""
-        patience, every = config.train.patience, config.eval.every
-        return self.best is not None and 0 < patience <= self.step // every - self.best[0] // every
+        return self.best is not None and 0 < config.train.patience <= self.waited
 
     def forget_best_of(self, step: int | None) -> None:
         """Forget the validation loss of `step`, which could not be saved; the best before it is best again."""
@@ -114,6 +115,6 @@ class RunState:
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:
         """Set the step back, but not the position in the data; `best` is the lowest validation loss up to it."""
-        self.step, self.skipped_in_a_row, self.without_update = step, 0, 0
+        self.step, self.waited, self.skipped_in_a_row, self.without_update = step, 0, 0, 0
         self.rewinds, self.rewound_to = (self.rewinds + 1 if step == self.rewound_to else 1), step
         self.best, self._earlier_bests = best, []

@@ -52,8 +52,7 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
     for directory in (real := run_dir.resolve(), *real.parents):
         if directory.name == "checkpoints" and list_steps(directory):
-            run = directory.parent
-            raise ConfigError(f"--run_dir: {run_dir} is inside the run {run}; give {run}, or choose another")
+            raise ConfigError(f"--run_dir: {run_dir} is inside the run {directory.parent}; give it, or choose another")
     there = next(path for path in (real, *real.parents) if os.path.exists(path))  # False without permission
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--run_dir: cannot write to {there}; choose another, or correct its permissions")

@@ -11,7 +11,7 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.run_state import MAX_REWINDS, RunState
 
 SAVED = (
-    '{"format": 2, "step": 4, "sample": 32, "best": [4, 1.5], "skipped": 1, "outliers": 1, '
+    '{"format": 2, "step": 4, "sample": 32, "best": [4, 1.5], "waited": 0, "skipped": 1, "outliers": 1, '
     '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 3, "rewound_to": 2, "config": {}, "data": []}'
 )
 
@@ -48,6 +48,8 @@ def test_record_validation_keeps_the_first_of_the_lowest_finite_losses():
     assert state.best_step is None and not state.record_validation(0, 1.0)
     assert not state.record_validation(4, math.nan) and state.record_validation(5, 2.0)
     assert not state.record_validation(6, 2.0) and not state.record_validation(7, math.nan) and state.best_step == 5
+    state.step = 90  # patience counts validations, at whatever eval.every they were
+    assert [n for n in (1, 2, 3) if state.is_out_of_patience(Config().replace(train=dict(patience=n)))] == [1, 2]
 
 
 def test_run_state_counts_both_kinds_of_skipped_steps():
