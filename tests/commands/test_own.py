@@ -195,14 +195,15 @@ def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, traine
     assert asked == [("gpt2", False)]
 
 
-def test_second_start_uses_the_same_shards_and_changed_text_new_ones(here, trained, capsys):
-    for _ in range(2):
-        assert main(app, ["own", "--data", "my.txt"]) == 0
+def test_second_start_uses_the_same_shards_and_changed_or_renamed_text_new_ones(here, trained, capsys):
+    for name in ("my.txt", "my.txt", "my.md"):
+        next(here.glob("my.*")).rename(here / name)
+        assert main(app, ["own", "--data", name]) == 0
     assert "is prepared already" in capsys.readouterr().out
-    (here / "my.txt").write_text(TEXT + "That is the end.\n")
-    assert main(app, ["own", "--data", "my.txt"]) == 0
-    first, second, third = (config.data.train for config in trained)
-    assert first == second != third and len(list((here / "data").iterdir())) == 2
+    (here / "my.md").write_text(TEXT + "That is the end.\n")
+    assert main(app, ["own", "--data", "my.md"]) == 0
+    first, second, *others = (config.data.train for config in trained)
+    assert first == second and len({first, *others}) == len(list((here / "data").iterdir())) == 3
 
 
 def test_folders_globs_and_several_files(here, trained):
@@ -222,8 +223,7 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert main(app, [*argv, "--optim.lr", "5e-4"]) == 0
     monkeypatch.setattr(own.own_text, "choose", lambda *arguments: {})
     assert main(app, [*argv, "--resume", "--eval.every", "3"]) == 0
-    first, second = trained
-    assert second == first.replace(eval={"every": 3}) and second.optim.lr == 5e-4
+    assert trained[1] == trained[0].replace(eval={"every": 3}) and trained[1].optim.lr == 5e-4
 
 
 def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):

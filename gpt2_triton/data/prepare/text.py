@@ -36,8 +36,8 @@ class MeasuredText(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The sha256 of the whole text and of how it is read, whatever its files are called."""
-        return hashlib.sha256(f"{tuple(self.how)}{''.join(self.digests)}".encode()).hexdigest()
+        """The sha256 of the whole text, of its files' names, which the shards record, and of how it is read."""
+        return hashlib.sha256(f"{tuple(self.how)}{[name for _, name in self.files]}{self.digests}".encode()).hexdigest()
 
 
 def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOCUMENTS) -> MeasuredText:
