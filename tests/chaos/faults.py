@@ -44,10 +44,10 @@ def kill_all(i: Injection) -> None:
 
 
 def suspend(i: Injection) -> None:
-    """Suspend a rank: alone it continues later; among several it is found and the job ends."""
+    """Suspend a rank: among several it is found and the job ends; alone, or a launcher without ranks, it continues."""
     pid = i.rng.choice(i.job.rank_pids())
     i.job.signal(signal.SIGSTOP, pid)
-    if i.job.ranks == 1:
+    if pid == i.job.process.pid:
         i.job.wait(i.rng.uniform(0.5, 5))
         i.job.signal(signal.SIGCONT, pid)
 
