@@ -17,13 +17,12 @@ NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices:
 
 
 def cast(K: Any, operands: list[Any]) -> None:
-    """Cast a layer's four weights in one launch, and anything else alone."""
+    """Cast a layer's four weights, or the head's; in bf16 there are none."""
     values = [x8.value for x8 in operands]
-    if len(operands) >= 4:
-        K.cast_weights(*operands[:4], *values[:4])
-        operands, values = operands[4:], values[4:]
-    for x8, x in zip(operands, values):
-        K.cast_operand(x8, x)
+    if len(operands) == 4:
+        K.cast_weights(*operands, *values)
+    elif operands:
+        K.cast_operand(*operands, *values)
 
 
 def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
