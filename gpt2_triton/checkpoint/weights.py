@@ -165,6 +165,8 @@ def check_sizes(weights: Weights, config: Config) -> None:
     if wrong:
         has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))
         todo = " and ".join(f"model.{k} to {theirs[k]}" for k in wrong)
+        if weights.tokenizer not in (None, config.data.tokenizer):
+            todo += f", and take data with data.tokenizer {weights.tokenizer}"
         raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 
 

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file, save_model
 
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
-from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
+from gpt2_triton.checkpoint.weights import Weights, by_name, check_sizes, to_flat_buffers
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
+from tests.support.tiny import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -273,6 +275,12 @@ def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
         imported(saved, n_layer=1, vocab_size=256)
     with pytest.raises(CheckpointError, match="has block_size 16, this run block_size 32; set model.block_size to 16"):
         imported(saved, block_size=32)
+
+
+def test_import_of_gpt2s_tokens_into_a_run_of_bytes_names_the_tokenizer_too():
+    theirs = Weights("theirs", ModelConfig(n_layer=1, n_head=1, n_embd=64), "gpt2", lambda name, rows: 0)
+    with pytest.raises(CheckpointError, match="model.vocab_size to 50257, and take data with data.tokenizer gpt2$"):
+        check_sizes(theirs, tiny_config())
 
 
 def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
