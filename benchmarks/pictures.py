@@ -109,7 +109,7 @@ def scale(_: Figures) -> Any:
         tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
     for axes, title in ((loss, "validation loss"), (tokens, "AdamW's tokens / Muon's, with 95%")):
         axes.set(title=title, xlabel="million tokens", xscale="log")
-        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at, minor=False)
+        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at)
         finish(axes, "upper right")
     tokens.set(yscale="log", ylim=(0.25, 8))
     tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)
