@@ -12,7 +12,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 PACKAGE = Path(__file__).parent
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
 BELOW = {  # package: the names of its distributions; torch for AMD's GPUs brings Triton under another name
