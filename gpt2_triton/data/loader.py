@@ -68,13 +68,11 @@ class Windows:
         DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
         checked here, at a thousandth of the cost of reading and packing it.
         """
-        tokens = np.empty((len(windows), self.seq_len + 1), self.shards[0].dtype)
         places = self._places(windows, phases)
-        for row, (shard, start) in zip(tokens, places, strict=True):
-            self.shards[shard].read(start, row)
-        if tokens.size and tokens.max() >= self.shards[0].vocab_size:
+        tokens = np.stack([self.shards[shard].read(start, self.seq_len + 1) for shard, start in places])
+        if tokens.max() >= self.shards[0].vocab_size:
             for row, (shard, start) in zip(tokens, places, strict=True):
-                self.shards[shard].require_known(row[None], [start])
+                self.shards[shard].require_known(row, start)
         return tokens.astype(np.int32)
 
     def place(self, window: np.ndarray, phase: np.ndarray | int) -> str:

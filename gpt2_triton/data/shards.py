@@ -67,38 +67,23 @@ class Shard:
             what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
             raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
 
-    def read(self, first: int, out: np.ndarray) -> None:
-        """Fill `out` with the tokens from `first` on, unchecked; DataError if the file has changed or is gone."""
-        start = HEADER_BYTES + self.dtype.itemsize * first
-        state = self._pread((out.data.cast("B"), start))
-        if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
-            self._accept_new_time(state, start)
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return `count` tokens from `first` on, unchecked; DataError if the file has changed or is gone."""
+        [tokens] = self._pread([(HEADER_BYTES + self.dtype.itemsize * first, self.dtype.itemsize * count)])
+        return np.frombuffer(tokens, self.dtype)
 
-    def _pread(self, *pieces: tuple[memoryview, int]) -> os.stat_result:
-        """Fill each (buffer, first byte) from the file, and return the file's state after the last read."""
+    def _pread(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes at each (start, length); DataError if the file has changed since it was opened."""
         # no mmap: a file that is cut off raises SIGBUS.  No open handles: a process may hold too few for all shards
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for buffer, start in pieces:
-                    done = 0
-                    while done < len(buffer) and (got := os.preadv(handle, [buffer[done:]], start + done)):
-                        done += got
-                    if done < len(buffer):
-                        what = f"cut off at byte {start + done:,} of {self._state.st_size:,}"
-                        raise DataError(f"{self.path}: {what} while the run reads it; {RESTORE}")
-                return os.fstat(handle)
-            finally:
-                os.close(handle)
+            with open(self.path, "rb", buffering=0) as file:
+                pieces = [os.pread(file.fileno(), length, start) for start, length in places]
+                state = os.fstat(file.fileno())
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {RESTORE}") from None
-
-    def _accept_new_time(self, state: os.stat_result, start: int) -> None:
-        """Accept a new time of unchanged content, as after `touch` or a copy; DataError if the content has changed."""
-        known = self.__dict__.get("fingerprint")  # taken when the run began; checkpoints hold it
-        if known is None or state.st_size != self._state.st_size or known != self._fingerprint():
-            raise DataError(f"{self.path}: changed while the run reads it, at byte {start:,}; {RESTORE}")
-        self._state = state  # later reads compare with the new time
+        if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
+            raise DataError(f"{self.path}: changed while the run reads it; {RESTORE}")
+        return pieces
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -108,9 +93,6 @@ class Shard:
         A small file has the `sha256` of its whole content.  The file's time is left out, because a copy changes it.
         DataError for tokens outside the vocabulary, before the run begins.
         """
-        return self._fingerprint()
-
-    def _fingerprint(self) -> dict[str, Any]:
         if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
             return self.fingerprint_of_ends()
         firsts, size = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)], self.dtype.itemsize
@@ -126,21 +108,19 @@ class Shard:
 
     def _hash(self, places: Sequence[tuple[int, int]]) -> str:
         """Return the sha256 of the header and of the tokens at (start, length), in bytes; check these tokens."""
-        pieces = [(bytearray(length), start) for start, length in [(0, HEADER_BYTES), *places]]
-        self._pread(*((memoryview(piece), start) for piece, start in pieces))
-        for piece, start in pieces[1:]:
-            self.require_known(np.frombuffer(piece, self.dtype)[None], [(start - HEADER_BYTES) // self.dtype.itemsize])
-        return hashlib.sha256(b"".join(piece for piece, _ in pieces)).hexdigest()
+        pieces = self._pread([(0, HEADER_BYTES), *places])
+        for (start, _), piece in zip(places, pieces[1:]):
+            self.require_known(np.frombuffer(piece, self.dtype), (start - HEADER_BYTES) // self.dtype.itemsize)
+        return hashlib.sha256(b"".join(pieces)).hexdigest()
 
-    def require_known(self, rows: np.ndarray, firsts: Sequence[int]) -> None:
-        """DataError for a token outside the vocabulary; row i of `rows` begins with the shard's token firsts[i]."""
-        if self.vocab_size == 1 << 16 or not rows.size or rows.max() < self.vocab_size:
+    def require_known(self, tokens: np.ndarray, first: int) -> None:
+        """DataError for a token outside the vocabulary; `tokens` begin with the shard's token `first`."""
+        if tokens.max() < self.vocab_size:
             return
-        row, column = divmod(int((rows >= self.vocab_size).argmax()), rows.shape[1])
-        at = firsts[row] + column
-        where = f"token {at:,} (byte {HEADER_BYTES + self.dtype.itemsize * at:,}) outside the vocabulary"
-        what = f"{rows[row, column]}, must be less than {self.vocab_size:,}"
-        raise DataError(f"{self.path}: {where}: {what}; {SET_VOCABULARY}")
+        i = int((tokens >= self.vocab_size).argmax())
+        where = f"token {first + i:,} (byte {HEADER_BYTES + self.dtype.itemsize * (first + i):,})"
+        what = f"outside the vocabulary: {tokens[i]}, must be less than {self.vocab_size:,}"
+        raise DataError(f"{self.path}: {where} {what}; {SET_VOCABULARY}")
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:

@@ -70,8 +70,8 @@ def wrong_ids(path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (cut, "train_1.bin: cut off at byte .* while the run reads it"),
-        (other_tokens, "train_1.bin: changed while the run reads it, at byte "),
+        (cut, "train_1.bin: changed while the run reads it"),
+        (other_tokens, "train_1.bin: changed while the run reads it"),
         (wrong_ids, "outside the vocabulary: 65535"),
     ],
 )
@@ -97,7 +97,7 @@ def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monke
 
 def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, monkeypatch):
     before_steps(lambda _, step: step == 3 and cut(data / "val_0.bin"), monkeypatch)
-    with pytest.raises(DataError, match="val_0.bin: cut off"):
+    with pytest.raises(DataError, match="val_0.bin: changed while"):
         train(run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run", resume=False)
     assert find_checkpoint(tmp_path / "run").name == "step_00000004"
 
@@ -112,10 +112,10 @@ def job(config, run, reads):
     if os.environ["RANK"] == "1":
         original, done = Shard.read, iter(range(reads))
 
-        def failing(self, first, out):
+        def failing(self, first, count):
             if next(done, None) is None:
                 raise DataError(f"{self.path}: cut off; restore it")
-            original(self, first, out)
+            return original(self, first, count)
 
         Shard.read = failing
     try:
