@@ -17,6 +17,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,22 +154,16 @@ def _tiktoken_encoding() -> Any:
     """Return tiktoken's own encoding, from its cache or the network; TimeoutError after DOWNLOAD_SECONDS."""
     import tiktoken
 
-    got: list[Any] = []
+    encoding: Future[Any] = Future()
 
     def fetch() -> None:
         try:
-            got.append(tiktoken.get_encoding("gpt2"))
+            encoding.set_result(tiktoken.get_encoding("gpt2"))
         except Exception as error:
-            got.append(error)
+            encoding.set_exception(error)
 
-    thread = threading.Thread(target=fetch, name="tiktoken", daemon=True)
-    thread.start()
-    thread.join(DOWNLOAD_SECONDS)
-    if not got:
-        raise TimeoutError(f"no answer in {DOWNLOAD_SECONDS:.0f} s")
-    if isinstance(got[0], Exception):
-        raise got[0]
-    return got[0]
+    threading.Thread(target=fetch, name="tiktoken", daemon=True).start()
+    return encoding.result(DOWNLOAD_SECONDS)
 
 
 def _installed_merges() -> str:

@@ -144,11 +144,6 @@ def test_gpt2_tokenizer_refuses_changed_merges(fresh, tmp_path):
         get_tokenizer("gpt2")
 
 
-def test_get_tokenizer_refuses_an_unknown_name():
-    with pytest.raises(DataError, match="unknown tokenizer 'gpt4'; choose gpt2, llama3 or bytes"):
-        get_tokenizer("gpt4")
-
-
 # ---- Llama 3's ----
 
 
