@@ -1,7 +1,6 @@
 """HellaSwag's file is downloaded whole or not at all; a failure is one line.  tests/inference tests its questions."""
 
 import hashlib
-import multiprocessing
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,21 +88,3 @@ def test_download_failure_is_one_line(server, target, monkeypatch):
         monkeypatch.setattr(hellaswag, "URL", url)
         with pytest.raises(DataError, match=rf"{re.escape(url)}: cannot download: .*{reason}; try again"):
             hellaswag.downloaded()
-
-
-def test_user_without_a_home_is_told_what_to_set(monkeypatch):
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # no entry
-    with pytest.raises(DataError, match="^HellaSwag: no home directory to download it to; set HOME; else get it with"):
-        hellaswag.downloaded()
-
-
-def test_download_by_several_ranks_at_once(server, target):
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=hellaswag.downloaded) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * 4
-    assert target.read_bytes() == CONTENT and names(target) == [target.name]

@@ -2,7 +2,6 @@
 lm-evaluation-harness, and a mistake in a file is reported in one line.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -209,11 +208,6 @@ def test_endings_have_the_same_tokens_alone_and_after_their_context(rows_file, t
         assert begin + whole.tolist() == context + ending
 
 
-def test_empty_context_becomes_an_end_of_text(tmp_path):
-    path = write(tmp_path / "r.jsonl", [row(0, ctx="")])
-    assert data.load_questions(path, gpt2(), 0, ("completion",))["completion"].contexts[0].tolist() == [50256]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -237,15 +231,6 @@ def test_missing_and_empty_files_are_reported_in_one_line(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="empty.jsonl: no rows"):
         data.load_questions(tmp_path / "empty.jsonl", gpt2(), 0, ("completion",))
-
-
-def test_load_questions_downloads_to_the_cache(tmp_path, rows_file, monkeypatch):
-    monkeypatch.setattr(data, "URL", rows_file.as_uri())
-    monkeypatch.setattr(data, "SHA256", hashlib.sha256(rows_file.read_bytes()).hexdigest())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    asked = data.load_questions(None, get_tokenizer("bytes"), 0, ("completion",))["completion"]
-    assert len(asked.labels) == 10
-    assert (tmp_path / ".cache/gpt2_triton/hellaswag_val.jsonl").read_bytes() == rows_file.read_bytes()
 
 
 # ---- in training ----
