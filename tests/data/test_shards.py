@@ -4,9 +4,6 @@ import hashlib
 import json
 import os
 import struct
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -215,47 +212,6 @@ def test_shard_that_changes_while_it_is_read_is_a_data_error(shard, change):
     change(shard)
     with pytest.raises(DataError, match=f"{shard}: {CHANGES[change]}; restore it and resume$"):
         opened.read(45, 9)
-
-
-# ---- many files, and things that are no files ----
-
-
-def limited(program, *args):
-    """Run a program with 1,024 descriptors; return what it prints."""
-    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
-    command = [sys.executable, "-c", limits + textwrap.dedent(program), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-@pytest.mark.slow
-def test_many_shards_open_fast_in_little_memory_and_few_descriptors(tmp_path):
-    header = struct.pack("<256i", 20240520, 1, 10**8, *[0] * 253)
-    for i in range(10_000):
-        with open(tmp_path / f"train_{i:06d}.bin", "wb") as file:
-            file.write(header)
-            file.truncate(1024 + 2 * 10**8)
-    seconds, megabytes, fingerprint_seconds = map(float, limited("""
-        import sys
-        import numpy as np
-        from gpt2_triton.data.loader import Windows
-        from gpt2_triton.data.shards import open_shards
-
-        def used():
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-
-        before = used()
-        shards = open_shards(sys.argv[1], 50257, 1024)
-        windows = Windows(shards, 1024)
-        windows.read(np.arange(0, windows.n, windows.n // 1500))  # from more shards than may be open
-        after = used()
-        fingerprints = [shard.fingerprint for shard in shards[:1000]]
-        print(after[0] - before[0], after[1] - before[1], used()[0] - after[0])
-        """, tmp_path / "*.bin"))  # fmt: skip
-    # a fingerprint takes 0.25 ms of processor time, 1.1 ms on a busy machine, and a file that is read in full 0.3 s
-    assert seconds < 2 and megabytes < 100 and fingerprint_seconds < 2
 
 
 def test_a_directory_among_the_shards_is_refused(shard):
