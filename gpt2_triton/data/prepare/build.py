@@ -73,8 +73,8 @@ def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens
                 if not is_done(out_dir, recipe):  # by a process that held the lock
                     _build(source, recipe, out_dir, expected_tokens, workers, log)
                     return True
+                _remove(out_dir, LOCK)
         log(f"{out_dir} is prepared already")
-        _remove(out_dir, PROGRESS, LOCK)
         return False
 
 
@@ -174,15 +174,11 @@ def _record_progress(out_dir: Path, recipe: dict[str, Any], shards: ShardRecords
 
 
 def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardRecords:
-    """Give the last two shards equal lengths if the last has fewer than limit / 2 tokens; return the changed records.
-
-    The last is written first, so that a kill between the two leaves the other as it was.
-    """
+    """Halve the last two shards if the last has fewer than limit / 2 tokens; return the changed records."""
     if len(names) < 2 or 2 * len(map_tokens(directory / names[-1])) >= limit:
         return {}
     tokens = np.concatenate([map_tokens(directory / name) for name in names[-2:]])
-    halves = zip(names[-2:], np.array_split(tokens, 2), strict=True)
-    for name, half in reversed(list(halves)):
+    for name, half in zip(names[-2:], np.array_split(tokens, 2)):
         write_shard(directory / name, half)
     return {name: shard_record(directory / name) for name in names[-2:]}
 
@@ -199,17 +195,16 @@ def count_tokens(shards: ShardRecords, split: str = "") -> int:
 def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Return whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
     record = read_record(out_dir / RECORD)
+    shards = record.pop("shards", {})
     try:
-        whole = all(read_header(out_dir / name)[1] == row["tokens"] for name, row in record.pop("shards").items())
-    except (DataError, OSError, LookupError, TypeError, AttributeError, ValueError):  # ValueError: a zero byte
+        return record == recipe and all(read_header(out_dir / name)[1] == shards[name]["tokens"] for name in shards)
+    except (DataError, OSError):
         return False
-    return record == recipe and whole
 
 
 def _remove(out_dir: Path, *names: str) -> None:
     for name in names:
-        if (out_dir / name).exists():  # a read-only file system also refuses to remove what is not there
-            (out_dir / name).unlink(missing_ok=True)
+        (out_dir / name).unlink(missing_ok=True)
 
 
 def directory_in_use(place: Path) -> DataError:

@@ -22,7 +22,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build, dataset
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.prepare.dataset import Dataset, prepare_dataset
-from gpt2_triton.data.shards import map_tokens, open_shards, write_shard
+from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
@@ -108,19 +108,6 @@ def test_dataset_stops_after_tokens_with_a_tenth_for_validation(folder, tmp_path
     expected = llmc_tokens(filter(None, folder.texts))[:tokens]
     np.testing.assert_array_equal(tokens_of(out), expected)
     assert len(map_tokens(out / "val_000000.bin")) == val
-
-
-def test_balance_last_two_halves_a_short_last_shard(tmp_path):
-    write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
-    for length, sizes in ((49, [75, 74]), (50, [100, 50])):
-        write_shard(tmp_path / "a.bin", np.arange(100, dtype=np.uint16))
-        write_shard(tmp_path / "b.bin", np.arange(100, 100 + length, dtype=np.uint16))
-        rows = build.balance_last_two(tmp_path, ["a.bin", "b.bin"], 100)
-        assert [len(map_tokens(tmp_path / name)) for name in ("a.bin", "b.bin")] == sizes
-        assert rows == (
-            {} if length == 50 else {name: build.shard_record(tmp_path / name) for name in ("a.bin", "b.bin")}
-        )
-        np.testing.assert_array_equal(tokens_of(tmp_path), np.arange(100 + length))
 
 
 class Stop(Exception):
@@ -234,32 +221,6 @@ def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, u
     (out / "train_000003.bin").write_bytes(data)
     assert contents(prepare(folder, out, log=lines.append)) == unbroken
     assert "train_000003.bin is damaged: preparing again from there" in lines[0] and "after 3 finished" in lines[1]
-
-
-def test_dataset_killed_while_balancing_resumes(folder, tmp_path, unbroken, monkeypatch):
-    """One of them is on disk in its new length then, the other in its old."""
-    sizes = [len(unbroken[name]) for name in sorted(unbroken) if name.startswith("train")]
-    assert sizes[-2] < sizes[0], "the last two were not halved: change SHARD"
-    written, lengthen = [], build.balance_last_two
-
-    def lengthen_half(directory, names, limit):
-        write = build.write_shard
-
-        def write_one(path, tokens):
-            if written:
-                raise Stop
-            written.append(path.name)
-            write(path, tokens)
-
-        monkeypatch.setattr(build, "write_shard", write_one)
-        lengthen(directory, names, limit)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(build, "balance_last_two", lengthen_half)
-        prepare(folder, tmp_path / "out")
-    monkeypatch.undo()
-    monkeypatch.setattr(build, "BATCH_CHARS", BATCH)
-    assert written and contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
 def test_dataset_never_mixes_settings(folder, tmp_path, monkeypatch):
