@@ -223,19 +223,6 @@ def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, u
     assert "train_000003.bin is damaged: preparing again from there" in lines[0] and "after 3 finished" in lines[1]
 
 
-def test_dataset_never_mixes_settings(folder, tmp_path, monkeypatch):
-    out, lines = prepare(folder, tmp_path / "done"), []
-    before = contents(out)
-    prepare(folder, out, log=lines.append)
-    assert lines == [f"{out} is prepared already"]
-    with pytest.raises(DataError, match="done: in use: .* choose another directory"):
-        prepare(folder, out, tokens=500)
-    assert contents(out) == before
-    _stop_after(folder, tmp_path / "begun", 2, monkeypatch)
-    with pytest.raises(DataError, match="begun: begun with another shard_tokens: 2200, now 100; give that"):
-        prepare(folder, tmp_path / "begun", shard_tokens=100, tokens=None)
-
-
 def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder, tmp_path, unbroken):
     """As of `prepare fineweb --out out > out/prepare.log`."""
     out = tmp_path / "out"
