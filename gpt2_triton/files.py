@@ -62,6 +62,11 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     fsync(path.parent)
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object by write_atomic."""
+    write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a hidden directory, which one rename makes `path` at the end; ConfigError if `path` has content."""

@@ -1,6 +1,5 @@
 """Commands `hellaswag` and `perplexity`: evaluate a model."""
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +8,7 @@ from cyclopts import Parameter
 from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, require_directory, select_device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import write_atomic
+from gpt2_triton.files import write_json
 
 # arguments of several commands
 Checkpoint = Annotated[
@@ -56,7 +55,7 @@ def hellaswag(
     print(f"HellaSwag, {len(next(iter(asked.values())).labels):,} questions")
     print(format_table(results))
     if json:
-        _write(json, {"checkpoint": checkpoint, "data": str(data or URL)} | results)
+        write_json(json, {"checkpoint": checkpoint, "data": str(data or URL)} | results)
 
 
 def perplexity(
@@ -102,8 +101,4 @@ def perplexity(
     print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
     if json:
-        _write(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())
-
-
-def _write(path: Path, record: dict) -> None:
-    write_atomic(path, (dumps(record, indent=1) + "\n").encode())
+        write_json(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())

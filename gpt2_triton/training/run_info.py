@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.files import write_atomic
+from gpt2_triton.files import write_json
 from gpt2_triton.kernels import table_file
 from gpt2_triton.version import code_state, package_versions
 
@@ -48,4 +48,4 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
-    write_atomic(run_dir / RUN, (json.dumps({"wandb_id": wandb_id, "starts": starts}, indent=1) + "\n").encode())
+    write_json(run_dir / RUN, {"wandb_id": wandb_id, "starts": starts})

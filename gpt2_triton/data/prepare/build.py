@@ -8,7 +8,6 @@ depend neither on stops nor on the number of processes.
 import fcntl
 import functools
 import itertools
-import json
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import FULL, missing_space, sha256, write_atomic
+from gpt2_triton.files import FULL, missing_space, sha256, write_json
 
 PROGRESS, LOCK = "progress.json", ".lock"
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
@@ -101,7 +100,7 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
     for split in ("train", "val"):
         names = [name for name in shards if name.startswith(split)]
         shards |= balance_last_two(out_dir, names, recipe["shard_tokens"])
-    write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": shards}, indent=1).encode())
+    write_json(out_dir / RECORD, recipe | {"shards": shards})
     _remove(out_dir, PROGRESS, LOCK)
 
 
@@ -170,7 +169,7 @@ def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecor
 
 
 def _record_progress(out_dir: Path, recipe: dict[str, Any], shards: ShardRecords, places: list[Place | None]) -> None:
-    write_atomic(out_dir / PROGRESS, json.dumps(recipe | {"shards": shards, "places": places}, indent=1).encode())
+    write_json(out_dir / PROGRESS, recipe | {"shards": shards, "places": places})
 
 
 def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardRecords:

@@ -4,7 +4,6 @@ A file is downloaded into a hidden folder, checked (size, sha256, header) and re
 written.  A file that is there and matches is not downloaded again.
 """
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from gpt2_triton.data.prepare.build import Log, ShardRecords, count_tokens, dire
 from gpt2_triton.data.prepare.hub import hub_errors, repository
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import fsync, sha256, write_atomic
+from gpt2_triton.files import fsync, sha256, write_json
 
 REPOSITORIES = {
     "fineweb10B": "kjj0/fineweb10B-gpt2",
@@ -86,7 +85,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
                 _download_file(repo, commit, file, out_dir)
                 progress.advance(file.size, file.local)
             shards[file.local] = {"tokens": len(map_tokens(out_dir / file.local)), "sha256": file.sha256}
-            write_atomic(out_dir / RECORD, json.dumps(recipe | {"shards": shards}, indent=1).encode())
+            write_json(out_dir / RECORD, recipe | {"shards": shards})
     shutil.rmtree(out_dir / ".download", ignore_errors=True)
     return shards
 
