@@ -79,8 +79,6 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
-    if plan and print_config:
-        raise ConfigError("--plan, --print_config: each prints something else; give one of them")
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     own.require_data(config, data)
     text = own.Text(data, field, strict) if data else None

@@ -49,7 +49,6 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--model.n_head", "5"], "model.n_head: 5 heads do not divide n_embd 128"),
     (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "in a new run, total_batch_tokens to 768"),
     (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
-    (["x.yaml", "--plan", "--print_config"], "--plan, --print_config: each prints something else; give one of them"),
     (["x.yaml", "--resume", "True"], "; --resume takes nothing, or must"),
     (["x.yaml", "--run_dir", "old", "--resume=may"], 'Invalid value "may" for --resume'),
     (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
