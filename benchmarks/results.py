@@ -125,7 +125,7 @@ def json_of(module: list[str], limit: float, env: Env) -> Any:
 
 
 def tokens_of(size: str) -> int:
-    return work_of(size).config().total_batch_tokens
+    return work_of(size).config().train.step_tokens
 
 
 def part(key: str, seconds: int, measure: Callable[..., Figures], *words: Any) -> Part:

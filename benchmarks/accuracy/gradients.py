@@ -80,7 +80,7 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     model.eager = True
     model.initialise(config.train.seed)
     model.state.params.copy_(params)
-    scale = 1.0 / config.total_batch_tokens
+    scale = 1.0 / config.train.step_tokens
     packed = [pack_batch(None, w[:, :-1], w[:, 1:], config.model.vocab_size) for w in batches]
     if model.has_fp8:
         calibrate(model, packed, step_inputs(0, config, scale))

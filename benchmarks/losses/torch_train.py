@@ -160,7 +160,7 @@ def train_steps(
 
 def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
     """Write the steps' records.  Each SYNC steps share their mean time in milliseconds."""
-    last, tokens = time.perf_counter(), config.total_batch_tokens
+    last, tokens = time.perf_counter(), config.train.step_tokens
     with Progress("PyTorch", config.train.steps, "steps") as progress:
         while group := list(itertools.islice(steps, SYNC)):
             losses = [loss.item() for _, loss, _, _ in group]

@@ -122,12 +122,12 @@ def configured(given: argparse.Namespace, keys: list[str]) -> Config:
     """Return the configuration of one GPU alone, from the command line."""
     words = given.size, given.batch, given.recompute, given.precision, given.optimizer
     config = work_of(*words, tuple(keys)).config()
-    return config.replace(train={"total_batch_tokens": given.micro_steps * config.total_batch_tokens})
+    return config.replace(train={"total_batch_tokens": given.micro_steps * config.train.step_tokens})
 
 
 def title_of(config: Config) -> str:
     t = config.train
-    micro_steps = config.total_batch_tokens // (t.batch_size * t.seq_len)
+    micro_steps = t.step_tokens // (t.batch_size * t.seq_len)
     work = f"{config.model.n_layer} layers, {t.precision}, {config.optim.name}, {micro_steps} x B {t.batch_size}"
     return f"{work}, recompute {config.memory.recompute}"
 
@@ -142,7 +142,7 @@ def main(config: Config, given: argparse.Namespace) -> None:
     if group.rank == 0:
         title = f"{title_of(config)}, ZeRO-{given.zero}" if pair else f"PyTorch, {given.size}"
         print(f"{title}, {group.size} GPUs, in use {max(used):.2f} GiB")
-        print(speed_table(times, tokens=config.total_batch_tokens))
+        print(speed_table(times, tokens=config.train.step_tokens))
         if given.json:
             given.json.write_text(json.dumps(dict(ranks=times)) + "\n")
     if pair:

@@ -103,7 +103,7 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
         line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
         if found:
             config = work_of(row["size"], row["batch"], row["recompute"]).config()
-            rate, flops = config.total_batch_tokens / found["ms"] * 1e3, config.flops_per_token
+            rate, flops = config.train.step_tokens / found["ms"] * 1e3, config.flops_per_token
             line += [f"{found['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
             line += ["-" if found.get("joules") is None else f"{found['joules']:.1f}", f"{found['gib']:.2f}"]
             line += [f"{found['planned']:.2f}" if "planned" in found else "-", f"{found['first_step']:.1f}"]

@@ -25,7 +25,7 @@ def plan_report(
     of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
     lines = [
         f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
-        f"tokens of a step {config.total_batch_tokens:,}: {gpus}{shape.accumulation} x "
+        f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
         f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
         *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
         f"parameters {config.n_params:,}",

@@ -40,10 +40,6 @@ class Config(Sections):
         return 11264 if self.model.n_embd <= 768 else 16384 if self.model.n_embd <= 1024 else 10112
 
     @property
-    def total_batch_tokens(self) -> int:
-        return self.train.step_tokens
-
-    @property
     def weight_decay(self) -> float:
         """Decoupled weight decay, as optim.weight_decay or optim.tau gives it."""
         o = self.optim

@@ -197,7 +197,7 @@ def summary(config: Config, characters: int, machine: str) -> str:
     m, t, o = config.model, config.train, config.optim
     return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
   model: layers {m.n_layer}, heads {m.n_head}, channels {m.n_embd}, parameters {config.n_params:,}
-  steps: {t.steps:,} of {config.total_batch_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
+  steps: {t.steps:,} of {t.step_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
 optimizer {o.name}, learning rate {o.lr:g}, warmup {o.warmup}
   steps between validations {config.eval.every}, checkpoints {config.checkpoint.every}, samples {config.sample.every}; \
 any key can be given, as in --train.steps {2 * t.steps}"""

@@ -195,7 +195,7 @@ class Forecast(NamedTuple):
         """What makes a step of the same tokens fit: the first that does of recomputation, batch and stage."""
         batch, deepest = map(self.usable_batch, (self.config.memory.recompute, RECOMPUTE_LEVELS[-1]))
         stage = next((stage for stage, nbytes in self.stages.items() if nbytes <= self.budget), 0)
-        given, total = self.config.train.total_batch_tokens, self.config.total_batch_tokens
+        given, total = self.config.train.total_batch_tokens, self.config.train.step_tokens
         tokens = "" if given else f" and train.total_batch_tokens to {total}"  # which a smaller batch would change
         choices = {
             "set memory.recompute to auto": deepest >= self.shape.micro_batch,

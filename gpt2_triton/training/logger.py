@@ -72,7 +72,7 @@ class Logger:
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and applied:
             return
-        lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.total_batch_tokens
+        lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.train.step_tokens
         ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
         times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}

@@ -124,7 +124,7 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
 
 def to_save(config: Config, data: Data) -> dict[str, Any]:
     """Return configuration, with the tokens of a step, which a resume may not change, and data's fingerprints."""
-    explicit = config.replace(train={"total_batch_tokens": config.total_batch_tokens})
+    explicit = config.replace(train={"total_batch_tokens": config.train.step_tokens})
     return {"config": explicit.to_dict()} | data.fingerprints()
 
 
@@ -203,7 +203,7 @@ def open_log(
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
     sequences = data.train.windows.n
-    epochs = t.steps * config.total_batch_tokens / t.seq_len / sequences
+    epochs = t.steps * t.step_tokens / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
     head = "" if config.fp8.keep_bf16 == "head" else " and the head"
     in_fp8 = [f"fp8: products of all layers{head}"] if model.has_fp8 else []

@@ -88,7 +88,7 @@ class Trainer:
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
-        self.sequences = self.config.total_batch_tokens // self.config.train.seq_len  # of a step
+        self.sequences = self.config.train.step_tokens // self.config.train.seq_len  # of a step
         self.queue = StepQueue(self.model, self.watchdog)
         self.batches = self._prefetch()
 
@@ -165,7 +165,7 @@ class Trainer:
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
-        inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+        inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.train.step_tokens)
         self.signals.time_is_up |= time.monotonic() > self.ends_at
         inputs[step_io.STOP] = self.signals.requested
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
@@ -236,7 +236,7 @@ class Trainer:
         """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step 0's inputs serve any step."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
-                inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.total_batch_tokens)
+                inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.train.step_tokens)
                 batches = recovery.batches_of_step(self.batches, self.state.sample, self.control)
                 fp8.calibrate(self.model, batches, inputs)
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")

@@ -49,11 +49,11 @@ def test_config_derived_sizes():
     assert config.n_params == 124_475_904  # what llm.c prints for 124M
     assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
     assert StepShape.of(config) == StepShape(gpus=1, micro_batch=64, accumulation=8, zero=0)
-    assert config.total_batch_tokens == 524_288
+    assert config.train.step_tokens == 524_288
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
     assert StepShape.of(small) == StepShape(gpus=1, micro_batch=4, accumulation=1, zero=0)
     assert small.head_rows == 10112
-    assert Config().total_batch_tokens == 64 * 1024
+    assert Config().train.step_tokens == 64 * 1024
 
 
 @pytest.mark.parametrize("C, width", [(768, 256), (1024, 256), (1280, 256), (1600, 320)])

@@ -43,14 +43,14 @@ def test_data_hold_a_step_and_the_validation(characters, gpu_gib):
     """A character is a token or more of `bytes`, and GPT-2's tokens have fewer than 10 characters in any text."""
     config = config_for(characters, gpu_gib)
     each = 1 if config.data.tokenizer == "bytes" else 10
-    assert config.total_batch_tokens <= characters * (1 - VAL_FRACTION)
+    assert config.train.step_tokens <= characters * (1 - VAL_FRACTION)
     validated = max(config.eval.tokens, config.train.seq_len + 1) * each
     assert validated <= characters * VAL_FRACTION or not config.eval.tokens
 
 
 def epochs(config, characters):
     each = 1 if config.data.tokenizer == "bytes" else 4
-    return config.train.steps * config.total_batch_tokens / (characters * (1 - VAL_FRACTION) / each)
+    return config.train.steps * config.train.step_tokens / (characters * (1 - VAL_FRACTION) / each)
 
 
 def test_short_texts_are_seen_forty_times_and_long_ones_four_times_at_most():
@@ -65,7 +65,7 @@ def test_model_and_tokens_grow_with_the_text():
     assert [c.data.tokenizer for c in configs] == ["bytes"] * 3 + ["gpt2"] * 2
     assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
     largest = configs[-1]
-    assert (largest.model.n_layer, largest.model.n_embd, largest.total_batch_tokens) == (12, 768, 524_288)
+    assert (largest.model.n_layer, largest.model.n_embd, largest.train.step_tokens) == (12, 768, 524_288)
     assert [c.train.precision for c in configs] == ["bf16"] * 4 + ["auto"]
 
 
@@ -79,7 +79,7 @@ def test_other_keys_follow_the_given_ones():
     assert choose(10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
     usual = config_for(1_000_000, 139.8)
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
-    assert (half.total_batch_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
+    assert (half.train.step_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
     short = config_for(1_000_000, train__steps="20")
     assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (20, 6, 4, 10)
     wide = config_for(1_000_000, model__n_embd="256")
@@ -88,7 +88,7 @@ def test_other_keys_follow_the_given_ones():
     sized = config_for(1_000_000, model__size="d6")
     assert (sized.model.n_layer, sized.model.n_embd, sized.model.vocab_size) == (6, 384, 256)
     long = config_for(1_000_000, train__seq_len="512", train__batch_size="1")
-    assert (long.model.block_size, long.total_batch_tokens) == (512, 2048)  # a batch accumulates to a step
+    assert (long.model.block_size, long.train.step_tokens) == (512, 2048)  # a batch accumulates to a step
     gpt2, llama3 = (config_for(1_000_000, data__tokenizer=name) for name in ("gpt2", "llama3"))
     assert (gpt2.model.vocab_size, llama3.model.vocab_size) == (50257, 128256) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"

@@ -49,7 +49,7 @@ def test_recipe_first_line_has_its_tokens_and_steps(name):
     config, line = Config.load(name), recipes.find(name).read_text().partition("\n")[0]
     tokens, steps = re.search(r"\): ([\d.]+)B tokens, ([\d,]+) steps to ", line).groups()
     assert int(steps.replace(",", "")) == config.train.steps
-    assert float(tokens) * 1e9 == pytest.approx(config.train.steps * config.total_batch_tokens, rel=0.01)
+    assert float(tokens) * 1e9 == pytest.approx(config.train.steps * config.train.step_tokens, rel=0.01)
     assert int(config.n_params / 1e6) == pytest.approx(SIZES[name], abs=1)
 
 

@@ -133,7 +133,7 @@ def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
         calibrate(model)
     [(ids, targets)] = batches(config, 1)
     model.state.batch.copy_(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size))
-    model.state.step_in.copy_(torch.from_numpy(step_inputs(0, config, 1.0 / config.total_batch_tokens)))
+    model.state.step_in.copy_(torch.from_numpy(step_inputs(0, config, 1.0 / config.train.step_tokens)))
     model.state.step_key.zero_()
     model.K.take()
     return model, model.arena.clone()

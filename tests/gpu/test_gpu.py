@@ -82,7 +82,7 @@ def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
         for step in (batches(config, model.shape.accumulation, seed=seed) for seed in range(n))
     ]
     for step in range(n):
-        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1)
+        model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, 1)
         for micro, batch in enumerate(packed[step]):
             model.micro_step(batch, first=micro == 0)
         waiting.append(model.end_step())

@@ -76,7 +76,7 @@ def calibrate(model: Model) -> Model:
     """Give a model its first scales, from the batches of its first step."""
     config = model.config
     fp8.calibrate(
-        model, packed(config, model.shape.accumulation), step_inputs(0, config, 1.0 / config.total_batch_tokens)
+        model, packed(config, model.shape.accumulation), step_inputs(0, config, 1.0 / config.train.step_tokens)
     )
     return model
 
@@ -85,7 +85,7 @@ def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[fl
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []
     for step in range(n):
-        model.begin_step(step_inputs(step, config, 1.0 / config.total_batch_tokens), step, 1, with_stats)
+        model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, 1, with_stats)
         for micro, batch in enumerate(packed(config, model.shape.accumulation, seed=step)):
             model.micro_step(batch, first=micro == 0)
         history.append(model.end_step().result()[:3])
