@@ -32,8 +32,8 @@ class Config(Sections):
     def head_rows(self) -> int:
         """Rows of logits computed at once.
 
-        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  The tiles of the
-        head's input gradient fill an H100's 132 multiprocessors 2 (n_embd 768), almost 4 (1024) or almost 3 times.
+        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  The tiles of the head's input gradient
+        fill an H100's 132 multiprocessors 2 times (n_embd 768), almost 4 times (1024) or almost 3 times (1600).
         """
         if self.memory.head_rows:
             return self.memory.head_rows

@@ -2,7 +2,7 @@
 
 embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]; wpe may be None
 embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
-             dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
+               dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
 The second sum is the output head's gradient, as wte is the head's weight too; ks is the gradient of the target's logit
 (classifier.py).  An untied head lies behind wte: dwte then has the rows of both, and the targets' begin at Vp.

@@ -67,7 +67,7 @@ class Model:
             raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
-        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
+        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)  # Llama's rotations
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.rank = group.rank if group else 0
         self.comm = Communicator()
@@ -230,11 +230,9 @@ class Model:
         return compile_run(self, {*validated}, {*answered})
 
     def release_graphs(self) -> None:
-        """Destroy the graphs and close other ranks' memory, before the process group ends.  NCCL waits for graphs that
-        hold its collectives, and CUDA reports an error if a rank ends while others have its memory open.
-        """
+        """Destroy the graphs, for which NCCL waits, and close other ranks' memory, before the process group ends."""
         self._graphs.reset()
-        self.comm.close()
+        self.comm.close()  # CUDA reports an error if a rank ends while others have its memory open
 
     # ---- checkpoints ----
 

@@ -37,7 +37,7 @@ def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; head_g = the head's part; classifier.py has formulas."""
+    """losses += cross entropy; dx = gradient at x[2L]; head_g (+)= that of head_w, to which embed_bwd adds ks * lnf."""
     a = m.a
     A.final_norm(K, m)
     if not acc:
@@ -113,7 +113,7 @@ def update(K: Any, m: Any) -> None:
         m.comm.gather_after_update(p.bucket)
     if m.matrices:
         update_matrices(K, m)
-        m.comm.gather_after_update(m.L)
+        m.comm.gather_after_update(m.L)  # the last layer's bucket
 
 
 def update_matrices(K: Any, m: Any) -> None:

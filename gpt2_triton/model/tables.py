@@ -1,4 +1,5 @@
-"""Declares the buffers that every model has; a model adds its Params and Acts, as gpt2/buffers.py does.
+"""Declares the buffers that every model has; a model adds its Params and Acts, as gpt2/buffers.py does.  A buffer is a
+row whose columns BufferSpec explains (arena.py).
 
 Symbols of shapes:
 
@@ -16,8 +17,7 @@ N, Ne, Nl  parameters: all, of the bucket `embed`, of a layer.  Flat buffers (sh
            and Nv second moments, Nm low halves of fp32 masters, and Ng, Nr and Nx gradients.  On one rank each is N, or
            0 if not needed.  Muon's Nv leaves out the layers' matrices
 No, Nc     elements of the layers' matrices, and of what a rank orthogonalises at once (muon.py); 0 without Muon
-Np, W      elements of the packed batch (data/packing.py), and of the scratch
-Nw         elements of a row of `window`: WINDOW + 1 in training, else 0
+Np, W, Nw  elements of the packed batch (data/packing.py), the scratch, and a row of `window`: WINDOW + 1 in training
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits

@@ -22,7 +22,7 @@ class UpdateSpan(NamedTuple):
     w: Tensor
     m: Tensor
     v: Tensor
-    low: Tensor | None
+    low: Tensor | None  # of fp32 masters
     g: Tensor
     first: int
     decay: float

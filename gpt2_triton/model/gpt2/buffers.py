@@ -38,13 +38,13 @@ class LayerActs:
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
-    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
+    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of sums of exp
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     # before and after GELU
     fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")
     fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", again="block",
                            only="bf16")
-    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx, dbranch: odd i
+    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # branch_grads: odd i
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
     dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True,

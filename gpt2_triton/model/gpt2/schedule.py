@@ -82,7 +82,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
     dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i], which is dx[i]
-    without dropout.  Its products read it from two buffers in turn: a branch's dW comes after the next branch_grads.
+    without dropout.  Odd and even i have a buffer each: branch_grads[i] is written before dW reads branch_grads[i+1].
     The branch has a bias, and branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
     """
     w, g, a, dout, acc_layer = m.w, m.g, m.a, m.branch_grads, acc and not m.grads_sharded

@@ -73,7 +73,7 @@ def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
-    dx[i] is the gradient at x[i].  Products read it from two buffers in turn: a branch's dW comes after the next dx.
+    dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is written before dW reads dx[i+1].
     """
     w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
     for l in reversed(range(m.L)):
