@@ -133,12 +133,6 @@ def test_a_run_that_has_only_begun_is_drawn(panels, tmp_path):
     assert drawn["loss"].get_ylim()[0] < 3
 
 
-@pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_the_ending_is_the_format(tmp_path, suffix, starts):
-    plot([write_run(tmp_path / "run", 20)], tmp_path / f"a{suffix}")
-    assert (tmp_path / f"a{suffix}").read_bytes().startswith(starts)
-
-
 @pytest.mark.slow
 def test_a_picture_needs_no_backend(tmp_path):
     """Jupyter's shell cells have its own backend in the environment."""

@@ -80,16 +80,6 @@ def test_permute_is_frozen():
     assert TrainLoader(SHARDS, SEQ_LEN, 42, shifted=True).batch(14, 4)[:, 0].tolist() == [3, 19, 29, 9]
 
 
-def test_permute_differs_by_epoch_and_seed_and_looks_random():
-    orders = [pi(1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)] + [np.arange(1000)]
-    for i, a in enumerate(orders):
-        for b in orders[:i]:
-            assert (a == b).sum() < 12  # of two random orders about 1 (Poisson) agrees; 12 or more: p < 1e-9
-            assert abs(np.corrcoef(a, b)[0, 1]) < 0.2  # 6 sigma
-    counts = np.bincount([pi(8, 3, epoch)[5] for epoch in range(4000)], minlength=8)
-    assert abs(counts - 500).max() < 125  # 6 sigma, sigma = sqrt(4000 * 7) / 8 = 21
-
-
 @shifted_or_not
 def test_train_loader_samples_do_not_depend_on_batch_size(shifted):
     loader = TrainLoader(SHARDS, SEQ_LEN, 1, shifted)

