@@ -105,13 +105,8 @@ def is_text(path: str | Path) -> bool:
 
 def expand_glob(pattern: str) -> list[str]:
     """Return the paths that match a glob, sorted; ~/ is home.  A path that exists is taken literally, with [ or *."""
-    if os.path.lexists(pattern := os.path.expanduser(pattern)):
-        return [pattern]
-    rest = Path(pattern)
-    while not os.path.isdir(rest) and rest != rest.parent:
-        rest = rest.parent
-    inner = Path(pattern).relative_to(rest)
-    return sorted(glob.glob(os.path.join(glob.escape(str(rest)), str(inner)), recursive=True))
+    pattern = os.path.expanduser(pattern)
+    return [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
 def run_dir_error(run_dir: Path, error: OSError) -> UserError:

@@ -218,14 +218,3 @@ def test_a_directory_among_the_shards_is_refused(shard):
     shard.with_name("train_000001.bin").mkdir()
     with pytest.raises(DataError, match="train_000001.bin: cannot read: Is a directory"):
         open_shards(str(shard.with_name("*.bin")), VOCAB, SEQ_LEN)
-
-
-@pytest.mark.parametrize("directory", ["run[1]", "a*b", "sp ace", "ünïcode"])
-def test_open_shards_takes_a_pattern_in_a_directory_with_glob_characters(tmp_path, directory):
-    for name in (directory, "run1", "axb"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        write_shard(tmp_path / name / "train_0.bin", TOKENS)
-    for name in ("train_*.bin", "train_0.bin"):
-        [opened] = open_shards(str(tmp_path / directory / name), VOCAB, SEQ_LEN)
-        assert opened.path == tmp_path / directory / "train_0.bin"
-    require_tokenizer(str(tmp_path / directory / "train_*.bin"), "bytes")
