@@ -25,9 +25,7 @@ def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] =
     path = run / STATS
     if not path.is_file():
         raise ConfigError(f"{run}: no {STATS} there; name a run trained with --log.stats_every 100")
-    records = {
-        record["step"]: record for record in read_metrics(path) if {"activations", "parameters"} <= record.keys()
-    }
+    records = {record["step"]: record for record in read_metrics(path)}
     if not records:
         raise ConfigError(f"{path}: holds no statistics yet; train to step log.stats_every")
     chosen = max(records) if step is None else step

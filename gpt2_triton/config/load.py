@@ -62,12 +62,8 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
             yield key, f"must be a section of keys, got {_shown(entry['input'])}"
         else:
             message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-            comma = " without commas" if "unable to parse" in message and "," in entry["input"] else ""
-            message = f"{message.partition(', unable to parse')[0]}{comma}, got {_shown(entry['input'])}"
-            if key in fields:
-                unset = f"; leave the key out for {fields[key].default!r}" if entry["input"] is None else ""
-                message += f"{unset} ({fields[key].description})"
-            yield key, message
+            meaning = f" ({fields[key].description})" if key in fields else ""
+            yield key, f"{message.partition(', unable to parse')[0]}, got {_shown(entry['input'])}{meaning}"
 
 
 def _shown(value: Any) -> str:
