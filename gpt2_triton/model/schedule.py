@@ -8,7 +8,7 @@ With train.precision fp8 the launchers get the operands of products as Fp8 (kern
 m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
 its gradients are complete.  On one rank it does nothing (communicator.py).
 m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w, and of updates just before
-they are made.  In most steps it does nothing (tensor_stats.py).
+they are made.  The head's tensors are number L.  In most steps it does nothing (tensor_stats.py).
 """
 
 from typing import Any

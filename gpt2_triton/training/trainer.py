@@ -177,7 +177,7 @@ class Trainer:
         result = self.queue.finish(running)
         if result is None:
             return False
-        if result.stop:
+        if result.stop:  # a signal, or a rank without data
             self.queue.require_data(self.control)
         cause = ""
         if self.model.stats_recorder and not (result.applied or result.outlier):
