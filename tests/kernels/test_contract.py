@@ -5,10 +5,9 @@ import inspect
 from gpt2_triton import kernels
 from gpt2_triton.kernels.contract import LAUNCHERS
 from tests.support import reference
+from tests.support.launchers import FP8, STATISTICS
 
 INTERNAL = {"column_sums"}  # called by launchers only
-STATISTICS = {"tensor_stats", "parameter_stats", "muon_stats"}  # tests/model/test_tensor_stats.py
-FP8 = {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}  # tests/kernels/test_fp8.py
 
 
 def test_every_launcher_is_an_attribute_of_the_package():

@@ -14,7 +14,7 @@ from gpt2_triton.kernels import contract
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error
-from tests.support.launchers import WrappedKernels
+from tests.support.launchers import NO_STEP, WrappedKernels
 from tests.support.models import exact_model, kernel_model, train_steps
 
 SOME_LAYERS = ("gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
@@ -63,12 +63,7 @@ def test_every_launch_of_a_step_equals_its_reference(level, p, dtype, tolerance)
     model.prefill([1, 2, 3, 4], slice(0, 1))
     model.decoding.seq.copy_(torch.tensor([[5, 4, 0, 0, 0]]))
     model.decode(0.0, 0, 1.0)
-    no_step = set() if p else {"dropout"}
-    no_step |= {"fill", "normal_init", "add_partials", "column_sums"}  # the last two: ZeRO-2's, the launchers'
-    no_step |= {"parameter_stats", "muon_stats", "tensor_stats"}  # tests/model/test_tensor_stats.py
-    no_step |= {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}  # tests/model/test_fp8.py
-    no_step |= {name for name in contract.LAUNCHERS if name.startswith("muon_")}  # tests/kernels/test_muon.py
-    no_step |= {"matmul_rope", "matmul_swiglu", "rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "swiglu_bwd"}  # only in Llama
+    no_step = NO_STEP if p else NO_STEP | {"dropout"}
     assert set(model.K.launched) >= contract.LAUNCHERS.keys() - no_step
 
 

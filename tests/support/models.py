@@ -28,9 +28,8 @@ def exact_model(level: str = "none", **changes: dict) -> Model:
     model = Model(config, reference, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
     model.A.fill(model.train_view.a, config.model)
-    model.state.m.zero_()
-    model.state.v.zero_()
-    model.state.window.zero_()
+    for buffer in (model.state.m, model.state.v, model.state.window):
+        buffer.zero_()
     randomise(model)
     return model
 
@@ -65,19 +64,14 @@ def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]
 
 def packed(config: Config, n: int, seed: int = 0) -> list[Tensor]:
     """Return `batches` as the loader packs them."""
-    m = config.model
-    return [
-        pack_batch(None, ids.numpy(), targets.numpy(), m.vocab_size, m.head_row)
-        for ids, targets in batches(config, n, seed)
-    ]
+    sizes, pairs = (config.model.vocab_size, config.model.head_row), batches(config, n, seed)
+    return [pack_batch(None, ids.numpy(), targets.numpy(), *sizes) for ids, targets in pairs]
 
 
 def calibrate(model: Model) -> Model:
     """Give a model its first scales, from the batches of its first step."""
-    config = model.config
-    fp8.calibrate(
-        model, packed(config, model.shape.accumulation), step_inputs(0, config, 1.0 / config.train.step_tokens)
-    )
+    inputs = step_inputs(0, model.config, 1.0 / model.config.train.step_tokens)
+    fp8.calibrate(model, packed(model.config, model.shape.accumulation), inputs)
     return model
 
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.speed import floors, ops
 from benchmarks.speed.our_gpt2 import calibrated, run_steps
 from gpt2_triton.kernels.contract import LAUNCHERS
+from tests.support.launchers import NO_STEP
 from tests.support.tiny import packed_batch, tiny_model
 
 
@@ -47,14 +48,7 @@ def calls(operations, name):
 
 def test_timed_records_every_launcher_of_a_step(record):
     _, operations = record()
-    no_step = {"fill", "normal_init", "column_sums"}
-    no_step |= {"parameter_stats", "tensor_stats"}  # only with log.stats_every
-    no_step |= {"cache_fill", "decode_attention", "decode_embed", "decode_matmul", "sample_token"}
-    no_step |= {"add_partials", "dropout"}  # only at ZeRO-2, with model.dropout
-    # only with train.precision fp8
-    no_step |= {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}
-    no_step |= {"rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "swiglu_bwd", "matmul_rope", "matmul_swiglu"}  # only in Llama
-    no_step |= {name for name in LAUNCHERS if name.startswith("muon_")}  # only with optim.name muon
+    no_step = NO_STEP | {"cache_fill", "decode_attention", "decode_embed", "decode_matmul", "sample_token", "dropout"}
     assert {op.name for op in operations} == LAUNCHERS.keys() - no_step
     with_products = {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "matmul_dw"}
     with_products |= {"matmul_dw_pair", "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd"}
