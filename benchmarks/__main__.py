@@ -34,16 +34,12 @@ GPT2_SIZES = "d12,d24,d36,d48"
 class Runs:
     """The steps that are measured.
 
-    Parameters
-    ----------
-    sizes: str
-        Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M), llama:c768, llama:1b.
-    batch: int
-        Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
-    recompute: str
-        memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none for llama:c768, else gelu+ln.
-    precision: str
-        train.precision of gpt2_triton; bf16,fp8 runs both.
+    Args:
+        sizes: Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M), llama:c768, llama:1b.
+        batch: Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
+        recompute: memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none for llama:c768,
+            else gelu+ln.
+        precision: train.precision of gpt2_triton; bf16,fp8 runs both.
     """
 
     sizes: str = GPT2_SIZES
@@ -87,19 +83,13 @@ def steps(
 ) -> int:
     """Time GPT-2's training steps beside PyTorch's on this GPU.
 
-    Parameters
-    ----------
-    keys: str
-        Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
-    steps: int
-        Steps per run, at least 6; the first five are not counted.
-    baseline: str
-        What runs beside gpt2_triton.  torch: PyTorch.  muon: also PyTorch with torch.optim.Muon.  torchao: PyTorch,
-        and PyTorch with torchao's fp8, tensorwise and rowwise.  none: nothing.
-    optim: str
-        optim.name of gpt2_triton; adamw,muon runs both.
-    json: Path
-        File for the figures of the runs.
+    Args:
+        keys: Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
+        steps: Steps per run, at least 6; the first five are not counted.
+        baseline: What runs beside gpt2_triton.  torch: PyTorch.  muon: also PyTorch with torch.optim.Muon.  torchao:
+            PyTorch, and PyTorch with torchao's fp8, tensorwise and rowwise.  none: nothing.
+        optim: optim.name of gpt2_triton; adamw,muon runs both.
+        json: File for the figures of the runs.
     """
     require_directory("json", json)
     works = runs.works(keys, optim)
@@ -113,12 +103,9 @@ def steps(
 def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None) -> None:
     """Time each operation of a training step, and compare it with its floor on this GPU.
 
-    Parameters
-    ----------
-    keys: str
-        Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
-    json: Path
-        File for a list of each step's figures.
+    Args:
+        keys: Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
+        json: File for a list of each step's figures.
     """
     require_directory("json", json)
     works = runs.works(keys)
@@ -138,17 +125,12 @@ def tune(
 ) -> int:
     """Search the kernels' launch parameters for this GPU, and write those that gain 2% into the GPU's table.
 
-    Parameters
-    ----------
-    sizes: str
-        Comma-separated sizes: d12, d24, d36, d48; by default all that this GPU can train.
-    batch: int
-        Sequences per step; by default 64, 64, 32 and 16 for the four sizes, or fewer if memory is short.
-    only: str
-        Comma-separated operations, such as layernorm_fwd, or first words of operations, such as attention.
-    out: Path
-        The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  To use the file in
-        another installation of this version, set the variable GPT2_TRITON_TABLE to its path.
+    Args:
+        sizes: Comma-separated sizes: d12, d24, d36, d48; by default all that this GPU can train.
+        batch: Sequences per step; by default 64, 64, 32 and 16 for the four sizes, or fewer if memory is short.
+        only: Comma-separated operations, such as layernorm_fwd, or first words of operations, such as attention.
+        out: The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  To use the
+            file in another installation of this version, set the variable GPT2_TRITON_TABLE to its path.
     """
     names = _sizes(sizes, GPT2_SIZES) if sizes else None
     if out and out.suffix != ".json":

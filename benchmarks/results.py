@@ -314,20 +314,13 @@ def run(
 ) -> int:
     """Measure the missing figures of this machine's sections; return 1 if a part failed.
 
-    Parameters
-    ----------
-    out: Path
-        The record to continue.
-    parts: str
-        Comma-separated kinds of figures to measure.
-    sizes: str
-        Comma-separated sizes of GPT-2; the first size has all parts.
-    seconds: float
-        Time limit; a part that would exceed it is left for another run.
-    commit: str
-        Commit of the code; give it where there is no git checkout.
-    plan: bool
-        Print the missing parts and about how many seconds they take, and measure nothing.
+    Args:
+        out: The record to continue.
+        parts: Comma-separated kinds of figures to measure.
+        sizes: Comma-separated sizes of GPT-2; the first size has all parts.
+        seconds: Time limit; a part that would exceed it is left for another run.
+        commit: Commit of the code; give it where there is no git checkout.
+        plan: Print the missing parts and about how many seconds they take, and measure nothing.
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
@@ -406,10 +399,8 @@ def slug(arm: str) -> str:
 def render(*, check: bool = False) -> int:
     """Fill the markers of pages and recipes, and draw the pictures.
 
-    Parameters
-    ----------
-    check: bool
-        Change nothing; exit with 1 if something would change.
+    Args:
+        check: Change nothing; exit with 1 if something would change.
     """
     record, changed, missing = read(), list[str](), list[str]()
     for path in pages.files():

@@ -151,16 +151,11 @@ def report(name: str, loss: float, exact_loss: float, kinds: dict[str, Agreement
 def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4) -> None:
     """Compare the gradients of bf16 and fp8 with float64's at the weights of a run.
 
-    Parameters
-    ----------
-    run: str
-        Run directory, checkpoint or another project's model, as `sample` takes.
-    data: str
-        Glob of the shards.
-    batch: int
-        Sequences of a micro-batch.
-    batches: int
-        Micro-batches.
+    Args:
+        run: Run directory, checkpoint or another project's model, as `sample` takes.
+        data: Glob of the shards.
+        batch: Sequences of a micro-batch.
+        batches: Micro-batches.
     """
     if not (device.present() or INTERPRET):
         raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")

@@ -29,16 +29,11 @@ def compile_kernels(
 
     A run with the same configuration, package, Triton and Python finds them. It compiles others as usual.
 
-    Parameters
-    ----------
-    config: Path
-        A recipe or a YAML file, as for `train`.
-    keys: str
-        Keys of the configuration with other values, as --train.batch_size 32.
-    gpu: str
-        NVIDIA GPU of the run; an unknown name lists all.
-    gpus: int
-        Number of GPUs of the run.
+    Args:
+        config: A recipe or a YAML file, as for `train`.
+        keys: Keys of the configuration with other values, as --train.batch_size 32.
+        gpu: NVIDIA GPU of the run; an unknown name lists all.
+        gpus: Number of GPUs of the run.
     """
     settings = Config.load(config, parse_overrides(keys), gpus)
     shape = StepShape.of(settings, gpus)

@@ -11,10 +11,8 @@ JOB = "train.sbatch"  # a SLURM job that trains a recipe on several nodes; it li
 def configs(name: str | None = None, /) -> None:
     """List the recipes with parameters and tokens, or print one.
 
-    Parameters
-    ----------
-    name: str
-        A recipe to print as YAML, or train.sbatch, a SLURM job for several nodes.
+    Args:
+        name: A recipe to print as YAML, or train.sbatch, a SLURM job for several nodes.
     """
     if name is None:
         print(table())

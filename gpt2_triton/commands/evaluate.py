@@ -31,12 +31,9 @@ def hellaswag(
 ) -> None:
     """Print a model's accuracy on HellaSwag, by the rules of llm.c and of lm-evaluation-harness.
 
-    Parameters
-    ----------
-    data: Path
-        HellaSwag's .jsonl; by default the validation rows, downloaded once.
-    limit: int
-        Number of questions, from the first on; 0 takes all.
+    Args:
+        data: HellaSwag's .jsonl; by default the validation rows, downloaded once.
+        limit: Number of questions, from the first on; 0 takes all.
     """
     require_directory("json", json)
     select_device()
@@ -69,12 +66,9 @@ def perplexity(
 ) -> None:
     """Print a model's loss, perplexity and bits per byte over token shards.
 
-    Parameters
-    ----------
-    shards: str
-        Token shards to evaluate on: .bin files, or quoted globs of them; by default the validation data of a run.
-    tokens: int
-        Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
+    Args:
+        shards: Token shards: .bin files, or quoted globs of them; by default the validation data of a run.
+        tokens: Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
     """
     require_directory("json", json)
     select_device()

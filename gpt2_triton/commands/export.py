@@ -16,16 +16,11 @@ def export(
 ) -> None:
     """Write the weights of a model in the format of transformers or llm.c.
 
-    Parameters
-    ----------
-    source: str
-        A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
-    out: Path
-        New directory for the model and its tokenizer.
-    format: str
-        hf for transformers and programs that build on it, llmc for llm.c.
-    dtype: str
-        Storage of the weights; fp32 loses nothing, bf16 takes half the space.
+    Args:
+        source: A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+        out: New directory for the model and its tokenizer.
+        format: hf for transformers and programs that build on it, llmc for llm.c.
+        dtype: Storage of the weights; fp32 loses nothing, bf16 takes half the space.
     """
     from gpt2_triton.checkpoint import export as exporting
 

@@ -185,17 +185,11 @@ def plot(
 ) -> None:
     """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, as one picture.
 
-    Parameters
-    ----------
-    runs: Path
-        Run directories.
-    out: Path
-        Picture to write; its ending, .png, .svg or .pdf, is its format.
-    openai: bool
-        Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb, comparable for the tokenizer gpt2.
-    beside: str
-        Published curves of validation loss to draw too, separated by commas: gpt2_124m_llmc, modded_nanogpt_adamw,
-        modded_nanogpt_muon.
+    Args:
+        runs: Run directories.
+        out: Picture to write; its ending, .png, .svg or .pdf, is its format.
+        openai: Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb, comparable for the tokenizer gpt2.
+        beside: Published curves, with commas between: gpt2_124m_llmc, modded_nanogpt_adamw, modded_nanogpt_muon.
     """
     if not runs:
         raise ConfigError("plot: expected one or more run directories")

@@ -39,12 +39,9 @@ def prepare_text(
     Text is in UTF-8. A .txt or .md file is one document; each row of .jsonl, .json or .parquet is one.
     All but .parquet may end in .gz, .zst, .xz or .bz2.
 
-    Parameters
-    ----------
-    inputs: Path
-        Files, folders (searched for such files, through links) and quoted globs.
-    val_fraction: float
-        Fraction of the text that becomes validation data, taken from its end.
+    Args:
+        inputs: Files, folders (searched for such files, through links) and quoted globs.
+        val_fraction: Fraction of the text that becomes validation data, taken from its end.
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
@@ -78,20 +75,13 @@ def prepare_dataset(
 ) -> None:
     """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command resumes a stopped preparation.
 
-    Parameters
-    ----------
-    version: str
-        Configuration of the dataset, such as sample-100BT.
-    source: str
-        Name of the dataset on the Hub.
-    revision: str
-        Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
-    out: Path
-        Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
-    tokens: int
-        Stop after this many tokens; at most a tenth become validation data. By default take all.
-    shard_tokens: int
-        Tokens per shard; the first shard is the validation data.
+    Args:
+        version: Configuration of the dataset, such as sample-100BT.
+        source: Name of the dataset on the Hub.
+        revision: Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
+        out: Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
+        tokens: Stop after this many tokens; at most a tenth become validation data. By default take all.
+        shard_tokens: Tokens per shard; the first shard is the validation data.
     """
     from gpt2_triton.data.prepare import dataset
 
@@ -112,14 +102,10 @@ def prepare_pretokenized(
 ) -> None:
     """Download shards that others have tokenised; the same command resumes a stopped download.
 
-    Parameters
-    ----------
-    name: str
-        fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/repository of llm.c's shards on the Hub.
-    shards: int
-        Training shards to download, of 100 million tokens (200 MB) each; by default all.
-    out: Path
-        Directory of the shards, val_000000.bin and train_*.bin; by default data/<name>.
+    Args:
+        name: fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/name of llm.c's shards on the Hub.
+        shards: Training shards to download, of 100 million tokens (200 MB) each; by default all.
+        out: Directory of the shards, val_000000.bin and train_*.bin; by default data/<name>.
     """
     from gpt2_triton.data.prepare import pretokenized
 

@@ -31,28 +31,17 @@ def sample(
 ) -> None:
     """Print texts that a model writes.  A text stops at the end-of-text token, which is not printed.
 
-    Parameters
-    ----------
-    checkpoint: Path
-        A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
-    prompt: str
-        Text to continue; empty starts at the end-of-text token. May be given several times.
-    prompt_file: Path
-        File with a further prompt on each line; - reads stdin.
-    tokens: int
-        Largest number of tokens of each text, without the prompt.
-    temperature: float
-        Softmax temperature; 0 takes the most likely token.
-    top_k: int
-        Sample among the k most likely tokens; 0 among all.
-    top_p: float
-        Of the tokens that top_k keeps, sample among the fewest that together have probability p; 1 among all.
-    seed: int
-        Seed of each prompt's first text; each next text adds 1.
-    num: int
-        Number of texts of each prompt. A single text is printed while it is decoded; between texts stands ---.
-    batch: int
-        Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
+    Args:
+        checkpoint: A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
+        prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
+        prompt_file: File with a further prompt on each line; - reads stdin.
+        tokens: Largest number of tokens of each text, without the prompt.
+        temperature: Softmax temperature; 0 takes the most likely token.
+        top_k: Sample among the k most likely tokens; 0 among all.
+        top_p: Of the tokens that top_k keeps, sample among the fewest that together have probability p; 1 among all.
+        seed: Seed of each prompt's first text; each next text adds 1.
+        num: Number of texts of each prompt. A single text is printed while it is decoded; between texts stands ---.
+        batch: Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
     """
     how, prompts = Sampling(temperature, top_k, top_p), [*(prompt or []), *_lines(prompt_file)] or [""]
     how.check("--", tokens, seed)

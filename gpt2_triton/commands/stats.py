@@ -12,12 +12,9 @@ from gpt2_triton.errors import ConfigError
 def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] = None) -> None:
     """Print the statistics of a run's activations, gradients and updates at one step.
 
-    Parameters
-    ----------
-    run: Path
-        Run directory, of a run with log.stats_every above 0.
-    step: int
-        Step to print; by default the last one with statistics.
+    Args:
+        run: Run directory, of a run with log.stats_every above 0.
+        step: Step to print; by default the last one with statistics.
     """
     from gpt2_triton.model.tensor_stats import format_table
     from gpt2_triton.training.metrics import STATS, read_metrics

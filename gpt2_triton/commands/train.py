@@ -54,24 +54,15 @@ def train(
 ) -> int:
     """Train a model from a recipe or a YAML file; any key below can be given another value.
 
-    Parameters
-    ----------
-    config: Path
-        A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
-    data: Path
-        Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
-    plan: bool
-        Print the memory that the run needs and the largest batch that fits a GPU, and stop.
-    gpu: str
-        GPU of --plan, such as 4090; an unknown name lists all. By default this machine's GPU, else an h200.
-    gpus: int
-        Number of GPUs of --plan; by default parallel.gpus, or 1.
-    print_config: bool
-        Print the value of every key as YAML and stop.
-    run_dir: Path
-        Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
-    resume: bool | Literal["must"]
-        Continue after the newest intact checkpoint; if there is none, start a new run, or with `must` end with code 4.
+    Args:
+        config: A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
+        data: Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
+        plan: Print the memory that the run needs and the largest batch that fits a GPU, and stop.
+        gpu: GPU of --plan, such as 4090; an unknown name lists all. By default this machine's GPU, else an h200.
+        gpus: Number of GPUs of --plan; by default parallel.gpus, or 1.
+        print_config: Print the value of every key as YAML and stop.
+        run_dir: Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
+        resume: Continue after the newest intact checkpoint; without one start a new run, with `must` end with code 4.
     """
     if config is None:
         raise ConfigError("CONFIG requires an argument, as in `train own --data my.txt`; see --help")
