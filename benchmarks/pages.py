@@ -20,6 +20,7 @@ from benchmarks.pictures import LOSSES, MACHINE, NAMES
 from benchmarks.speed.sizes import MODELS, T, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.arena import GIB
@@ -209,7 +210,8 @@ def memory(_: Record) -> str:
     arms = [(size, MODELS[size].batch, precision) for size in ("d12", "d48") for precision in ("bf16", "fp8")]
     rows = []
     for level in RECOMPUTE_LEVELS:
-        plans = [plan_memory(work_of(size, B, level, p).config(), kernels, B, T)[0] for size, B, p in arms]
+        configs = [work_of(size, B, level, precision).config() for size, B, precision in arms]
+        plans = [plan_memory(config, kernels, StepShape.of(config))[0] for config in configs]
         rows.append([f"`{level}`", *(f"{plan.total / GIB:.2f}" for plan in plans)])
     return markdown(["level", *(f"{NAMES[size]}, B {B}, {precision}" for size, B, precision in arms)], rows)
 

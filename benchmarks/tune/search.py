@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks.speed.sizes import MODELS, T, work_of
+from benchmarks.speed.sizes import MODELS, work_of
 from benchmarks.tune import calls, tables
 from benchmarks.tune.calls import Call, Trial, trying
 from benchmarks.tune.candidates import SPACE, candidates
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.device import memory_bytes
 from gpt2_triton.errors import ConfigError
@@ -97,9 +98,9 @@ def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[
 
 
 def _fitting_batch(size: str, B: int, budget: int) -> int:
-    while B > 1 and plan_memory(work_of(size, B, None).config(), kernels, B, T)[0].total > budget:
-        B //= 2
-    return B
+    config = work_of(size, B).config()
+    fits = plan_memory(config, kernels, StepShape.of(config))[0].total <= budget
+    return B if fits or B == 1 else _fitting_batch(size, B // 2, budget)
 
 
 class Search:

@@ -7,7 +7,7 @@ import gpt2_triton.kernels as K
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.device import device_name
-from gpt2_triton.model.memory_plan import free_bytes, largest_batch, plan_memory
+from gpt2_triton.model.memory_plan import forward_shape, free_bytes, largest_batch, plan_memory
 from gpt2_triton.model.model import Model
 
 
@@ -32,7 +32,7 @@ def load_for_losses(
 
 
 def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
-    return plan_memory(config, K, batch, config.train.seq_len, training=False, sequences=sequences)[0].total
+    return plan_memory(config, K, forward_shape(batch), training=False, sequences=sequences)[0].total
 
 
 def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
@@ -42,6 +42,6 @@ def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int
 
 
 def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> Model:
-    model = Model(config, K, device_name(), batch=batch, training=False, sequences=sequences)
+    model = Model(config, K, device_name(), batch=batch, sequences=sequences)
     model.state.params.copy_(tensors["params"])
     return model

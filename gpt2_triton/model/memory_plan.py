@@ -46,11 +46,15 @@ LOGITS_ROWS = 16  # computed at once for one text; with at most 16 rows, their n
 FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
 
 
-def dimensions(
-    config: Config, K: Any, B: int, T: int, training: bool = True, sequences: int = 0, shape: StepShape | None = None
-) -> dict[str, int]:
+def forward_shape(batch: int) -> StepShape:
+    """Return the shape of a model that only runs forward."""
+    return StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
+
+
+def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, sequences: int = 0) -> dict[str, int]:
     """Return every symbol that tables.py uses, in numbers."""
-    d = dict(B=B, T=T, R=B * T) | architecture.dimensions(config.model)
+    B, T = shape.micro_batch, config.train.seq_len
+    d = dict(B=B, T=T, R=B * T, ranks=shape.gpus, zero=shape.zero) | architecture.dimensions(config.model)
     d["Tr"] = min(d["R"], d["Tmax"])
     d["Rc"] = min(d["R"], config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16)
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows := config.model.head_row + d["V"])
@@ -60,10 +64,6 @@ def dimensions(
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
-    d["ranks"], d["zero"] = 1, 0
-    if training:
-        shape = shape or StepShape.of(config)
-        d["ranks"], d["zero"] = shape.gpus, shape.zero
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
     shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
@@ -82,11 +82,11 @@ def dimensions(
 
 
 def plan_memory(
-    config: Config, K: Any, B: int, T: int, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
-    sequences: int = 0, shape: StepShape | None = None,
+    config: Config, K: Any, shape: StepShape, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
+    sequences: int = 0,
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
-    """Return the plan with micro-batch B, and its dimensions; `sequences` are decoded at once, 0: for samples."""
-    dims = dimensions(config, K, B, T, training, sequences, shape)
+    """Return the plan and its dimensions; `sequences` are decoded at once, 0: for samples."""
+    dims = dimensions(config, K, shape, training, sequences)
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
     for name in ("m", "v"):
         dtypes[name] = DTYPES["bf16"] if getattr(config.optim, name) == "bf16" else dtypes["f32"]
@@ -125,7 +125,7 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
 
 def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) -> int:
     """Return the bytes of the plan with micro-batch B, by default the shape's."""
-    return plan_memory(config, K, B or shape.micro_batch, config.train.seq_len, shape=shape)[0].total
+    return plan_memory(config, K, dataclasses.replace(shape, micro_batch=B or shape.micro_batch))[0].total
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
@@ -139,14 +139,13 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
     return low
 
 
-def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape | None = None) -> Config:
+def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape) -> Config:
     """Replace memory.recompute `auto` by the fastest level that fits `budget`, in as few layers as it needs."""
     if config.memory.recompute != "auto":
         return config
-    step = shape or StepShape.of(config)
 
     def fits(level: str) -> bool:
-        return _plan_bytes(config.replace(memory={"recompute": level}), K, step) <= budget
+        return _plan_bytes(config.replace(memory={"recompute": level}), K, shape) <= budget
 
     level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
     if level != RECOMPUTE_LEVELS[0]:
@@ -209,7 +208,7 @@ class Forecast(NamedTuple):
 def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
     """Return the plans of a step, and which fit `budget` bytes; needs no GPU."""
     config = choose_recompute(config, K, budget, shape)
-    plan, _ = plan_memory(config, K, shape.micro_batch, config.train.seq_len, shape=shape)
+    plan, _ = plan_memory(config, K, shape)
     taken, levels = config.memory.recompute, dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):

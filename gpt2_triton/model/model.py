@@ -23,7 +23,7 @@ from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
-from gpt2_triton.model.memory_plan import free_bytes, out_of_memory, plan_memory, recompute_levels
+from gpt2_triton.model.memory_plan import forward_shape, free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tables import Decoding, Part, Recompute, State, param_entries
@@ -35,8 +35,8 @@ class Model:
     """A model in its arena.  After the constructor nothing is allocated on the device."""
 
     def __init__(
-        self, config: Config, K: Any, device: str, *, batch: int | None = None, training: bool = True,
-        sequences: int = 0, dtypes: dict[str, torch.dtype] | None = None, group: ProcessGroup | None = None,
+        self, config: Config, K: Any, device: str, *, batch: int | None = None, sequences: int = 0,
+        dtypes: dict[str, torch.dtype] | None = None, group: ProcessGroup | None = None,
     ):  # fmt: skip
         """Plan and allocate the arena.  `sequences` is how many are decoded at once.
 
@@ -44,13 +44,10 @@ class Model:
         group   the ranks that train the model together; None: a single rank, whatever started the process
         """
         self.config, self.K, self.A = config, K, architecture.of(config.model)
-        assert training == (batch is None), "the batch of a model that trains follows from its configuration"
-        if batch is None:
-            self.shape = StepShape.of(config, group.size if group else None)
-        else:
-            self.shape = StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
+        training = batch is None
+        self.shape = StepShape.of(config, group.size if group else None) if batch is None else forward_shape(batch)
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
-        self.plan, self.dims = plan_memory(config, K, self.B, self.T, training, dtypes, sequences, self.shape)
+        self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)
         self.has_fp8 = self.dims["A"] > 0
         self.recompute = [Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)]
         self.calibrated = False  # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales

@@ -26,7 +26,7 @@ def require_fit(config, gpu, gpus=1):
     """Fail unless the plan of a run on `gpus` GPUs of this name fits each."""
     budget, shape = device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES, StepShape.of(config, gpus)
     config = choose_recompute(config, kernels, budget, shape)
-    plan, _ = plan_memory(config, kernels, shape.micro_batch, config.train.seq_len, shape=shape)
+    plan, _ = plan_memory(config, kernels, shape)
     assert plan.total <= budget
 
 

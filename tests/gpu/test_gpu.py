@@ -291,7 +291,7 @@ def test_a_run_compiles_nothing_after_compile(precision):
 
 def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
     """Three sequences of 40 tokens, the last of them in a new window."""
-    model = Model(wide_config(T=32), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=3)
+    model = Model(wide_config(T=32), gpt2_triton.kernels, "cuda", batch=1, sequences=3)
     model.initialise(seed=1)
     texts = []
     for model.eager in (True, False):
@@ -300,7 +300,7 @@ def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
 
 
 def test_more_decoded_tokens_allocate_nothing():
-    model = Model(wide_config(), gpt2_triton.kernels, "cuda", batch=1, training=False, sequences=1)
+    model = Model(wide_config(), gpt2_triton.kernels, "cuda", batch=1, sequences=1)
     model.initialise(seed=1)
     list(generate(model, [1, 2, 3], 8, [7], 1.0, 0, 1.0))
     before = allocations()

@@ -43,7 +43,7 @@ def randomised(model: Model) -> Model:
 
 def decoder(texts: int = 1, **sections) -> Model:
     batch = -(-texts // 16)
-    return randomised(Model(tiny_config(**sections), K, DEVICE, batch=batch, training=False, sequences=texts))
+    return randomised(Model(tiny_config(**sections), K, DEVICE, batch=batch, sequences=texts))
 
 
 def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:

@@ -164,7 +164,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
 
     def decode(dtype: str, sequences: int) -> None:
         train = {"train": {"dtype": dtype}, "optim": {"master": "none"}}
-        compile_decoding(model(train, batch=1, training=False, sequences=sequences), 0.8, 50, 0.9)
+        compile_decoding(model(train, batch=1, sequences=sequences), 0.8, 50, 0.9)
 
     JITFunction.run, log = run_some, io.StringIO()
     with contextlib.redirect_stdout(log):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as K
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
@@ -35,8 +36,12 @@ def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropou
     return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
 
+def dims_of(config):
+    return dimensions(config, K, StepShape.of(config))
+
+
 def plan_of(config):
-    return plan_memory(config, K, 2, config.train.seq_len)[0]
+    return plan_memory(config, K, StepShape.of(config))[0]
 
 
 def fp8_model(level="none", keep="none", precision="fp8", **changes):
@@ -236,7 +241,7 @@ def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
 
 
 def test_guessed_scales_follow_the_loss_scale():
-    dims = dimensions(fp8_config(), K, 2, 16)
+    dims = dims_of(fp8_config())
     names = fp8.scales(dims)
     state = State(scale=torch.zeros(len(names)), **dict.fromkeys(NOT_SCALE))
     fp8.guess_scales(state, dims, 2.0**-20)
@@ -251,7 +256,7 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
     rows = torch.arange(1.0, 1 + count)
     tensors = dict(params=torch.zeros(3), scale=rows, history=rows[:, None].expand(-1, 16) - 1)
     for keep in ("none", "head"):
-        now = dimensions(fp8_config(keep=keep), K, 2, 16)["A"]
+        now = dims_of(fp8_config(keep=keep))["A"]
         found = fp8.select_scales(tensors, now)
         assert found["params"] is tensors["params"] and ("scale" in found) == ("history" in found) == (keep in kept)
         if keep in kept:

@@ -1,5 +1,7 @@
 """The plan of a configuration: the recompute level that fits, and the refusal of a plan that is too large."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,8 +29,9 @@ from tests.support import reference
 from tests.support.tiny import tiny_config
 
 
-def plan_of(config: Config, B: int | None = None, **options):
-    return plan_memory(config, reference, B or StepShape.of(config).micro_batch, config.train.seq_len, **options)[0]
+def plan_of(config: Config, B: int | None = None, shape: StepShape | None = None, **options):
+    shape = shape or StepShape.of(config)
+    return plan_memory(config, reference, replace(shape, micro_batch=B or shape.micro_batch), **options)[0]
 
 
 def total_at(config: Config, level: str) -> int:
@@ -49,7 +52,7 @@ def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
 def test_dims_have_the_number_of_parameters_of_the_config(model):
     """The configuration's formula against the sum over the tensors."""
     config = Config.model_validate({"model": model})
-    assert dimensions(config, reference, 1, config.train.seq_len)["N"] == config.n_params
+    assert dimensions(config, reference, StepShape.of(config))["N"] == config.n_params
 
 
 def test_llama_3s_8b_trains_on_eight_gpus_of_80_gb():
@@ -106,7 +109,7 @@ def test_forward_only_model_that_does_not_fit_is_refused(monkeypatch, recompute)
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
     has = "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free some memory, choose"
     with pytest.raises(OutOfMemoryError, match=has):
-        Model(config, reference, "cpu", batch=10_000, training=False)
+        Model(config, reference, "cpu", batch=10_000)
     none = config.replace(memory={"recompute": "none"})
     assert plan_of(config, 2, training=False).total == plan_of(none, 2, training=False).total
 
@@ -115,7 +118,7 @@ def test_memory_that_the_system_refuses_is_reported_like_memory_that_is_missing(
     """A limit of the process (ulimit -v) shows when memory is asked for, 4 PB of it here."""
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 60, 1 << 60))
     with pytest.raises(OutOfMemoryError, match="the model needs .* GiB and .*, the machine has"):
-        Model(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33, training=False)
+        Model(tiny_config(model=dict(n_embd=1024, n_head=16)), reference, "cpu", batch=1 << 33)
 
 
 def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
@@ -140,7 +143,7 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))
     shape = StepShape.of(config)
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
-    budget = plan_memory(config, reference, 5, 16, shape=five)[0].total
+    budget = plan_memory(config, reference, five)[0].total
     report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape, architecture="9.0")
     assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
@@ -162,25 +165,26 @@ def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
     config = tiny_config(model=dict(n_layer=3), memory=dict(recompute="auto"))
+    shape = StepShape.of(config)
     every = [f"{level}:{n}".removesuffix(":3") for level in RECOMPUTE_LEVELS[1:] for n in (1, 2, 3)]
     totals = {level: total_at(config, level) for level in ("none", *every)}
     assert list(totals.values()) == sorted(totals.values(), reverse=True)
     first = {bytes_: level for level, bytes_ in reversed(totals.items())}
     assert len(first) > 2 * len(RECOMPUTE_LEVELS)
     for budget, level in first.items():
-        assert choose_recompute(config, reference, budget).memory.recompute == level
-    assert choose_recompute(config, reference, totals["block"] - 1).memory.recompute == "block"
+        assert choose_recompute(config, reference, budget, shape).memory.recompute == level
+    assert choose_recompute(config, reference, totals["block"] - 1, shape).memory.recompute == "block"
     named = config.replace(memory={"recompute": "gelu"})
-    assert choose_recompute(named, reference, 0) is named
+    assert choose_recompute(named, reference, 0, shape) is named
 
 
 def test_recompute_auto_fits_where_a_deeper_level_takes_more():
     """With one layer `block` keeps as much as the level before, and needs GELU's output in the backward pass too."""
     model, train = dict(n_layer=1, vocab_size=512), dict(batch_size=16, total_batch_tokens=256)
     config = tiny_config(model=model, train=train, memory=dict(recompute="auto"))
-    budget = total_at(config, "gelu+ln+qkv")
+    budget, shape = total_at(config, "gelu+ln+qkv"), StepShape.of(config)
     assert budget < min(total_at(config, "gelu+ln"), total_at(config, "block"))
-    assert total_at(config, choose_recompute(config, reference, budget).memory.recompute) <= budget
+    assert total_at(config, choose_recompute(config, reference, budget, shape).memory.recompute) <= budget
 
 
 @pytest.mark.parametrize("moment", ["m", "v"])

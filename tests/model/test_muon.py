@@ -11,6 +11,7 @@ from benchmarks import torch_reference
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint, merge_shards
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
 from gpt2_triton.model.memory_plan import plan_memory
@@ -189,7 +190,7 @@ def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, re
     plans = []
     for name in ("adamw", "muon"):
         config = recipe(size, name, batch_size=batch).replace(memory=dict(recompute=recompute))
-        plan, dims = plan_memory(config, kernels, batch, 1024)
+        plan, dims = plan_memory(config, kernels, StepShape.of(config))
         plans.append(plan.total)
     matrices = 12 * dims["L"] * dims["C"] ** 2
     assert dims["No"] == matrices and dims["Nv"] == dims["N"] - matrices

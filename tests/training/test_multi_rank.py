@@ -163,7 +163,7 @@ def test_both_transports_and_any_grouping_give_the_same_bytes(tmp_path, zero):
         assert ranks.run(2, runs[way] / "stderr", way, config, runs[way]) == [0, 0]
     for run in runs.values():
         assert_equal(tensors(run), tensors(runs[job]))
-    dims = plan_memory(config, kernels, 1, config.train.seq_len, shape=StepShape.of(config, 2))[1]
+    dims = plan_memory(config, kernels, StepShape.of(config, 2))[1]
     parts = [b.padded // 2 for b in sharding.buckets(dims)]
     assert 2 * parts[1] <= dims["Nx"] == parts[0]  # so that what is sent together takes several rounds
 
