@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.gpt2 import buffers as gpt2_buffers
 from gpt2_triton.model.gpt2 import names as gpt2_names
 from gpt2_triton.model.gpt2 import schedule as gpt2_schedule
@@ -38,7 +39,7 @@ def _fill_rope(a: Any, m: ModelConfig) -> None:
 
 GPT2 = Architecture(gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name)
 LLAMA = Architecture(
-    llama_buffers.Params, llama_buffers.Acts, llama_buffers.Fp8Buffers, llama_schedule, llama_names.by_name, _fill_rope
+    llama_buffers.Params, llama_buffers.Acts, Fp8Operands, llama_schedule, llama_names.by_name, _fill_rope
 )
 
 

@@ -5,7 +5,6 @@ import dataclasses
 from torch import Tensor
 
 from gpt2_triton.model.arena import buf
-from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.tables import HeadActs, Tensors, param
 
 
@@ -52,9 +51,4 @@ class LayerActs:
 @dataclasses.dataclass
 class Acts(HeadActs, LayerActs):
     """All activations; the layers' come first in the plan."""
-
-
-@dataclasses.dataclass
-class Fp8Buffers(Fp8Operands):
-    """Operands in fp8."""
 # fmt: on
