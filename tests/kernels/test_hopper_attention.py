@@ -1,13 +1,12 @@
-"""Attention for Hopper without a GPU, in gluon_simulator: against float64 and the portable kernels."""
+"""Attention for Hopper without a GPU, in gluon_simulator: against float64."""
 
 import importlib
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_triton.kernels import hopper, tuning
+from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
@@ -22,13 +21,13 @@ BF16, E4M3, HS = torch.bfloat16, torch.float8_e4m3fn, 64
 SHAPES = [(2, 2, 64), (2, 1, 128), (1, 2, 192), (1, 1, 320)]
 shapes = pytest.mark.parametrize("B,NH,T", SHAPES, ids=lambda size: str(size))
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
 
-def forward(out, lse, qkv, seed=None, **replaced):
-    """Run the launcher; with a seed as on Hopper, with the kernel simulated."""
+def forward(out, lse, qkv, seed, **replaced):
+    """Run the launcher as on Hopper, with the kernel simulated."""
     with pytest.MonkeyPatch.context() as patch, simulated(attention_fwd, seed, **replaced):
-        patch.setattr(tuning, "is_hopper", lambda: seed is not None)
+        patch.setattr(tuning, "is_hopper", lambda: True)
         attention.attention_fwd(out, lse, qkv)
 
 
@@ -52,41 +51,29 @@ def draw(rng, B, NH, T):
     return (dout, qkv, out, lse), want
 
 
-def backward(dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None):
-    """Run the launcher; return dbias and delta."""
+def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, **replaced):
+    """Run the launcher as on Hopper, with both kernels simulated; return dbias and delta."""
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
     scratch = poisoned(2 * C * B * T // 64)  # the interpreter's table, with larger blocks, asks for less
-    attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope)
+    with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
+        patch.setattr(tuning, "is_hopper", lambda: True)
+        with simulated(attention_dkdv, seed, **replaced):
+            attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope)
     return dbias, delta
 
 
-def on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=None, **options):
-    """Run the launcher as on Hopper, with both kernels simulated."""
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "is_hopper", lambda: True)
-        with simulated(attention_dq, seed, **replaced or {}), simulated(attention_dkdv, seed, **replaced or {}):
-            return backward(dqkv, *arguments, **options)
-
-
-@without_gpu
 @seeds
 @shapes
-def test_attention_fwd_matches_float64_and_the_portable_kernel(rng, B, NH, T, seed):
+def test_attention_fwd_matches_float64(rng, B, NH, T, seed):
     """p and the result are rounded, as in the backward pass."""
     qkv, want_out, want_lse = draw_forward(rng, B, NH, T)
-    out, portable = (poisoned(B * T, NH * HS, dtype=BF16) for _ in range(2))
-    lse, portable_lse = poisoned(B, NH, T), poisoned(B, NH, T)
+    out, lse = poisoned(B * T, NH * HS, dtype=BF16), poisoned(B, NH, T)
     forward(out, lse, qkv, seed)
-    forward(portable, portable_lse, qkv)
-    tolerance = 2 * EPS[BF16]
-    assert error(out, want_out) < tolerance
-    assert error(out, portable.double()) < tolerance + 2 * tolerance
-    for exact in (want_lse, portable_lse):
-        assert (lse - exact).abs().max() < 1e-5  # absolute, as in test_attention.py
+    assert error(out, want_out) < 2 * EPS[BF16]
+    assert (lse - want_lse).abs().max() < 1e-5  # absolute, as in test_attention.py
 
 
-@without_gpu
 def test_attention_fwd_of_large_scores_does_not_overflow(rng):
     """Scores of +-2000: the maximum of a row rises from block to block by more than any float's exponent."""
     qkv, want_out, want_lse = draw_forward(rng, 1, 2, 192, spread=20)
@@ -96,7 +83,6 @@ def test_attention_fwd_of_large_scores_does_not_overflow(rng):
     assert error(out, want_out) < 2 * EPS[BF16]
 
 
-@without_gpu
 @pytest.mark.parametrize("recorded", [True, False])
 def test_attention_fwd_writes_fp8(rng, recorded):
     """Bytes and amax are those of a cast of out, which is rounded to bf16."""
@@ -116,37 +102,29 @@ def test_attention_fwd_writes_fp8(rng, recorded):
         assert cells.view(torch.float32).max() == plain.abs().max()
 
 
-@without_gpu
 @seeds
 @shapes
-def test_attention_bwd_matches_float64_and_the_portable_kernels(rng, monkeypatch, B, NH, T, seed):
-    """p or ds and the result are rounded.  The interpreter truncates in their place, which costs twice that."""
+def test_attention_bwd_matches_float64(rng, B, NH, T, seed):
+    """p or ds and the result are rounded."""
     arguments, want = draw(rng, B, NH, T)
-    dqkv, portable = (poisoned(B * T, 3 * NH * HS, dtype=BF16) for _ in range(2))
-    dbias, delta = on_hopper(monkeypatch, seed, dqkv, *arguments)
-    portable_dbias, portable_delta = backward(portable, *arguments)
-    tolerance = 2 * EPS[BF16]
-    for got, others, exact in zip(*(t.split(NH * HS, 1) for t in (dqkv, portable, want[0])), strict=True):
-        assert error(got, exact) < tolerance
-        assert error(got, others.double()) < tolerance + 2 * tolerance
-    assert error(dbias, want[1]) < tolerance  # of p and ds, which are rounded: the sums are not
-    assert error(dbias, portable_dbias.double()) < tolerance + 2 * tolerance
-    for exact in (want[2], portable_delta.double()):
-        assert error(delta, exact) < 2e-6
+    dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
+    dbias, delta = backward(seed, dqkv, *arguments)
+    for got, exact in zip(*(t.split(NH * HS, 1) for t in (dqkv, want[0])), strict=True):
+        assert error(got, exact) < 2 * EPS[BF16]
+    assert error(dbias, want[1]) < 2 * EPS[BF16]  # of p and ds, which are rounded: the sums are not
+    assert error(delta, want[2]) < 2e-6
 
 
-@without_gpu
-def test_attention_bwd_accumulates_dbias(rng, monkeypatch):
+def test_attention_bwd_accumulates_dbias(rng):
     arguments, _ = draw(rng, 1, 2, 128)
     dqkv = poisoned(128, 6 * HS, dtype=BF16)
-    once = on_hopper(monkeypatch, 1, dqkv, *arguments)[0].clone()
-    twice = on_hopper(monkeypatch, 2, dqkv, *arguments, acc=True, dbias=once.clone())[0]
+    once = backward(1, dqkv, *arguments)[0].clone()
+    twice = backward(2, dqkv, *arguments, acc=True, dbias=once.clone())[0]
     assert torch.equal(twice, 2 * once)
 
 
-@without_gpu
 @pytest.mark.parametrize("B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)])
-def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B, NH, NKV, T):
+def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
     C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
     qkv, dout = rng(B * T, D, dtype=BF16), rng(B * T, C, dtype=BF16)
     out, lse, dqkv = poisoned(B * T, C, dtype=BF16), poisoned(B, NH, T), poisoned(B * T, D, dtype=BF16)
@@ -154,7 +132,7 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B,
     forward(out, lse, qkv, 1)
     reference.attention_fwd(*want[:2], qkv.double())
     assert error(out, want[0]) < 2 * EPS[BF16] and (lse - want[1]).abs().max() < 1e-5
-    _, delta = on_hopper(monkeypatch, 1, dqkv, dout, qkv, out, lse, rope=rope)
+    _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=rope)
     exact = [t.double() for t in (dout, qkv, out, lse)]
     reference.attention_bwd(want[2], None, want[3], None, *exact, False, rope.double())
     for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want[2])), strict=True):
@@ -162,7 +140,6 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, monkeypatch, B,
     assert error(delta, want[3]) < 2e-6
 
 
-@without_gpu
 @pytest.mark.parametrize("NH,NKV,T", [(1, 1, 192), (2, 1, 320)])
 def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch, NH, NKV, T):
     """Sequences of more than 2,048 tokens pass through shared memory in spans; here spans have 128."""
@@ -170,21 +147,20 @@ def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch
     out, lse = poisoned(T, NH * HS, dtype=BF16), poisoned(1, NH, T)
     forward(out, lse, qkv, 1)
     whole, spans = poisoned(*qkv.shape, dtype=BF16), poisoned(*qkv.shape, dtype=BF16)
-    on_hopper(monkeypatch, 1, whole, dout, qkv, out, lse, rope=rope)
+    backward(1, whole, dout, qkv, out, lse, rope=rope)
     monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
-    on_hopper(monkeypatch, 2, spans, dout, qkv, out, lse, rope=rope)
+    backward(2, spans, dout, qkv, out, lse, rope=rope)
     assert torch.equal(spans, whole)
 
 
-@without_gpu
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
+def test_attention_bwd_writes_fp8(rng, transposed, recorded):
     """Of gradients before their rounding to bf16, which puts one in 32 between two numbers of e4m3."""
     B, NH, T, scale = 2, 1, 128, 64.0
     arguments, _ = draw(rng, B, NH, T)
     plain = poisoned(B * T, 3 * NH * HS, dtype=BF16)
-    dbias, _ = on_hopper(monkeypatch, 1, plain, *arguments)
+    dbias, _ = backward(1, plain, *arguments)
     rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
     columns = torch.full(plain.T.shape if transposed else (0, 1), 0x7F, dtype=torch.uint8).view(E4M3)
     cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
@@ -192,7 +168,7 @@ def test_attention_bwd_writes_fp8(rng, monkeypatch, transposed, recorded):
     dout, qkv, out, lse = arguments
     rows8, columns8 = (out.float() * scale).to(E4M3), torch.full(out.T.shape, 0x7F, dtype=torch.uint8).view(E4M3)
     out8 = Fp8(rows8, columns8, torch.tensor([scale]), None, transposed, out)
-    dbias8, _ = on_hopper(monkeypatch, 2, dqkv, dout, qkv, out8, lse)
+    dbias8, _ = backward(2, dqkv, dout, qkv, out8, lse)
     assert torch.equal(dbias8, dbias)
     assert error(rows.double() / scale, plain.double()) < 0.03  # e4m3's own 0.027
     want = (plain.float() * scale).to(E4M3)
@@ -214,10 +190,9 @@ REPLACED = {name: MISSING[name] for name in ("no fence", "no wait for stores", "
 }
 
 
-@without_gpu
 @pytest.mark.parametrize("replaced", REPLACED.values(), ids=REPLACED)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
-def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, replaced):
+def test_simulator_finds_a_missing_wait_or_fence(rng, backwards, replaced):
     arguments, want = draw(rng, 1, 1, 256)
     qkv, want_out, _ = draw_forward(rng, 1, 1, 256)
 
@@ -225,7 +200,7 @@ def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, re
         out, dqkv = poisoned(256, HS, dtype=BF16), poisoned(256, 3 * HS, dtype=BF16)
         try:
             if backwards:
-                on_hopper(monkeypatch, seed, dqkv, *arguments, replaced=replaced)
+                backward(seed, dqkv, *arguments, **replaced)
             else:
                 forward(out, poisoned(1, 1, 256), qkv, seed, **replaced)
         except (Race, TypeError):  # TypeError: arithmetic with a product that has not been waited for
@@ -237,7 +212,6 @@ def test_simulator_finds_a_missing_wait_or_fence(rng, monkeypatch, backwards, re
     assert any(found(seed, replaced) for seed in range(5))
 
 
-@without_gpu
 def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
     names = NAMES["mbarrier"]
 
@@ -255,16 +229,3 @@ def test_simulator_finds_barriers_that_are_invalidated_too_early(rng):
         barriers = SimpleNamespace(**vars(names) | replaced)
         with pytest.raises(Race, match=message):
             forward(poisoned(64, HS, dtype=BF16), poisoned(1, 1, 64), qkv, 1, mbarrier=barriers)
-
-
-# T, HS, whether it is taken; 1,000 has a block that is not whole
-TAKES = [(64, 64, True), (1088, 64, True), (2112, 64, True), (1000, 64, False), (32, 64, False), (1024, 128, False)]
-
-
-@pytest.mark.parametrize("T,HS,whole", TAKES)
-def test_takes_whole_blocks_of_narrow_heads_in_bf16(monkeypatch, T, HS, whole):
-    for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
-        monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
-        ours = gpu and dtype == "bf16"
-        for op, kernel in (("fwd", "fwd"), ("bwd_dq", "dq"), ("bwd_dkdv", "dkdv")):
-            assert hopper.takes(f"attention_{op}", T, HS, dtype) == (f"attention_{kernel}" if ours and whole else None)

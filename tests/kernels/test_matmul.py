@@ -266,7 +266,7 @@ def test_split_tiles_keeps_a_hopper_gpu_busy():
     assert split_tiles([(50304, 768)], 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
 
 
-# op, M, N, the module that computes it on a Hopper GPU of 132 multiprocessors
+# op, M, N (of attention T, HS), the module that computes it on a Hopper GPU of 132 multiprocessors
 TAKES = [
     ("matmul", 65536, 768, "matmul"),
     ("matmul_add", 65536, 768, "matmul"),
@@ -287,6 +287,12 @@ TAKES = [
     ("classifier_dx", 10112, 1600, "matmul_wide"),
     ("classifier_dx", 6185, 1600, "matmul_wide"),
     ("classifier_dx", 9216, 768, None),
+    ("attention_fwd", 64, 64, "attention_fwd"),
+    ("attention_bwd_dq", 1088, 64, "attention_dq"),
+    ("attention_bwd_dkdv", 2112, 64, "attention_dkdv"),
+    ("attention_fwd", 1000, 64, None),  # a block of 64 tokens that is not whole
+    ("attention_bwd_dq", 32, 64, None),
+    ("attention_bwd_dkdv", 1024, 128, None),  # wide heads
 ]
 
 
