@@ -11,15 +11,13 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, dtypes, error, poisoned, require_same_bits_within_outputs
 
 B, NH = 2, 2
 SEQUENCES = [1, 17, 100, 300, 320]  # one token; less than a block; ragged; two blocks (the interpreter's); hopper's
 HEADS = [64, 80, 96, 128]  # a block of columns exactly full, and partly
-DTYPES = [torch.float32, torch.bfloat16]
 sequences = pytest.mark.parametrize("T", SEQUENCES)
 heads = pytest.mark.parametrize("HS", HEADS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def tolerance(dtype):

@@ -14,14 +14,12 @@ from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
 GPT2 = [(8192, 768, 50257), (6144 + 40, 1600, 50257)]
-DTYPES = [torch.float32, torch.bfloat16]
 BF16_ON_GPU = [pytest.param(*size, torch.bfloat16, marks=pytest.mark.gpu) for size in GPT2]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def cases(*sizes):
@@ -30,7 +28,6 @@ def cases(*sizes):
     return pytest.mark.parametrize("R,C,V,dtype", rows, ids=lambda value: str(value))
 
 
-accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 SCALE = 1 / 3000  # the loss scale
 
 

@@ -9,10 +9,7 @@ from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
-
-DTYPES = [torch.float32, torch.bfloat16]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+from tests.support.helpers import EPS, dtypes, error, poisoned
 
 
 def tolerance(dtype):

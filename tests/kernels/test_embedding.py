@@ -12,13 +12,11 @@ from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
 
 # B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
 shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 
 
 def tables(ids, targets, V):

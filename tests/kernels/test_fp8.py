@@ -20,7 +20,7 @@ from gpt2_triton.kernels.matmul import matmul_dw_scratch
 from gpt2_triton.kernels.tuning import is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import error, poisoned
+from tests.support.helpers import error, in_pairs, poisoned
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 R, C = 96, 80
@@ -48,14 +48,8 @@ def operand(rows: int, columns: int, scale: float = 1.0, transposed: bool = True
     out = Fp8(x8, x8t, torch.tensor([scale], device=DEVICE), cells, transposed)
     if value is not None:
         out.rows.copy_(as_e4m3(value * scale))
-        out.columns.copy_(in_pairs(out.rows) if transposed else out.columns)
+        out.columns.copy_(in_pairs(out.rows).view(dtype) if transposed else out.columns)
     return out
-
-
-def in_pairs(x: torch.Tensor) -> torch.Tensor:
-    """Return x transposed, with rows 0 8 1 9 ... 7 15 of each 16: a definition of its own."""
-    order = torch.arange(len(x)).view(-1, 2, 8).transpose(1, 2).flatten()
-    return bits(x)[order].T.contiguous().view(x.dtype)
 
 
 def dequantised(x: Fp8) -> torch.Tensor:
@@ -188,7 +182,7 @@ def test_transposition_in_pairs(rng):
     x = as_e4m3(rng(R, C))
     out = torch.zeros(C, R, dtype=torch.uint8, device=DEVICE).view(E4M3)
     fp8.transpose(out, x, pairs=True)
-    assert torch.equal(bits(out), bits(in_pairs(x)))
+    assert torch.equal(bits(out), in_pairs(x))
 
 
 def close_to_rounded(got: Fp8, want: torch.Tensor, most: float = 2e-3) -> None:
@@ -266,7 +260,7 @@ def test_attention_writes_fp8(T, HS, rng):
     for got, want in ((out, plain), (dqkv8, dqkv)):
         assert error(dequantised(got), want) < 0.03  # e4m3's own 0.027
         assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
-        assert torch.equal(bits(got.columns), bits(in_pairs(got.rows)))
+        assert torch.equal(bits(got.columns), in_pairs(got.rows))
 
 
 # ---- products ----
@@ -325,7 +319,7 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     K.matmul_gelu(out, slope, a, w, b)
     pre = dequantised(a) @ dequantised(w).T + b.double()
     close_to_rounded(out, reference.gelu(pre))
-    assert torch.equal(bits(out.columns), bits(in_pairs(out.rows)))
+    assert torch.equal(bits(out.columns), in_pairs(out.rows))
 
     dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre, dbias, scratch = operand(R, N, 4.0), poisoned(N), poisoned(R * N)
@@ -333,7 +327,7 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     product = dequantised(dout) @ dequantised(w2)
     want = product * reference.dgelu(pre)
     assert (error(dequantised(dpre), want)) < 0.03
-    assert torch.equal(bits(dpre.columns), bits(in_pairs(dpre.rows)))
+    assert torch.equal(bits(dpre.columns), in_pairs(dpre.rows))
     assert abs(amax_of(dpre) / want.abs().max().item() - 1) < 0.01
     # half a step of the byte in each of R terms, which are independent
     assert error(dbias, want.sum(0)) < 0.005
@@ -378,7 +372,7 @@ def test_weight_gradients_equal_float64(transposed, rng):
     for acc in (False, True):
         K.matmul_dw(dw, scratch, dout, inp, acc)
         assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 128 terms
-    assert torch.equal(bits(dout.columns), bits(in_pairs(dout.rows)))
+    assert torch.equal(bits(dout.columns), in_pairs(dout.rows))
 
 
 # ---- the head ----
@@ -426,7 +420,7 @@ def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch)
     want /= units(peek)[:, None]
     differ = bits(p.rows) != bits(rounded((want * 128).float(), E5M2))
     assert p.scale.item() == 128 and differ.float().mean() < (0.01 if DEVICE == "cuda" else 1e-4)
-    assert torch.equal(bits(p.columns), bits(in_pairs(p.rows)))
+    assert torch.equal(bits(p.columns), in_pairs(p.rows))
     assert error(rowsum[:R], want.sum(1)) < (1e-3 if DEVICE == "cuda" else 1e-5)
     assert error(rowsum[R : 2 * R], dequantised(p).sum(1)) < 1e-6
     rows = (targets >= 0).nonzero()[:, 0]
@@ -453,7 +447,7 @@ def test_the_head_s_gradients_equal_float64(n, rng):
     assert (zero.abs() <= 1e-6 * ks.abs()).all() and torch.equal(*results)
     assert lns.scale.item() == pytest.approx(128 * 32 * 3000, rel=1e-6)
     stored = rounded(lnf.value[:n].float() * (rs * lns.scale)[:, None], E5M2)
-    assert torch.equal(bits(lns.columns), bits(in_pairs(stored)))
+    assert torch.equal(bits(lns.columns), in_pairs(stored))
     assert error(stored.double() / lns.scale.double(), rs.double()[:, None] * lnf.value[:n].double()) < 0.06
 
     dln = poisoned(n, C, dtype=BF16)

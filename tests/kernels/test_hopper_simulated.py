@@ -27,7 +27,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, error, in_pairs, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -152,12 +152,6 @@ def gelu_and_byte(rng, M, N, K, seed, **replaced):
         fp8_gelu.matmul(rows, columns, scale, amax, a, a_scale, w, w_scale, b, slope, None)
     pre = exact_product(a, a_scale, w, w_scale) + b.double()
     return rows, columns, slope, amax, pre
-
-
-def in_pairs(rows):
-    """Return rows [R, C] transposed, with position 2g + h of each 16 rows holding row g + 8h."""
-    R, C = rows.shape
-    return rows.view(torch.uint8).view(R // 16, 2, 8, C).transpose(1, 2).reshape(R, C).T
 
 
 def is_right(rows, columns, want, scale):

@@ -9,15 +9,12 @@ from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
 SUMS = 2e-6  # fp32 sums over rows; with few rows the error of xhat itself, a few ulp
-DTYPES = [torch.float32, torch.bfloat16]
 shapes = pytest.mark.parametrize("R,C", SHAPES, ids=lambda size: str(size))
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 
 
 def tolerance(dtype):

@@ -15,7 +15,7 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
@@ -23,7 +23,6 @@ mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package export
 # one for hopper/, a little more than a tile in both directions; the same in whole bands of tiles
 SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448), (1024, 320, 576)]
 SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
-DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
 LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
 
@@ -36,10 +35,6 @@ def on_gpu(*layers):
 
 def cases(rows):
     return pytest.mark.parametrize("R,N,K,dtype", rows, ids=lambda value: str(value))
-
-
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 
 
 def tolerance(dtype):

@@ -19,14 +19,13 @@ from gpt2_triton.model.muon import POLAR_EXPRESS
 from tests.conftest import DEVICE
 from tests.kernels.test_adamw import rounded
 from tests.support import reference
-from tests.support.helpers import error, poisoned
+from tests.support.helpers import dtypes, error, poisoned
 
 F32, BF16 = torch.float32, torch.bfloat16
 # sums of up to 192 products, 6e-8 each; one rounding of the result, which the interpreter truncates
 TOLERANCE = {F32: 1e-6, BF16: 2e-3 if DEVICE == "cuda" else 4e-3}
 SHAPES = [(80, 80), (48, 192), (192, 48)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 SMALL = {
     "muon_symmetric": dict(BLOCK=64, BLOCK_K=64),
     "muon_apply": dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, GROUP_M=2),

@@ -15,12 +15,11 @@ from gpt2_triton.kernels.reduce import (
 )
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import accumulate, error, poisoned, require_same_bits_within_outputs
 from tests.support.reference import io
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
 NAN, INF = math.nan, math.inf
-accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])  # blocks of 2^14, in the interpreter 2^18
 
 

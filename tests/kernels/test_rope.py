@@ -8,10 +8,8 @@ from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import EPS, error, poisoned
+from tests.support.helpers import EPS, dtypes, error, poisoned
 
-DTYPES = [torch.float32, torch.bfloat16]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 groups = pytest.mark.parametrize("NH,NKV,HS", [(4, 4, 64), (4, 2, 128), (9, 3, 64)])
 
 

@@ -1,18 +1,28 @@
-"""Helpers of the tests: poisoned outputs, relative errors, the precision of a dtype."""
+"""Helpers of the tests: parameters, poisoned outputs, relative errors, the precision of a dtype."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from tests.conftest import DEVICE
 
+DTYPES = [torch.float32, torch.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # half an ulp, relative: what one rounding costs
 
 
 def poisoned(*shape, dtype=torch.float32):
     """Return an output full of NaN, so that an element that a kernel does not write shows."""
     return torch.full(shape, float("nan"), dtype=torch.float32, device=DEVICE).to(dtype)
+
+
+def in_pairs(x):
+    """Return x [R, C] of 8-bit floats transposed, as bytes; each 16 rows in the order 0 8 1 9 ... 7 15."""
+    order = torch.arange(len(x)).view(-1, 2, 8).transpose(1, 2).flatten()
+    return x.view(torch.uint8)[order].T.contiguous()
 
 
 class Guarded:
