@@ -123,8 +123,7 @@ def exact(operand):
     return operand.columns.T.double() / operand.scale.double() if isinstance(operand, K.Fp8) else operand.double()
 
 
-@seeds
-@pytest.mark.parametrize("R,wave", [(640, 3), (400, 5), (128, 100)])
+@pytest.mark.parametrize("R,wave,seed", [(640, 3, 1), (400, 5, 2), (128, 100, 3)])
 @pytest.mark.parametrize("dtype,sizes", [*((d, s) for d in (E4M3, BF16) for s in SIZES), (E5M2, SIZES[2])], ids=str)
 def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, wave, dtype, seed):
     """Whole tiles and parts of split ones, upright and turned, overwritten and added to; odd numbers of steps."""
