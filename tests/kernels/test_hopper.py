@@ -53,8 +53,6 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     fp8_gelu = dict(a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")) | sizes
     fp8_gelu |= dict(columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None)
     fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
-    e5 = dict(a_desc=(128, 128, "fp8e5"), w_desc=(256, 128, "fp8e5"))
-    head_dw = fp8_dw | e5 | dict(a2_desc=e5["a_desc"], w2_desc=e5["w_desc"])
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
     attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
     attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1, SPAN=1024)
@@ -80,7 +78,6 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul_gelu, evaluation": ("_fp8_gelu_kernel", fp8_gelu | dict(amax_ptr=None)),
         "fp8 matmul_dx_dgelu": ("_fp8_gelu_kernel", fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True)),
         "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw),
-        "head's fp8 matmul_dw": ("_fp8_dw_kernel", head_dw),
         "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
         "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
         "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
@@ -115,14 +112,12 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
             forward | dict(b_ptr=None, w_desc=(128, 64), pre_desc=(128, 128), EPILOGUE="swiglu"),
         ),
         "matmul_dx": ("_matmul_kernel", backward),
-        "matmul_dx_dgelu": ("_matmul_kernel", dgelu),
-        "matmul_dx_dgelu, gelu_out": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
+        "matmul_dx_dgelu": ("_matmul_kernel", dgelu | dict(gelu_ptr=BF16)),
         "matmul_dw": ("_dw_kernel", dw),
         "classifier_dx, wide": ("_wide_kernel", wide_backward | factors),
         "classifier_fwd": ("_classifier_kernel", head | dict(p_desc=tile)),
         "classifier_fwd, loss only": ("_classifier_kernel", head | dict(p_desc=None)),
-        "fp8 classifier_fwd": ("_classifier_kernel", head8 | dict(p_desc=tile)),
-        "fp8 classifier_fwd, fp8 p": ("_classifier_kernel", head8 | p8),
+        "fp8 classifier_fwd": ("_classifier_kernel", head8 | p8),
         "fp8 classifier_fwd, loss only": ("_classifier_kernel", head8 | dict(p_desc=None)),
         "fp8 classifier_dx": ("_classifier_dx_kernel", dx8),
         "fp8 classifier_lns": ("_classifier_lns_kernel", lns8),
