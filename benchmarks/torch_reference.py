@@ -38,13 +38,9 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
 
 
-def _linear(layer: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.linear(x, w, b)
-
-
 def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean",
-    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
+    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = lambda name, x, w, b: F.linear(x, w, b),
     dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has no loss, but
