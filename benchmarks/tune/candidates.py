@@ -5,6 +5,7 @@ not tried, because no step of the four sizes uses them.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 
 from gpt2_triton.kernels.table_file import Row
@@ -58,10 +59,7 @@ def _few_a_thread(*blocks: str) -> Callable[[Row, int], bool]:
     """Return a check for 4 to 32 elements per thread: loads of at least 8 bytes, and registers for all elements."""
 
     def fits(row: Row, shared: int) -> bool:
-        size = 1
-        for block in blocks:
-            size *= row[block]
-        return 4 <= size // (32 * row["num_warps"]) <= 32
+        return 4 <= math.prod(row[block] for block in blocks) // (32 * row["num_warps"]) <= 32
 
     return fits
 
