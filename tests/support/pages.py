@@ -49,21 +49,13 @@ def command_of(line: str) -> Command:
     """Split a line without its pipe.  A training gets --gpus with the number of ranks that its launcher starts."""
     words = shlex.split(re.split(r" [|>] ", line)[0])
     launched = ["--gpus", found[1]] if (found := RANKS.search(line)) else []
-    for program, start in (("gpt2_triton", 1), ("benchmarks", 1), ("train.py", 1)):
-        if program in words and (words[words.index(program) - 1] in ("-m", "python") or launched):
-            rest = words[words.index(program) + start :]
-            if program == "train.py":
-                return Command(line, "train", [*rest, *launched])
-            return _of_package(line, rest, launched) if program == "gpt2_triton" else Command(line, program, rest)
-    if words[0] == "gpt2-triton":
-        return _of_package(line, words[1:], [])
-    return Command(line, words[0], words[1:])
-
-
-def _of_package(line: str, words: list[str], launched: list[str]) -> Command:
-    if words[0] == "train":
-        return Command(line, "train", [*words[1:], *launched])
-    return Command(line, "tools", words)
+    program, *rest = words
+    for name in ("gpt2_triton", "benchmarks", "train.py"):
+        if name in words and (words[words.index(name) - 1] in ("-m", "python") or launched):
+            program, rest = name, words[words.index(name) + 1 :]
+    if program in ("gpt2_triton", "gpt2-triton"):
+        program, rest = ("train.py", rest[1:]) if rest[0] == "train" else ("tools", rest)
+    return Command(line, "train", [*rest, *launched]) if program == "train.py" else Command(line, program, rest)
 
 
 def links(text: str) -> list[str]:
