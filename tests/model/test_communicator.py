@@ -67,12 +67,8 @@ class Log:
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "add_partials"}
 
 
-def model_of_two(shared: bool, zero: int, micro_steps: int) -> Model:
-    """Return the model of rank 0 of 2, with a Log as K."""
-    return model_of(Log(shared), zero, micro_steps)
-
-
 def model_of(log: Log, zero: int, micro_steps: int = 1) -> Model:
+    """Return the model of the log's rank, with the Log as K."""
     tokens = 32 * log.size * micro_steps
     config = tiny_config(
         model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
@@ -83,7 +79,7 @@ def model_of(log: Log, zero: int, micro_steps: int = 1) -> Model:
 
 def transfers(shared: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, int | None, str]]:
     """Return the transfers of a step: kind, bucket if known, and the launch that follows."""
-    model = model_of_two(shared, zero, micro_steps)
+    model = model_of(Log(shared), zero, micro_steps)
     log = model.K
     for micro in range(micro_steps):
         model._forward_backward(micro > 0, False, micro == micro_steps - 1)
@@ -129,7 +125,7 @@ def test_send_schedule_sends_each_bucket_once(n_layer, send_from, zero):
 @pytest.mark.parametrize("layers, rows, send_from", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
 def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, rows, send_from):
     """124M and 1558M by the formula of docs/engineering/scaling.md; in the quickstart nothing waits."""
-    dims = model_of_two(True, 1, 1).dims | dict(L=layers, R=rows)
+    dims = model_of(Log(True), 1).dims | dict(L=layers, R=rows)
     assert PeerCopyCommunicator(Log(True), None, None, dims, [])._send_from(dims) == send_from
     assert NcclCommunicator(Log(False), None, None, dims)._send_from(dims) == layers
 
@@ -215,7 +211,7 @@ def test_peer_copies_begin_with_the_next_rank():
 
 def test_gather_params_of_peer_copies_is_between_two_barriers():
     """Parameters may be overwritten after the second."""
-    model = model_of_two(True, 1, 1)
+    model = model_of(Log(True), 1)
     model.K.calls.clear()
     model.comm.gather_params()
     assert model.K.calls == [("barrier", None)] * 2
@@ -250,7 +246,7 @@ def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
                 calls.append(call[0])
 
     monkeypatch.setattr(communicator, "SideStream", NumberedEvents)
-    model = model_of_two(shared, zero, 2)
+    model = model_of(Log(shared), zero, 2)
     model.K.calls = SomeLaunches()
     calls.clear()
     for micro in range(2):

@@ -13,7 +13,7 @@ from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2.buffers import Fp8Buffers
-from gpt2_triton.model.memory_plan import dimensions, plan_memory
+from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.tables import State
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -35,12 +35,8 @@ def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropou
     return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
 
 
-def dims_of(config):
-    return dimensions(config, K, StepShape.of(config))
-
-
-def plan_of(config):
-    return plan_memory(config, K, StepShape.of(config))[0]
+def planned(config):
+    return plan_memory(config, K, StepShape.of(config))
 
 
 def fp8_model(level="none", keep="none", precision="fp8", **changes):
@@ -203,7 +199,7 @@ def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
 
 def test_plan_has_no_buffer_that_no_precision_needs():
     configs = fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
-    everything, head, bf16 = (plan_of(config).buffers.keys() for config in configs)
+    everything, head, bf16 = (planned(config)[0].buffers.keys() for config in configs)
     assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything
     assert everything - head == {"lnf8", "wte8", "wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
     assert head - everything == {"p", "lns"}
@@ -214,12 +210,12 @@ def test_rows_of_the_state_have_the_sizes_of_the_kernels():
     shapes = {name: State.__dataclass_fields__[name].metadata["spec"].shape for name in ("history", "amax")}
     assert shapes == dict(history=f"A {K.HISTORY}", amax=f"A {K.AMAX_CELLS}")
     for keep, head in (("none", 2), ("head", 0)):
-        assert plan_of(fp8_config(keep=keep)).buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
+        assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
 
 
 @pytest.mark.parametrize("llama", [False, True])
 def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
-    plan = plan_of(fp8_config(llama=llama))
+    plan, _ = planned(fp8_config(llama=llama))
     kept = {*State.__dataclass_fields__, "rope"}
     state = [b for b in plan.between.buffers.values() if b.name in kept]
     assert {b.name: b.offset for b in state} == {b.name: plan.buffers[b.name].offset for b in state}
@@ -233,7 +229,7 @@ def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
 
 
 def test_guessed_scales_follow_the_loss_scale():
-    dims = dims_of(fp8_config())
+    _, dims = planned(fp8_config())
     names = fp8.scales(dims)
     state = State(scale=torch.zeros(len(names)), **dict.fromkeys(NOT_SCALE))
     fp8.guess_scales(state, dims, 2.0**-20)
@@ -248,7 +244,7 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
     rows = torch.arange(1.0, 1 + count)
     tensors = dict(params=torch.zeros(3), scale=rows, history=rows[:, None].expand(-1, 16) - 1)
     for keep in ("none", "head"):
-        now = dims_of(fp8_config(keep=keep))["A"]
+        now = planned(fp8_config(keep=keep))[1]["A"]
         found = fp8.select_scales(tensors, now)
         assert found["params"] is tensors["params"] and ("scale" in found) == ("history" in found) == (keep in kept)
         if keep in kept:

@@ -452,10 +452,6 @@ def _atomic_max(pointer: Pointer, x: Value, sem: str) -> None:
     pointer.flat[at] = torch.maximum(pointer.flat[at], x.as_subclass(torch.Tensor))
 
 
-def _to_fp16(x: Value) -> Value:
-    return x.clamp(-65504, 65504).to(torch.float16)
-
-
 def _gelu_and_byte(x: Value, scale: Value) -> tuple[Value, Value]:
     wide = x.float().requires_grad_()
     y = torch.nn.functional.gelu(wide, approximate="tanh")
@@ -471,7 +467,7 @@ def _times_byte(x: Value, byte: Value) -> tuple[Value, Value]:
 
 INSTRUCTIONS = {  # of PTX: the beginning of their text
     "tanh.approx": torch.tanh,
-    "cvt.rn.satfinite.f16x2": _to_fp16,
+    "cvt.rn.satfinite.f16x2": lambda x: x.clamp(-65504, 65504).to(torch.float16),
     fp8_gelu.GELU_ASM.value: _gelu_and_byte,
     fp8_gelu.DGELU_ASM.value: _times_byte,
 }
