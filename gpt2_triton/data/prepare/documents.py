@@ -28,7 +28,7 @@ from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sh
 READ_BYTES = 1 << 20
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
-OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _has_shards_or_run
+OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 ENDS = f"{END_OF_TEXT} taken as end of text"
 
@@ -122,14 +122,14 @@ def _matches(given: Path) -> list[File]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, also through links, except hidden files and this package's shards and runs."""
+    """Yield the files below a folder, also through links, except hidden files, shards, runs and models."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(error.filename, error)
 
     seen = set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        ours = _has_shards_or_run(root, names)
+        ours = _is_written(root, {*names})
         if (real := os.path.realpath(root)) in seen or (ours and root != str(folder)):
             folders.clear()
             continue
@@ -138,10 +138,10 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in names if not name.startswith(".") and not (ours and name in OURS))
 
 
-def _has_shards_or_run(folder: str, names: list[str]) -> bool:
-    """Return whether this package wrote the folder: a user's folder may have files of the same names."""
-    records = (read_record(Path(folder, name)) for name in (RECORD, PROGRESS) if name in names)
-    return {"metrics.jsonl", "config.yaml"} <= {*names} or any("shards" in record for record in records)
+def _is_written(folder: str, names: set[str]) -> bool:
+    """Return whether a folder is a run, a model of transformers or shards; a user's text may have one of the names."""
+    known = {"metrics.jsonl", "config.yaml"} <= names or {"config.json", "generation_config.json"} <= names
+    return known or any("shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names)
 
 
 # ---- what is in them ----

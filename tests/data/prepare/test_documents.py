@@ -65,21 +65,13 @@ def test_find_files_refuses_what_is_not_text(tmp_path):
 
 
 def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
-    """Through links to files and folders, a loop, names of splits; without hidden files and this package's output."""
+    """Through links to files and folders, a loop, names of splits; without hidden files and our output."""
     inside, outside = tmp_path / "in", tmp_path / "out"
     names = ["A.TXT", "README.md", "test.txt", "train.txt", "sub/v.JSONL.GZ", "x.parquet"]
     names += ["user/metrics.jsonl", "user/progress.json", "progress.json"]
-    others = [
-        "a.pdf",
-        "sub/b.c",
-        "sub/none",
-        ".git/x.txt",
-        ".hidden.txt",
-        "run/metrics.jsonl",
-        "run/a.json",
-        "data/shards.json",
-        "data/a.json",
-    ]
+    others = ["a.pdf", "sub/b.c", "sub/none", ".git/x.txt", ".hidden.txt", "run/metrics.jsonl", "run/a.json"]
+    others += ["data/shards.json", "data/a.json"]
+    others += ["model/config.json", "model/generation_config.json", "model/merges.txt"]
     for name in names + others:
         (inside / name).parent.mkdir(parents=True, exist_ok=True)
         (inside / name).touch()
