@@ -1,13 +1,12 @@
 """The configuration of a run: a frozen tree of the sections of schema.py, and the sizes derived from it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationInfo, model_validator
 
-from gpt2_triton.config.load import load
+from gpt2_triton.config.load import Source, load
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
 from gpt2_triton.config.schema import ConflictError, Sections
@@ -18,10 +17,8 @@ class Config(Sections):
     """The whole configuration of a run.  Derived sizes are properties."""
 
     @classmethod
-    def load(
-        cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, gpus: int = 1
-    ) -> "Config":
-        """Return the configuration from a recipe, a YAML file or a dictionary such as {"train": {"steps": 10}}.
+    def load(cls, source: Source, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> "Config":
+        """Return a configuration from a recipe, a YAML file, a Config or a tree such as {"train": {"steps": 10}}.
 
         `overrides`, such as {"train.steps": 20}, replace its values.  The step must divide among parallel.gpus GPUs,
         or among `gpus` if parallel.gpus is null.  ConfigError has a line for each mistake.

@@ -20,10 +20,12 @@ from gpt2_triton.config.values import SIZE_KEYS, closest
 from gpt2_triton.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=Sections)
+Source = str | Path | Mapping[str, Any] | Sections  # a recipe or a file, a tree, a configuration
 
 
-def load(kind: type[Kind], source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any], gpus: int) -> Kind:
-    """Return the configuration in a recipe, a YAML file or a mapping, with `overrides` (dotted key -> value) on top."""
+def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: int) -> Kind:
+    """Return the configuration in a source, with `overrides` (dotted key -> value) on top."""
+    source = source.model_dump() if isinstance(source, Sections) else source
     if isinstance(source, Mapping):
         tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
         lines, place = dict[str, int](), "config"
@@ -109,10 +111,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if not isinstance(tree, dict):
         got = "nothing" if tree is None else type(tree).__name__
         raise ConfigError(f"{path}: expected sections such as `model:` and `train:`, got {got}")
-    empty: dict[str, Any] = {
-        key: {} for key, value in tree.items() if value is None and key != "init_from"
-    }  # `optim:` alone
-    return tree | empty, lines
+    alone = [key for key, value in tree.items() if value is None and key != "init_from"]  # `optim:`
+    return tree | {key: {} for key in alone}, lines
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import HUB_SIZES, LONGEST_CONTEXT, TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, LONGEST_CONTEXT, TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.errors import DataError
@@ -92,7 +92,7 @@ MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
 def preset_for(characters: int, gpu_gib: float | None, given: Mapping[str, str]) -> Preset:
     """Return the preset for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
-    if given.get("init_from", "scratch") != "scratch":
+    if given.get("init_from", "").partition(":")[0] in INIT_SOURCES:
         return HUB
     return [preset for preset in (CPU if gpu_gib is None else GPU) if preset.characters <= characters][-1]
 

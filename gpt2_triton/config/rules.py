@@ -53,8 +53,9 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
         known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
         theirs = {"resume": "; use --resume"} | dict.fromkeys(HUB_SIZES, f"; use hf:openai-community/{source}")
-        if os.path.isfile(os.path.join(config.init_from, "config.json")):
-            theirs[source] = f"; did you mean hf:{config.init_from}?"
+        for name, file in (("hf", "config.json"), ("checkpoint", "config.yaml")):
+            if os.path.isfile(os.path.join(config.init_from, file)):
+                theirs[source] = f"; did you mean {name}:{config.init_from}?"
         yield "init_from", f"expected scratch or one of {known}; got {config.init_from}{theirs.get(source, '')}"
     recompute = config.memory.recompute
     layers = recompute.partition(":")[2]

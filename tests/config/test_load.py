@@ -112,17 +112,17 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
     path.write_text("optim:\n  lr: -1\n  beta1: 2\nlog: {evry: 3}\n")
     with pytest.raises(ConfigError) as caught:
         Config.load(path, {"train.steps": "0"})
-    assert sorted(line.rpartition("/")[2].split(": ")[0] for line in str(caught.value).splitlines()) == [
-        "train.steps", "x.yaml:2", "x.yaml:3", "x.yaml:4",
-    ]  # fmt: skip
+    places = {line.rpartition("/")[2].split(": ")[0] for line in str(caught.value).splitlines()}
+    assert places == {"train.steps", "x.yaml:2", "x.yaml:3", "x.yaml:4"}
     with pytest.raises(ConfigError) as caught:
         Config.load({}, {"model.n_head": "7", "train.seq_len": "4096", "init_from": "x"})
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_load_takes_a_bare_directory_of_init_from_for_hugging_faces(tmp_path):
-    (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match=f"init_from: .*; got {tmp_path}; did you mean hf:{tmp_path}\\?$"):
+@pytest.mark.parametrize(("name", "file"), [("hf", "config.json"), ("checkpoint", "config.yaml")])
+def test_load_says_what_a_bare_directory_of_init_from_is(tmp_path, name, file):
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=f"init_from: .*; got {tmp_path}; did you mean {name}:{tmp_path}\\?$"):
         Config.load({"init_from": str(tmp_path)})
 
 
@@ -151,6 +151,7 @@ def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
     assert (config.optim.lr, config.optim.warmup, config.optim.beta2) == (1e-3, 5, 0.95)
     assert config.train.total_batch_tokens == 65536
     assert config.memory == MemoryConfig()
+    assert Config.load(config, {"optim.warmup": 7}) == config.replace(optim={"warmup": 7})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.own_text import VAL_FRACTION, choose, preset_for, summary
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.errors import DataError
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 LENGTHS = (5_000, 100_000, 1_000_000, 100_000_000, 10_000_000_000)
@@ -64,8 +64,7 @@ def test_model_and_tokens_grow_with_the_text():
     configs = [config_for(n, 139.8) for n in LENGTHS]
     assert [c.data.tokenizer for c in configs] == ["bytes"] * 3 + ["gpt2"] * 2
     assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
-    largest = configs[-1]
-    assert (largest.model.n_layer, largest.model.n_embd, largest.train.step_tokens) == (12, 768, 524_288)
+    assert (configs[-1].model.n_layer, configs[-1].model.n_embd, configs[-1].train.step_tokens) == (12, 768, 524_288)
     assert [c.train.precision for c in configs] == ["bf16"] * 4 + ["auto"]
 
 
@@ -98,9 +97,7 @@ def test_other_keys_follow_the_given_ones():
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
     usual, long = config_for(1_000_000, 139.8), config_for(100_000_000, 139.8)
     assert usual.model.dropout and usual.data.windows == "shifted" and usual.optim.tau and usual.train.patience
-    assert (
-        not long.model.dropout and long.data.windows == "fixed" and long.weight_decay == 0.1 and not long.train.patience
-    )
+    assert (long.model.dropout, long.data.windows, long.weight_decay, long.train.patience) == (0, "fixed", 0.1, 0)
     assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
     assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
     assert config_for(1_000_000, 139.8, train__dtype="fp32").optim.master == "none" != usual.optim.master
@@ -141,6 +138,8 @@ def test_too_little_text_is_refused_with_what_is_needed():
     with pytest.raises(DataError, match=r"679 characters are too little text; .* needs 680; give more"):
         config_for(679)
     assert config_for(400, train__seq_len="32").train.seq_len == 32
+    with pytest.raises(ConfigError, match="init_from: expected scratch or one of .*; got runs/mine"):
+        config_for(680, init_from="runs/mine")
 
 
 def test_summary_tells_what_was_picked():
