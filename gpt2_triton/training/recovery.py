@@ -6,13 +6,12 @@ run_state.py decides when to rewind; docs/engineering/stability.md describes the
 
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
 from gpt2_triton.checkpoint.format import best_step, list_steps, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
-from gpt2_triton.data.loader import Prefetcher, TrainLoader
+from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.model.model import Model
@@ -64,28 +63,3 @@ def first_non_finite(model: Model, batches: Prefetcher, first_sample: int, contr
     except DataError as error:  # not raised: the next step may be in flight, and needs all ranks
         return f"unknown, as its data cannot be read again ({error})"
     return model.first_non_finite(micro_batches, control) or "nothing when computed again"
-
-
-def find_non_finite_losses(
-    model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
-) -> str:
-    """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
-    bad, rows, place, unread = 0, 0, "", ""
-    try:
-        for first in batches.first_samples_of_step(first_sample):
-            tokens = loader.batch(first, model.B)
-            ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-            losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
-            wrong = ~np.isfinite(losses).all(axis=1)
-            place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
-            bad, rows = bad + int(wrong.sum()), rows + model.B
-    except DataError as error:  # the other ranks wait for this one
-        unread = str(error)
-    found = control.all_gather([bad, rows, place, unread])
-    if unread := next((unread for *_, unread in found if unread), ""):
-        return f"the losses cannot be computed again ({unread})"
-    if not any(place for _, _, place, _ in found):
-        return "its losses are finite when computed again, so a gradient, or an operand in fp8, was not finite"
-    first_rank, where = next((rank, place) for rank, (_, _, place, _) in enumerate(found) if place)
-    counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, *_ in found):,} sequences"
-    return f"the losses of {counts} are not finite, the first on rank {first_rank} at {where}"
