@@ -68,23 +68,13 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
     """Return the newest intact checkpoint up to `last`, or None; warn of damaged ones.  CheckpointError if all are."""
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
-        if not (problem := verify(path) or _non_finite(path)):
+        if not (problem := verify(path)):
             return path
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
     if steps:  # None would start a new run over checkpoints that may be restored
         raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
     return None
-
-
-def _non_finite(step_dir: Path) -> str:
-    """Return where a checkpoint has NaN or infinity: hashes do not show damage in a GPU's memory."""
-    try:
-        for path in step_dir.glob("rank_*.safetensors"):
-            _read_tensors(path)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
 
 
 def find_checkpoint(path: Path) -> Path:

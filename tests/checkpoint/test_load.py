@@ -100,15 +100,6 @@ def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
     assert capsys.readouterr().err.count("warning: ") == 2
 
 
-def test_latest_checkpoint_passes_over_weights_that_are_not_finite(newest, capsys):
-    """As damage in a GPU's memory leaves them: the files are those that were written."""
-    tensors = example(30)
-    tensors["m"][0] = float("nan")
-    save_checkpoint(newest.parent, 30, tensors, made_state(30), Retention(0))
-    assert latest_checkpoint(newest.parent) == newest
-    assert "warning: skipping damaged" in (err := capsys.readouterr().err) and "m has a NaN or an infinity" in err
-
-
 def test_a_checkpoint_without_permission_is_not_damaged(newest, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied", str(newest / MANIFEST))
