@@ -1,7 +1,6 @@
 """The table of faults.  Each is injected into a running job; some end it, the others must not."""
 
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -85,13 +84,6 @@ def delete_file(i: Injection) -> None:
         i.rng.choice(sorted(path.iterdir())).unlink()
 
 
-def copy_as_later_step(i: Injection) -> None:
-    """Copy the newest checkpoint under the name of a later step."""
-    if path := newest_intact(i):
-        later = int(path.name.removeprefix("step_")) + i.rng.randrange(1, 7)
-        shutil.copytree(path, path.with_name(f"step_{later:08d}"))
-
-
 def cut_line(i: Injection) -> None:
     """Leave an incomplete line at the end of the metrics, as a crash does."""
     kill_all(i)
@@ -124,7 +116,6 @@ TABLE = {
     "clock - 1 h": Fault(lambda i: i.hold("clock", -3600), set()),
     "bit flip": Fault(flip_bit, ENDED_BY_SIGNAL),
     "file deleted": Fault(delete_file, ENDED_BY_SIGNAL),
-    "copied checkpoint": Fault(copy_as_later_step, ENDED_BY_SIGNAL),
     "line cut": Fault(cut_line, ENDED_BY_SIGNAL),
     "second writer": Fault(second_writer, {2, 1}),  # of the first, if the second has the directory before it
     "dead wandb": Fault(

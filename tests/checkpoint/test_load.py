@@ -167,7 +167,7 @@ def test_load_refuses_json_of_another_form(newest, capsys, text):
     (newest / STATE).write_bytes(text)
     reseal(newest)
     with pytest.raises(CheckpointError, match=STATE):
-        find_checkpoint(newest)
+        load_checkpoint(find_checkpoint(newest))
     (newest / MANIFEST).write_bytes(text)
     with pytest.raises(CheckpointError, match=f"{MANIFEST}|{TENSORS}"):
         find_checkpoint(newest)
