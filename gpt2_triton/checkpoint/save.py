@@ -127,11 +127,7 @@ def _publish(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
     elif not _exchange(temporary, target):
         os.rename(target, replaced := temporary.with_suffix(".old"))
-        try:
-            os.rename(temporary, target)
-        except OSError:
-            os.rename(replaced, target)
-            raise
+        os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
     remove(replaced)
@@ -179,13 +175,11 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
         try:
             _discard(steps[step])
         except OSError as error:  # the new checkpoint is complete
-            if not isinstance(error, FileNotFoundError):  # someone else has removed it
-                print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
+            print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
 
 
 def _discard(path: Path) -> None:
     """Delete a checkpoint.  The rename comes first, so that a kill leaves no partial checkpoint under its name."""
     hidden = path.with_name(f".{path.name}.old")
-    remove(hidden)  # an earlier one may be left, in part
     os.rename(path, hidden)
     remove(hidden)
