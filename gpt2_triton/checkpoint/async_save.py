@@ -17,19 +17,11 @@ from gpt2_triton.errors import CheckpointError
 class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If a write fails, training continues after a warning."""
 
-    def __init__(
-        self,
-        directory: Path,
-        retention: Retention,
-        control: ControlGroup = SINGLE_PROCESS,
-        resumed: dict[str, Any] | None = None,
-    ):
-        """`resumed` is the state that the run continues from."""
+    def __init__(self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS):
         self._directory, self._retention, self._control = directory, retention, control
         self._host: dict[str, Tensor] = {}
         self._step: int | None = None  # of the last save
-        # step and state of the last save that succeeded
-        self._written = (resumed["step"], resumed) if resumed else None
+        self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_step: int | None = None  # set by `wait`; equal on all ranks

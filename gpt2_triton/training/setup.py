@@ -176,13 +176,11 @@ def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, da
     return made or model.compile(validated, answered)
 
 
-def open_checkpointer(
-    config: Config, run_dir: Path, group: ProcessGroup, resumed: dict[str, Any] | None
-) -> AsyncCheckpointer:
-    """Return the writer of the run's checkpoints; `resumed`: the state of a resumed run, as a save would write it."""
+def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
+    """Return the writer of the run's checkpoints."""
     c = config.checkpoint
     retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
-    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"), resumed)
+    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"))
 
 
 def open_log(

@@ -84,7 +84,7 @@ class Trainer:
             start.notes.extend(notes)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
-        self.checkpointer = open_checkpointer(self.config, run_dir, self.group, self._saved() if found else None)
+        self.checkpointer = open_checkpointer(self.config, run_dir, self.group)
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)

@@ -137,13 +137,3 @@ def test_state_that_was_saved_last_is_not_written_again(tmp_path):
         saver.wait(raise_errors=True)
         written.append((tmp_path / STEP_10).stat().st_ino)
     assert written[0] == written[1] != written[2]
-
-
-def test_state_that_the_run_continues_from_is_not_written_again(newest):
-    saver, before = AsyncCheckpointer(newest.parent, Retention(0), resumed=state(20)), newest.stat().st_ino
-    saver.save(20, pieces(20), state(20))
-    saver.wait(raise_errors=True)
-    assert newest.stat().st_ino == before
-    saver.save(20, pieces(20), state(20, sample=1))
-    saver.wait(raise_errors=True)
-    assert newest.stat().st_ino != before

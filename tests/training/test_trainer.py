@@ -63,17 +63,6 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert records(tmp_path) == records(unbroken)
 
 
-def test_resumed_run_keeps_the_checkpoint_that_it_continues_from(tmp_path):
-    """A save of that state writes nothing."""
-    train(run_config(train=dict(steps=2), checkpoint=dict(every=2)), tmp_path, resume=False)
-    [found] = tmp_path.glob("checkpoints/step_*")
-    config, before = run_config(train=dict(steps=4), checkpoint=dict(every=2, keep=2)), found.stat().st_ino
-    trainer = make_trainer(config, tmp_path, found)
-    trainer._save(2)
-    trainer.close()
-    assert found.stat().st_ino == before
-
-
 def unreadable(*_):
     raise DataError("cut off")
 
