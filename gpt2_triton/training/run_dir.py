@@ -14,8 +14,6 @@ from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
 
-WRITTEN = (METRICS, STATS, "config.yaml", "run.json", "seen", "tokenizer.model")  # each as a hidden file first
-
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
     """Lock `run_dir` until `held` closes.  Return the newest intact checkpoint, or None to start a new run.
@@ -25,14 +23,11 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     """
     held.enter_context(lock_run_dir(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
-    try:
-        for name in WRITTEN:
-            for hidden in run_dir.glob(f".{name}.*.tmp"):  # left by a killed start: the lock excludes a running start
-                hidden.unlink()
-        if found is None:
+    if found is None:
+        try:
             _begin(run_dir, resume)
-    except OSError as error:
-        raise run_dir_error(run_dir, error) from error
+        except OSError as error:
+            raise run_dir_error(run_dir, error) from error
     return found
 
 
