@@ -65,7 +65,3 @@ class StepQueue:
         while self.finish() is not None:
             pass
         self._unread = None
-
-    def abandon(self) -> None:
-        """Drop the steps in flight without waiting for them."""
-        self._in_flight.clear()

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gpt2_triton import kernels
@@ -104,8 +103,7 @@ class Trainer:
         """Train to the last step, a signal or the time limit; return the exit code.  Save before raising DataError."""
         self.signals.begin_loop(self.run_dir)
         if self.group.rank == 0:
-            with contextlib.suppress(OSError):  # no such file, or a read-only disk
-                (self.run_dir / PREEMPTED).unlink()  # of an earlier start
+            (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
         try:
             return self._loop()
         except DataError:
@@ -320,20 +318,13 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, NonFiniteError):
-            self.queue.abandon()  # no later step may be logged after the message
-        elif error is not None and self.group.size > 1:
-            return  # other ranks may wait for this one, and this one must not wait for them
-        self.close(failed=error is not None)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # other ranks may wait for a rank that fails alone, and it must not wait for them
+        if error is None or self.group.size == 1 or isinstance(error, NonFiniteError):
+            self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
-        """In a run of one rank, read the step in flight.  Then close every part, even if closing another part fails."""
-        if self.group.size == 1:  # reading a step needs all ranks
-            with contextlib.suppress(Exception):  # a failed device cannot return the step
-                self._read_step()
+        """Close every part, even if closing another part fails."""
         with contextlib.ExitStack() as closing:
             if self.group.size > 1:  # CUDA graphs must go before the communicator that they use
                 closing.callback(self.model.release_graphs)

@@ -277,19 +277,6 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
     ]  # fmt: skip
 
 
-def test_exception_keeps_the_line_of_the_step_in_flight(tmp_path, monkeypatch):
-    """Step 2 runs on the device while the host fails to read the batch of step 3."""
-
-    def fail(_, index):
-        if index == 2:
-            raise OSError("the disk of the shards is gone")
-
-    before_steps(fail, monkeypatch)
-    with pytest.raises(OSError, match="gone"):
-        train(run_config(eval=dict(every=0)), tmp_path, resume=False)
-    assert [r["step"] for r in records(tmp_path) if "loss" in r] == [1, 2]
-
-
 @pytest.mark.slow
 def test_losses_of_five_steps_are_the_recorded_ones():
     """tests/support/reference.py computes the same losses in float64 from the same initial weights.
