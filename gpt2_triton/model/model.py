@@ -126,13 +126,6 @@ class Model:
         if self.train_view.dropout:
             self.state.step_key[self.K.step_io.ROW.value].copy_(self._first_rows[micro], non_blocking=True)
 
-    def void_step(self) -> None:
-        """Make the step in progress change nothing, by a loss of NaN, and stop the run on every rank."""
-        io, row = self.K.step_io, self._step.step_in
-        row.numpy()[io.LOSS_SCALE], row.numpy()[io.STOP] = np.nan, 1
-        self.state.step_in.copy_(row, non_blocking=True)
-        self.state.step_out[io.STOPPING.value].copy_(row[io.STOP.value], non_blocking=True)
-
     def end_step(self) -> InFlightStep:
         """Update the parameters; result() of the returned value waits for the step's loss, gradient norm and time."""
         self._run(self._update, self._with_stats)

@@ -4,12 +4,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.watchdog import Watchdog
-from gpt2_triton.errors import DataError
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.step import InFlightStep, StepResult
 
@@ -20,9 +17,6 @@ class StepQueue:
     def __init__(self, model: Model, watchdog: Watchdog):
         self._model, self._watchdog = model, watchdog
         self._in_flight: deque[InFlightStep] = deque()
-        self._finished = 0  # steps of this queue
-        self._launched = 0
-        self._unread: tuple[int, str] | None = None  # the first launch that lacked data, and why
         self.statistics: Sequence[Tensor] = ()  # host copies of the last finished step's statistics
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
@@ -30,33 +24,16 @@ class StepQueue:
         accumulation = self._model.shape.accumulation
         self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
         for micro in range(accumulation):
-            packed = self._next(batches)
+            packed = next(batches)
             self._watchdog.heartbeat(step + 1)
             self._model.micro_step(packed, first=micro == 0, last=micro == accumulation - 1)
         self._in_flight.append(self._model.end_step())
-        self._launched += 1
-
-    def _next(self, batches: Iterator[Tensor]) -> Tensor:
-        """Return the next micro-batch; without its data zeros, in a step that changes nothing: other ranks join it."""
-        try:
-            return next(batches)
-        except DataError as error:
-            self._unread = self._unread or (self._launched, str(error))
-            self._model.void_step()
-            return torch.from_numpy(np.zeros(self._model.state.batch.shape, np.int32))
-
-    def require_data(self, control: ControlGroup) -> None:
-        """Raise DataError on every rank if one rank lacked data for the last finished step; all ranks call it."""
-        for unread in control.all_gather(self._unread):
-            if unread and unread[0] < self._finished:
-                raise DataError(unread[1])
 
     def finish(self, running: int = 0) -> StepResult | None:
         """Wait for the oldest step in flight and return its result; None if at most `running` steps are in flight."""
         if len(self._in_flight) <= running:
             return None
         finished = self._in_flight.popleft()
-        self._finished += 1
         self.statistics = finished.stats
         return finished.result()
 
@@ -64,4 +41,3 @@ class StepQueue:
         """Wait for the steps in flight and drop their results."""
         while self.finish() is not None:
             pass
-        self._unread = None

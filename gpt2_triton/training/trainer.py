@@ -100,19 +100,21 @@ class Trainer:
     # ---- the loop ----
 
     def run(self) -> int:
-        """Train to the last step, a signal or the time limit; return the exit code.  Save before raising DataError."""
+        """Train to the last step, a signal or the time limit; return the exit code.
+
+        On one rank save before raising DataError: among several, other ranks may have read their data.
+        """
         self.signals.begin_loop(self.run_dir)
         if self.group.rank == 0:
             (self.run_dir / PREEMPTED).unlink(missing_ok=True)  # of an earlier start
         try:
             return self._loop()
         except DataError:
-            self.queue.discard()
-            if self.state.step > 0 and (self.model.calibrated or not self.model.has_fp8):  # fp8 needs scales to save
+            has_scales = self.model.calibrated or not self.model.has_fp8
+            if self.group.size == 1 and not self._read_step() and self.state.step > 0 and has_scales:
                 self.log.info(f"saving step {self.state.step}, because the next step's data cannot be read")
                 self._save(self.state.step)
                 self._wait_for_save()
-            self.control.leave()
             raise
         except NonFiniteError:
             self.control.leave()
@@ -175,24 +177,25 @@ class Trainer:
         result = self.queue.finish(running)
         if result is None:
             return False
-        if result.stop:  # a signal, or a rank without data
-            self.queue.require_data(self.control)
-        cause = ""
-        if self.model.stats_recorder and not (result.applied or result.outlier):
-            with self.watchdog.phase(SEARCHING):
-                cause = recovery.first_non_finite(self.model, self.batches, self.state.sample, self.control)
         self.state.step += 1
         self.state.sample += self.sequences
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
-        self.log.step(self.state.step, result, cause)
+        is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
+        self.log.step(self.state.step, result, self._first_non_finite() if is_searched else "")
         if (recorder := self.model.stats_recorder) and self._due(self.state.step, self.config.log.stats_every):
             record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
         target = self._rewind_target()
         self.state.raise_if_unstable(self.config, target)
         return target > 0
+
+    def _first_non_finite(self) -> str:
+        """Compute the last finished step's gradients again; name the first tensor that is not finite."""
+        with self.watchdog.phase(SEARCHING):
+            batches = self.batches.step(self.state.sample - self.sequences)
+            return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
 
     def _rewind_target(self) -> int:
         """Return the step to which the run has to rewind, or 0."""
@@ -228,8 +231,7 @@ class Trainer:
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.train.step_tokens)
-                batches = recovery.batches_of_step(self.batches, self.state.sample, self.control)
-                fp8.calibrate(self.model, batches, inputs)
+                fp8.calibrate(self.model, list(self.batches.step(self.state.sample)), inputs)
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----

@@ -8,9 +8,8 @@ import pytest
 
 from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
-from gpt2_triton.errors import CheckpointError, DataError
+from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training import trainer
-from gpt2_triton.training.metrics import read_metrics
 from tests.support.loop import before_steps, poison, stop_after, train
 from tests.training.test_trainer import run_config
 
@@ -89,25 +88,6 @@ def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, mon
     assert "No space left" in capsys.readouterr().err
     state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
     assert state["best"] == [1, 3.0]
-
-
-def test_validation_that_fails_is_made_up_for_by_the_resumed_run(losses, tmp_path, monkeypatch):
-    """A validation shard cannot be read after step 2, the best."""
-    validate = trainer.Trainer._validate
-
-    def unreadable(self, step):
-        if step == 2:
-            raise DataError("val.bin: cannot be read")
-        validate(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_validate", unreadable)
-        with pytest.raises(DataError):
-            train(best_config(best="val_loss"), tmp_path, resume=False)
-    assert train(best_config(best="val_loss"), tmp_path, resume=True) == 0
-    validated = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in record]
-    assert validated == [0, 1, 2, 3, 4, 5]
-    assert find_checkpoint(tmp_path / "best").name == "step_00000002"
 
 
 def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
