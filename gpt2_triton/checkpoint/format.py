@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import read_json, sha256
+from gpt2_triton.files import sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state with a value per rank
@@ -47,14 +46,6 @@ def list_steps(directory: Path) -> list[tuple[int, Path]]:
 def best_step(state: dict[str, Any]) -> int | None:
     """Return the step of the lowest validation loss; None if the run keeps none, or none yet."""
     return state["best"][0] if state.get("best") else None
-
-
-def read_best(step_dir: Path) -> tuple[int, float] | None:
-    """Return (step, loss) of the lowest validation loss in a checkpoint's state; None if that is unreadable."""
-    try:
-        return read_json(step_dir / STATE).get("best")
-    except CheckpointError:
-        return None
 
 
 def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from gpt2_triton.checkpoint.format import (
     best_step,
     fingerprint,
     list_steps,
-    read_best,
     step_path,
     tensors_name,
 )
@@ -44,7 +43,7 @@ FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' head
 
 
 class Retention(NamedTuple):
-    """Which checkpoints stay, beside the best, the best as of each rewind's target, and all after the newest save."""
+    """Which checkpoints stay, beside the best and all after the newest save."""
 
     keep: int  # the newest; 0: all
     every: int = 0  # multiples of this step; 0: none
@@ -168,9 +167,7 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
         kept |= {step for step in steps if step % retention.every == 0}
     if retention.rewind:
         last = newest // retention.rewind * retention.rewind
-        for step in {last, last - retention.rewind} & steps.keys():
-            best_then = read_best(steps[step])
-            kept |= {step, best_then[0] if best_then else None}
+        kept |= {last, last - retention.rewind}
     for step in steps.keys() - kept:
         try:
             _discard(steps[step])

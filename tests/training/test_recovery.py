@@ -175,10 +175,7 @@ def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch,
     assert capsys.readouterr().err.count("warning: skipping damaged") == 1
 
 
-def test_best_checkpoint_of_a_rewind_target_is_kept(tmp_path):
-    """Steps 2 and 6 are the best up to steps 4 and 8, to which the run may rewind, and step 9 is the best of all."""
-    for step, best in ((2, 2), (4, 2), (6, 6), (8, 6), (9, 9)):
-        save_checkpoint(tmp_path, step, {"params": torch.zeros(1)}, {"best": [best, 1.0]}, Retention(1, rewind=4))
-    assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [2, 4, 6, 8, 9]
-    save_checkpoint(tmp_path, 12, {"params": torch.zeros(1)}, {"best": [9, 1.0]}, Retention(1, rewind=4))
-    assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [6, 8, 9, 12]
+def test_checkpoints_to_which_the_run_may_rewind_are_kept(tmp_path):
+    for step in (2, 4, 6, 8, 9):
+        save_checkpoint(tmp_path, step, {"params": torch.zeros(1)}, {}, Retention(1, rewind=4))
+    assert sorted(int(p.name[-2:]) for p in tmp_path.iterdir()) == [4, 8, 9]
