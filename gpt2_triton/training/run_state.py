@@ -87,15 +87,13 @@ class RunState:
     def rewind_target(self, config: Config, saved: Collection[int]) -> int:
         """Return the step to which the run has to rewind, or 0; `saved`: the steps of the checkpoints.
 
-        The target is the last multiple of checkpoint.every up to the last update.  A checkpoint that a signal caused is
-        no target, so that interruptions do not change a run.  If the target was not saved, because checkpoint.every or
-        rewind_after has changed, the newest checkpoint up to the last update replaces it.
+        The target is the newest checkpoint up to the last multiple of checkpoint.every with an update.  A later one,
+        which a signal caused, is no target, so that interruptions do not change a run.
         """
         if not self.is_rewind_due(config):
             return 0
         every, updated = config.checkpoint.every, self.step - self.without_update
-        due = updated // every * every
-        return due if due in saved else max((step for step in saved if step <= updated), default=0)
+        return max((step for step in saved if step <= updated // every * every), default=0)
 
     def raise_if_unstable(self, config: Config, target: int) -> None:
         """Raise NonFiniteError if rewinds to `target` did not help, or after train.skip_limit non-finite steps."""
