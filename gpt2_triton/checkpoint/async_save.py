@@ -24,6 +24,7 @@ class AsyncCheckpointer:
         self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self.newest: Path | None = None  # the last checkpoint that this start wrote
         self.failed_step: int | None = None  # set by `wait`; equal on all ranks
 
     def save(
@@ -57,7 +58,7 @@ class AsyncCheckpointer:
         self._written = None
         try:
             before()
-            save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
+            self.newest = save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
             self._written = step, state
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error

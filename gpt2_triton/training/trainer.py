@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton import kernels
-from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
@@ -140,9 +139,9 @@ class Trainer:
                 self.log.info(memory_in_use_report(self.model.plan, self.bytes_before))
             if rewind or self._between_steps(step):
                 step = self._rewind()
-        return self._end(step, trained=first < last)
+        return self._end(step)
 
-    def _end(self, step: int, trained: bool) -> int:
+    def _end(self, step: int) -> int:
         """Save a run that ends before its last step; return the exit code once all checkpoints are written."""
         stopping, patience = self.signals.stop, self.config.train.patience
         if impatient := step < self.config.train.steps and self.state.is_out_of_patience(self.config):
@@ -152,9 +151,8 @@ class Trainer:
             self._save(step)
         self._wait_for_save(raise_errors=True)
         done = not stopping or step >= self.config.train.steps
-        saved = [at for at in recovery.saved_steps(self.run_dir, self.control) if at <= step] if trained else []
-        if saved:  # an earlier start may have left later, damaged checkpoints
-            self.log.info(f"checkpoint {step_path(self.run_dir / 'checkpoints', saved[-1])}")
+        if self.checkpointer.newest:
+            self.log.info(f"checkpoint {self.checkpointer.newest}")
         if done:
             return 0
         received = max(self.control.all_gather(self.signals.received))

@@ -197,8 +197,6 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
 def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        damaged = tmp_path / "checkpoints" / "step_00000003"  # as of an earlier start: the line below does not name it
-        before_steps(lambda *_: damaged.mkdir(parents=True), patch)
         stop_after(patch, 1)
         train(run_config(model=dict(vocab_size=600)), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
