@@ -26,8 +26,8 @@ LATER_KEYS |= {"model.tied": True}
 
 def read(
     found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]
-) -> tuple[dict[str, Any], dict[str, Tensor], list[str], dict[str, Change]]:
-    """Return state, tensors, lines for the console about what has changed, and the shards that have changed.
+) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """Return state, tensors, and lines about what has changed.
 
     `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their keys in state.json.
     CheckpointError if the checkpoint is of another run, ConfigError if it has more steps than train.steps.
@@ -52,7 +52,7 @@ def read(
         notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
         notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
-    return saved, tensors, notes, files
+    return saved, tensors, notes
 
 
 def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Data(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run starts from: its state, the tensors of its checkpoint, and notes for the console."""
+    """What a run starts from: its state, the tensors of its checkpoint, and notes for the console and run.json."""
 
     state: RunState
     tensors: dict[str, Tensor]
@@ -67,7 +67,6 @@ class Start(NamedTuple):
     weights: Iterable[Part] = ()  # of init_from
     checkpoint: Path | None = None  # None: a new run
     config: dict[str, Any] | None = None  # from the checkpoint
-    changed_data: Mapping[str, resume.Change] = {}
 
     def continued(self, config: Config) -> Config:
         """Return `config` with the run's original init_from."""
@@ -133,10 +132,10 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
     if found is None:
         return Start(RunState(), {}, [], initial_weights(config))
-    state, tensors, notes, changed_data = resume.read(found, config, to_save(config, data)["config"], data.shards)
+    state, tensors, notes = resume.read(found, config, to_save(config, data)["config"], data.shards)
     if 0 < state["step"] < config.train.steps:
         notes += changes_on_resume(state["step"], state["config"], config)
-    return Start(RunState.from_checkpoint(state), tensors, notes, (), found, state["config"], changed_data)
+    return Start(RunState.from_checkpoint(state), tensors, notes, (), found, state["config"])
 
 
 def build_model(
@@ -194,7 +193,7 @@ def open_log(
     about = describe_start(
         model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
     )
-    about |= {"changed_data": start.changed_data} if start.changed_data else {}
+    about["notes"] = start.notes
     if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
     log = Logger(run_dir, config, state.step, about, group.size)
