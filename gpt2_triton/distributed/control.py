@@ -88,33 +88,29 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that all ranks of this start share, and that no earlier start had.
 
     torchrun gives restarted ranks the old store with its old keys, and no start number common to all nodes.  So each
-    rank draws a random token.  Rank 0's token is the name.  A rank accepts only an offer with its own token:
+    rank draws a random token, and rank 0's token is the name.  Other ranks accept only a session that lists their own:
 
-        rank r   set token/r = T_r
-        rank 0   repeat offer/r = [token/r, T_0] until accept/r is T_0
-        rank r   wait until offer/r = [T_r, name]; set accept/r = name; return name
-        rank 0   when all ranks have accepted, return T_0
+        rank 0   repeat session = [T_0, token/1, ..., token/N] until every accept/r is T_0; return T_0
+        rank r   set token/r = T_r; wait until session has T_r; set accept/r = session[0]; return session[0]
 
     Raise TimeoutError after `seconds`; on rank 0 the error names the missing ranks.
     """
     token, end = secrets.token_hex(8), time.monotonic() + seconds
-    store.set(f"token/{rank}", json.dumps(token))
-    waiting = set(range(1, size)) if rank == 0 else {0}
-    while True:
-        for other in tuple(waiting):
-            if rank == 0 and _read(store, f"accept/{other}") == token:
-                waiting.remove(other)
-            elif rank == 0:
-                store.set(f"offer/{other}", json.dumps([_read(store, f"token/{other}"), token]))
-            elif (offer := _read(store, f"offer/{rank}")) and offer[0] == token:
-                store.set(f"accept/{rank}", json.dumps(offer[1]))
-                return offer[1]
-        if not waiting:
-            return token
-        if time.monotonic() > end:
-            missing = "rank 0" if rank else f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))}"
-            raise TimeoutError(f"{missing} did not join within {seconds:.0f} s")
+    others, missing = range(1, size), [0]
+    if rank:
+        store.set(f"token/{rank}", json.dumps(token))
+    while time.monotonic() < end:
+        if rank == 0:
+            store.set("session", json.dumps([token, *(_read(store, f"token/{other}") for other in others)]))
+            missing = [other for other in others if _read(store, f"accept/{other}") != token]
+            if not missing:
+                return token
+        elif token in (session := _read(store, "session") or []):
+            store.set(f"accept/{rank}", json.dumps(session[0]))
+            return session[0]
         time.sleep(POLL_SECONDS)
+    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    raise TimeoutError(f"{names} did not join within {seconds:.0f} s")
 
 
 def _read(store: Any, key: str) -> Any:
