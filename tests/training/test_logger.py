@@ -134,17 +134,6 @@ def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
     assert capsys.readouterr().err == warning
 
 
-def test_logger_delays_lines_while_the_disk_is_full(tmp_path, capsys, monkeypatch):
-    logger = Logger(tmp_path, config())
-    kept = logger._file._file
-    with open("/dev/full", "wb", buffering=0) as logger._file._file:
-        logger.step(1, result(loss=2.5, norm=1.0, seconds=0.1))
-    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 1
-    logger._file._file = kept
-    logger.close()
-    assert read_metrics(tmp_path / METRICS)[0]["step"] == 1
-
-
 def test_logger_refuses_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "run.json").mkdir()  # root, which may run the tests, writes where permissions forbid it
     with pytest.raises(ConfigError, match=f"--run_dir: cannot write to {tmp_path}: Is a directory; choose another"):

@@ -37,12 +37,6 @@ def test_learning_rate_is_constant_then_falls_with_the_square_root_or_linearly(s
     assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - fallen))
 
 
-def test_a_schedule_without_a_curve_is_no_other_schedule():
-    optim = OptimConfig.model_construct(lr=LR, warmup=0, final_frac=0.0, wsd_decay_frac=0.2, schedule="new")
-    with pytest.raises(KeyError, match="new"):
-        learning_rate(900, optim, STEPS)
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
     lrs = curve(schedule, final_frac=0.1)

@@ -12,7 +12,6 @@ import torch
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.weights import join_master
-from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
@@ -241,12 +240,6 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
     with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row"):
         train(config, tmp_path, resume=False)
     assert [r["skipped"] for r in records(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
-
-
-def test_second_start_in_a_directory_is_refused_before_it_writes(tmp_path):
-    with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="writes to .*; wait for its end, or choose another"):
-        train(run_config(), tmp_path, True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):
