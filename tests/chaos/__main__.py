@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
@@ -125,20 +125,6 @@ class Chaos:
         else:
             shutil.rmtree(run_dir)
 
-    def report(self, minutes: float) -> dict[str, Any]:
-        recovery = sorted(self.recovery) or [0.0]
-        return dict(
-            minutes=round(minutes, 1),
-            campaigns=self.campaigns,
-            faults=sum(self.injected.values()),
-            ended_by_faults=sum(self.ended.values()),
-            resumes=self.resumes,
-            bytes_lost=self.bytes_lost,
-            seconds_to_recover=dict(median=round(statistics.median(recovery), 1), worst=round(recovery[-1], 1)),
-            by_fault={name: dict(injected=self.injected[name], ended=self.ended[name]) for name in TABLE},
-            problems=self.problems,
-        )
-
 
 def _tensors(step_dir: Path) -> list[Path]:
     return sorted(step_dir.glob("*.safetensors"))
@@ -164,7 +150,6 @@ def chaos(
     seed: int | None = None,
     ranks: tuple[int, ...] = (1, 2),
     config: Path = TINY,
-    out: Path | None = None,
 ) -> int:
     """Train under random faults and compare with an undisturbed run.
 
@@ -180,14 +165,11 @@ def chaos(
         Numbers of ranks, in turn.
     config: Path
         Configuration of the run.
-    out: Path
-        File for the report, as JSON.
     """
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"seed {seed}, {minutes:g} minutes, runs in {directory}", flush=True)
     test = Chaos(directory, config.resolve(), [*keys], seed, silent=300.0)
-    started = time.monotonic()
     wanted = {size: test.undisturbed(size) for size in ranks}
     for size, (_, first, end) in wanted.items():
         print(f"undisturbed on {size} ranks: first step after {first:.1f} s, end after {end:.1f} s", flush=True)
@@ -202,15 +184,12 @@ def chaos(
             f"{sum(test.injected.values())} faults, {test.resumes} resumes, {len(test.problems)} problems",
             flush=True,
         )
-    report = dict(seed=seed, ranks=list(ranks)) | test.report((time.monotonic() - started) / 60)
-    if out:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for name, row in report["by_fault"].items():
-        print(f"{name:22} injected {row['injected']:4}  ended the run {row['ended']:4}")
-    recover = report["seconds_to_recover"]
+    for name in TABLE:
+        print(f"{name:22} injected {test.injected[name]:4}  ended the run {test.ended[name]:4}")
+    recovery = sorted(test.recovery) or [0.0]
     print(
-        f"{report['faults']} faults, {report['resumes']} resumes, {report['bytes_lost']} bytes lost; "
-        f"seconds to recover: median {recover['median']}, worst {recover['worst']}; {len(test.problems)} problems"
+        f"{sum(test.injected.values())} faults, {test.resumes} resumes, {test.bytes_lost} bytes lost; seconds to "
+        f"recover: median {statistics.median(recovery):.1f}, worst {recovery[-1]:.1f}; {len(test.problems)} problems"
     )
     if not test.problems:
         shutil.rmtree(directory)

@@ -29,7 +29,7 @@ class Injection(NamedTuple):
     start: Callable[[], Job]  # starts the same job once more
 
     def hold(self, name: str, value: int = 1, most: float = 8.0) -> None:
-        """Hold a fault of storage or clock for a random time, at most `most` seconds."""
+        """Hold a fault of storage for a random time, at most `most` seconds."""
         with self.job.fault(name, value):
             self.job.wait(self.rng.uniform(0.5, most))
 
@@ -112,8 +112,6 @@ TABLE = {
     "disk full": FULL,
     "read-only": Fault(lambda i: i.hold("read_only"), REFUSED),
     "slow storage": Fault(lambda i: i.hold("slow", 50_000), set()),
-    "clock + 1 h": Fault(lambda i: i.hold("clock", 3600), set()),
-    "clock - 1 h": Fault(lambda i: i.hold("clock", -3600), set()),
     "bit flip": Fault(flip_bit, ENDED_BY_SIGNAL),
     "file deleted": Fault(delete_file, ENDED_BY_SIGNAL),
     "line cut": Fault(cut_line, ENDED_BY_SIGNAL),

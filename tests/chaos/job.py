@@ -1,4 +1,4 @@
-"""One start of a training run as a tree of processes: its ranks, its output, the faults of storage and clock."""
+"""One start of a training run as a tree of processes: its ranks, its output, the faults of storage."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = ("full", "read_only", "slow", "clock")  # the order of shim.c's control file
+FAULTS = ("full", "read_only", "slow")  # the order of shim.c's control file
 STEP_LINE = re.compile(r"^step +([0-9]+)/[0-9]+ \| loss", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last)"
 # torchrun itself ends with a traceback when a rank fails or a signal arrives
@@ -103,7 +103,7 @@ class Job:
         self.process.wait()
         return code
 
-    # ---- faults of storage and clock ----
+    # ---- faults of storage ----
 
     @contextlib.contextmanager
     def fault(self, name: str, value: int = 1) -> Iterator[None]:

@@ -1,9 +1,8 @@
-/* Faults of storage and clock for one process tree, by LD_PRELOAD: the control file (CHAOS_CONTROL) holds four int64 that
+/* Faults of storage for one process tree, by LD_PRELOAD: the control file (CHAOS_CONTROL) holds three int64 that
    are read at every call, so that a fault begins and ends while the processes run.
      [0] full       writes below CHAOS_ROOT fail with ENOSPC
      [1] read_only  files below CHAOS_ROOT cannot be opened for writing, made, renamed: EROFS
-     [2] slow       microseconds that a write or fsync below CHAOS_ROOT takes longer
-     [3] clock      seconds added to the wall clock */
+     [2] slow       microseconds that a write or fsync below CHAOS_ROOT takes longer */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -16,12 +15,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
-enum { FULL, READ_ONLY, SLOW, CLOCK };
+enum { FULL, READ_ONLY, SLOW };
 static volatile int64_t *control;
 static const char *root;
 
@@ -29,7 +26,7 @@ __attribute__((constructor)) static void start(void) {
   const char *path = getenv("CHAOS_CONTROL");
   int fd = path ? open(path, O_RDONLY) : -1;
   if (fd < 0) return;
-  void *map = mmap(NULL, 4 * sizeof(int64_t), PROT_READ, MAP_SHARED, fd, 0);
+  void *map = mmap(NULL, 3 * sizeof(int64_t), PROT_READ, MAP_SHARED, fd, 0);
   close(fd);
   if (map != MAP_FAILED) control = map;
   root = getenv("CHAOS_ROOT");
@@ -76,22 +73,3 @@ int open(const char *path, int flags, ...) OPENS(open, (path, flags, mode), AT_F
 int open64(const char *path, int flags, ...) OPENS(open64, (path, flags, mode), AT_FDCWD)
 int openat(int dir, const char *path, int flags, ...) OPENS(openat, (dir, path, flags, mode), dir)
 int openat64(int dir, const char *path, int flags, ...) OPENS(openat64, (dir, path, flags, mode), dir)
-
-int clock_gettime(clockid_t id, struct timespec *t) {
-  REAL(clock_gettime);
-  int result = real(id, t);
-  if (!result && id == CLOCK_REALTIME) t->tv_sec += fault(CLOCK);
-  return result;
-}
-int gettimeofday(struct timeval *restrict t, void *restrict zone) {
-  REAL(gettimeofday);
-  int result = real(t, zone);
-  if (!result) t->tv_sec += fault(CLOCK);
-  return result;
-}
-time_t time(time_t *out) {
-  struct timespec t;
-  clock_gettime(CLOCK_REALTIME, &t);
-  if (out) *out = t.tv_sec;
-  return t.tv_sec;
-}
