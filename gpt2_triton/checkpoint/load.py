@@ -86,23 +86,13 @@ def find_checkpoint(path: Path) -> Path:
         if problem := verify(path):
             raise CheckpointError(f"{path}: {problem}; choose another step")
         return path
-    directory = _directory_of(path)
-    found = latest_checkpoint(directory)
+    found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():
         raise CheckpointError(f"{path}: this run has no checkpoint yet; wait for its next save")
     if found is None:
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
         raise CheckpointError(f"{path}: no checkpoint found; {todo}")
     return found
-
-
-def _directory_of(path: Path) -> Path:
-    """Return the `checkpoints` directory that holds what `find_checkpoint` looks for."""
-    if path.name == "best" and not path.exists():
-        path = path.parent
-    elif STEP_NAME.fullmatch(path.absolute().name):
-        return path.absolute().parent
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def best_checkpoint(newest: Path) -> Path | None:
@@ -117,13 +107,19 @@ def best_checkpoint(newest: Path) -> Path | None:
 def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """Return (step directory, state, host tensors); if the run deletes the step meanwhile, those of a newer step."""
     while True:
-        steps = list_steps(_directory_of(path))
+        steps = _steps_near(path)
         try:
             found = find_checkpoint(path)
             return found, *load_checkpoint(found)
         except (OSError, CheckpointError):
-            if list_steps(_directory_of(path)) == steps:
+            if _steps_near(path) == steps:
                 raise
+
+
+def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
+    """Return all steps where `find_checkpoint` may look for `path`."""
+    run = path.absolute().parent
+    return [list_steps(place) for place in (path, path / "checkpoints", run, run / "checkpoints")]
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -9,7 +9,6 @@ from gpt2_triton.checkpoint.format import best_step, list_steps, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.distributed.control import ControlGroup
-from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model.model import Model
 
 
@@ -30,8 +29,7 @@ def restore_model(
 def _newest_intact(directory: Path, target: int) -> int:
     """Return the step of the newest intact checkpoint up to `target`."""
     found = latest_checkpoint(directory, target)
-    if found is None:
-        raise CheckpointError(f"{directory}: step {target}, to which the run rewinds, was deleted; use --resume")
+    assert found, "saved_steps has just listed the target"
     return int(found.name.removeprefix("step_"))
 
 
