@@ -85,13 +85,11 @@ class RunState:
         return 0 < config.train.rewind_after <= self.without_update
 
     def rewind_target(self, config: Config, saved: Collection[int]) -> int:
-        """Return the step to which the run has to rewind, or 0; `saved`: the steps of the checkpoints.
+        """Return the step to which a due rewind returns, or 0; `saved`: the steps of the checkpoints.
 
         The target is the newest checkpoint up to the last multiple of checkpoint.every with an update.  A later one,
         which a signal caused, is no target, so that interruptions do not change a run.
         """
-        if not self.is_rewind_due(config):
-            return 0
         every, updated = config.checkpoint.every, self.step - self.without_update
         return max((step for step in saved if step <= updated // every * every), default=0)
 

@@ -36,8 +36,3 @@ class StepQueue:
         finished = self._in_flight.popleft()
         self.statistics = finished.stats
         return finished.result()
-
-    def discard(self) -> None:
-        """Wait for the steps in flight and drop their results."""
-        while self.finish() is not None:
-            pass

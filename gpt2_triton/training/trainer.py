@@ -213,7 +213,7 @@ class Trainer:
 
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
-        self.queue.discard()
+        self.queue.finish()  # the step in flight, if any, is undone too
         failed, target = self.state.step, self._rewind_target()
         with self.watchdog.phase("rewinding"):
             target, best = recovery.restore_model(target, self.run_dir, self.model, self.control)

@@ -66,9 +66,9 @@ def test_rewind_after_so_many_steps_without_update():
     """At step 12 the last two had no update: the target is 8, the last multiple of 4 up to step 10."""
     config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
     state = RunState(step=12, without_update=1, skipped_in_a_row=1)
-    assert state.rewind_target(config, [4, 8]) == 0
+    assert not state.is_rewind_due(config)
     state.without_update = state.skipped_in_a_row = 2
-    assert state.rewind_target(config, [4, 8, 10, 12]) == 8
+    assert state.is_rewind_due(config) and state.rewind_target(config, [4, 8, 10, 12]) == 8
     assert state.rewind_target(config, [6, 7, 12]) == 7 and state.rewind_target(config, [12]) == 0
     state.raise_if_unstable(config, 8)  # a rewind comes first
     state.rewinds, state.rewound_to = MAX_REWINDS, 4
