@@ -62,15 +62,6 @@ def test_set_env_from_slurm_makes_a_task_a_rank(environment, step, hosts, port):
     assert os.environ.get("LOCAL_WORLD_SIZE") == (None if hosts == "2" else "16")
 
 
-def test_slurm_step_without_its_nodes_is_one_line(environment):
-    environment(**TASK)
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST is not set; start the ranks with srun or torchrun"):
-        set_env_from_slurm()
-    environment(MASTER_ADDR="gpu7")
-    set_env_from_slurm()
-    assert os.environ["MASTER_ADDR"] == "gpu7"
-
-
 @pytest.mark.parametrize("given", [
     {}, dict(SLURM_JOB_ID="7", SLURM_NTASKS="8", SLURM_PROCID="0"),
     dict(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"),
