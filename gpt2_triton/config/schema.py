@@ -80,20 +80,13 @@ class ModelConfig(ConfigSection):
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
     n_kv_head: OptionalInt = kept(None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1)
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
-    n_inner: OptionalInt = kept(
-        None, "llama: width of the gated MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16
-    )
+    n_inner: OptionalInt = kept(None, "llama: width of the MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16)
     vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17)
     block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
-    dropout: float = kept(
-        0.0, "probability in training with which dropout sets elements of embeddings and branches to 0", ge=0, lt=1
-    )
+    dropout: float = kept(0.0, "probability that training sets an element of embeddings and branches to 0", ge=0, lt=1)
     norm_eps: float = kept(1e-5, "llama: epsilon of the norms", gt=0)
     rope_theta: float = kept(500_000.0, "llama: base of the rotations' frequencies", gt=1)
-    rope_factor: float = kept(
-        1.0, "llama: low frequencies are divided by it, as in Llama 3.1 (8) and 3.2 (32); 1 changes none", ge=1
-    )
-
+    rope_factor: float = kept(1.0, "llama: divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", ge=1)
     tied: bool = kept(True, "llama: the output head is the token embedding; false gives it weights of its own")
 
     @model_validator(mode="before")
@@ -148,9 +141,7 @@ class DataConfig(ConfigSection):
 class TrainConfig(ConfigSection):
     steps: int = free(19560, "optimizer steps", ge=1, le=1 << 40)
     # The micro-batch may change, since the tokens of a step may not.
-    batch_size: int = free(
-        64, "largest micro-batch of a GPU, in sequences; a larger step accumulates gradients", ge=1, le=1 << 20
-    )
+    batch_size: int = free(64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20)
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
     total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
@@ -160,14 +151,10 @@ class TrainConfig(ConfigSection):
         "auto is fp8 for model.arch gpt2 on 9.0, else bf16",
     )
     seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
-    max_minutes: float = free(
-        0, "minutes after which the run saves and ends, with exit code 0 and the file PREEMPTED; 0 sets no limit", ge=0
-    )
+    max_minutes: float = free(0, "minutes until the run saves and ends with the file PREEMPTED; 0 never", ge=0)
     patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
-    skip_loss_z: float = free(
-        0, "skip a step with a loss this many standard deviations above the mean of the last 128; 0 never", ge=0, le=11
-    )
+    skip_loss_z: float = free(0, "skip losses this many standard deviations above the last 128; 0 never", ge=0, le=11)
     skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
         0, "after this many skipped steps in a row go back to a checkpoint and leave out the data since; 0 never", ge=0
@@ -185,43 +172,25 @@ class Fp8Config(ConfigSection):
 
 
 class OptimConfig(ConfigSection):
-    name: Literal["adamw", "muon"] = kept(
-        "adamw", "optimizer of the layers' matrices; embeddings, norms and biases have AdamW with either"
-    )
+    name: Literal["adamw", "muon"] = kept("adamw", "optimizer of the layers' matrices; all else has AdamW")
     lr: float = free(6e-4, "peak learning rate", gt=0)
     embed_lr: float = free(1.0, "factor on the learning rate of the embeddings and an untied head", gt=0)
-    adamw_lr: OptionalFloat = free(
-        None, "peak learning rate of what AdamW updates beside Muon, before embed_lr; null is lr", gt=0
-    )
+    adamw_lr: OptionalFloat = free(None, "peak learning rate of AdamW beside Muon, before embed_lr; null is lr", gt=0)
     warmup: int = free(700, "steps of linear warmup", ge=0)
-    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free(
-        "cosine", "learning rate after the warmup"
-    )
+    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free("cosine", "learning rate after warmup")
     final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
-    wsd_decay_frac: float = free(
-        0.2, "fraction of the steps over which the schedules wsd and trapezoid decay", gt=0, le=1
-    )
+    wsd_decay_frac: float = free(0.2, "fraction of the steps in which wsd and trapezoid decay", gt=0, le=1)
     beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
-    weight_decay: OptionalFloat = free(
-        0.1, "decoupled weight decay of matrices and embeddings; null if tau is given", ge=0
-    )
-    embed_decay: OptionalFloat = free(
-        None, "weight decay of the embeddings and an untied head; null takes the matrices' decay", ge=0
-    )
+    weight_decay: OptionalFloat = free(0.1, "decoupled weight decay of matrices and embeddings; null with tau", ge=0)
+    embed_decay: OptionalFloat = free(None, "decay of embeddings and an untied head; null as for matrices", ge=0)
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
-    master: Literal["none", "fp32"] = kept(
-        "none", "none: bf16 weights, rounded stochastically; fp32: 16 more bits of each weight"
-    )
-    m: Literal["fp32", "bf16"] = kept(
-        "fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as with optim.v"
-    )
-    v: Literal["fp32", "bf16"] = kept(
-        "fp32", "storage of AdamW's second moment; bf16 is rounded stochastically, and saves 2 bytes per parameter"
-    )
+    master: Literal["none", "fp32"] = kept("none", "none: bf16 weights, rounded stochastically; fp32: 16 bits more")
+    m: Literal["fp32", "bf16"] = kept("fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as in optim.v")
+    v: Literal["fp32", "bf16"] = kept("fp32", "storage of AdamW's second moment; bf16 is rounded stochastically")
 
     @model_validator(mode="before")
     @classmethod
@@ -236,9 +205,7 @@ class MemoryConfig(ConfigSection):
         f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that fits; act and norm stand for gelu and ln",
     )
-    head_rows: OptionalInt = free(
-        None, "rows of logits computed at once; null is 11264 up to n_embd 768, 16384 up to 1024, else 10112", ge=1
-    )
+    head_rows: OptionalInt = free(None, "rows of logits computed at once; null is 10112 to 16384, by n_embd", ge=1)
 
 
 class EvalConfig(ConfigSection):
@@ -261,36 +228,24 @@ class CheckpointConfig(ConfigSection):
     every: int = free(0, "steps between checkpoints; the last step is always saved", ge=0)
     keep: int = free(2, "newest checkpoints to keep; 0 keeps all", ge=0)
     major: int = free(0, "also keep each step that is a multiple of this; 0 none", ge=0)
-    best: Literal["none", "val_loss"] = free(
-        "none", "val_loss: also save after each lowest validation loss, and keep it; RUN/best names it"
-    )
+    best: Literal["none", "val_loss"] = free("none", "val_loss: also save each lowest validation loss, as RUN/best")
 
 
 class LogConfig(ConfigSection):
     every: int = free(1, "steps between logged steps", ge=1)
-    stats_every: int = free(
-        0, "steps between statistics of activations, gradients and updates; also of the last step; 0 never", ge=0
-    )
+    stats_every: int = free(0, "steps between statistics of tensors; also of the last step; 0 never", ge=0)
     wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
-    wandb_project: OptionalText = free(
-        None, "Weights & Biases project; null is $WANDB_PROJECT, else gpt2_triton", min_length=1
-    )
+    wandb_project: OptionalText = free(None, "W&B project; null is $WANDB_PROJECT, else gpt2_triton", min_length=1)
 
 
 class ParallelConfig(ConfigSection):
     gpus: OptionalInt = free(None, "GPUs of the run; null is as many as torchrun starts, or 1", ge=1)
-    zero: int = free(
-        1, "ZeRO stage: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2
-    )
-    timeout: float = free(
-        100, "seconds without progress until a hung run ends; three times as many before the first step ends", gt=0
-    )
+    zero: int = free(1, "ZeRO: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2)
+    timeout: float = free(100, "seconds without progress that end a run; three times as many in the first step", gt=0)
 
 
 class DebugConfig(ConfigSection):
-    hash_state: int = free(
-        0, "steps between comparisons of all GPUs' weights, and moments at ZeRO stage 0; 0 never", ge=0
-    )
+    hash_state: int = free(0, "steps between comparisons of all GPUs' weights, and moments at ZeRO 0; 0 never", ge=0)
 
 
 class Sections(ConfigSection):
@@ -308,9 +263,7 @@ class Sections(ConfigSection):
     log: LogConfig = LogConfig()
     parallel: ParallelConfig = ParallelConfig()
     debug: DebugConfig = DebugConfig()
-    init_from: str = free(
-        "scratch", "initial weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
-    )
+    init_from: str = free("scratch", "weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE")
 
 
 def options() -> Iterator[tuple[str, FieldInfo]]:
