@@ -7,12 +7,7 @@ from gpt2_triton.console import printable
 
 
 def export(
-    source: str,
-    /,
-    *,
-    out: Path,
-    format: Literal["hf", "llmc"] = "hf",
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    source: str, /, *, out: Path, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
 ) -> None:
     """Write the weights of a model in the format of transformers or llm.c.
 

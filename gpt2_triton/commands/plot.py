@@ -20,12 +20,7 @@ from gpt2_triton.training.metrics import METRICS, read_metrics
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-PANELS = {
-    "lr": "learning rate",
-    "norm": "gradient norm",
-    "tok_s": "tokens per second",
-    "hellaswag": "HellaSwag accuracy",
-}
+PANELS = dict(lr="learning rate", norm="gradient norm", tok_s="tokens per second", hellaswag="HellaSwag accuracy")
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
 
 # OpenAI's checkpoints by llm.c's vislog: loss on llm.c's validation shard of FineWeb, HellaSwag (acc_norm)

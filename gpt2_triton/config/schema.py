@@ -8,16 +8,7 @@ values of `kept` keys: with others it would be a new run.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -44,10 +35,8 @@ def kept(default: Any, meaning: str, **limits: Any) -> Any:
     return Field(default, description=meaning, json_schema_extra=KEPT, **limits)
 
 
-class ConfigSection(BaseModel):
+class ConfigSection(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base class of the sections: frozen; refuse unknown keys, infinities and stray booleans; read 10B as an int."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
