@@ -115,10 +115,7 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's number of bytes, int64 [V]; 0 for the delimiter and for ids that the tokenizer lacks.
-
-    If the tokenizer is not available, print a warning and return None.
-    """
+    """Return each token's bytes, int64 [V], 0 for delimiters and unknown ids; without a tokenizer warn, return None."""
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:

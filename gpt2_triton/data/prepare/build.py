@@ -116,10 +116,7 @@ def tokenize(tokenizer: str, batch: Batch) -> np.ndarray:
 def _cut(
     source: Source, shards: ShardRecords, tokenised: Iterator[tuple[Batch, np.ndarray]], skip: int, progress: Progress
 ) -> Iterator[tuple[str, np.ndarray, Place]]:
-    """Yield (name, tokens, place after them) of each shard; the caller adds it to `shards` before the next one.
-
-    The first `skip` tokens are in a shard already.
-    """
+    """Yield (name, tokens, place after them) of each shard, without the first `skip` tokens, which one has already."""
     for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
         rest, state, length = np.empty(0, np.uint16), None, 0  # the last two are of the newest batch
         while shard := source.next_shard(split, shards):
@@ -135,7 +132,7 @@ def _cut(
             if not len(tokens):
                 break
             rest = tokens[size:].copy()  # a view would keep the whole shard in memory
-            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}
+            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}  # the caller adds it to `shards`
         else:
             return
 
@@ -228,11 +225,7 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(out_dir: Path, log: Log) -> Iterator[None]:
-    """Lock out_dir; wait while another preparation holds it.
-
-    The lock's file stays until shards.json is there, so a process that waits finds shards.json.
-    Without locks in the file system, processes with one recipe write the same bytes, and other recipes are refused.
-    """
+    """Lock out_dir by a file that stays until shards.json is there; wait while another preparation holds the lock."""
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / LOCK, "w") as file:
         try:
@@ -240,7 +233,7 @@ def _locked(out_dir: Path, log: Log) -> Iterator[None]:
         except BlockingIOError:
             log(f"waiting for another process that prepares {out_dir}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
+        except OSError:  # no locks here: processes with one recipe write the same bytes
             pass
         else:  # only under a lock: another host may be writing its file
             for hidden in out_dir.glob(".*.tmp"):

@@ -109,10 +109,7 @@ def prepare_texts(
 
 
 class _Texts:
-    """Texts as a Source: the first `cut` characters are training data, the rest is validation.
-
-    A state is the number of characters before a batch.
-    """
+    """Texts as a Source: training data are the first `cut` characters; a state is the characters before a batch."""
 
     name, unit = "text", "characters"
 
@@ -150,10 +147,7 @@ def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
-    """Yield batches of pieces, BATCH_CHARS characters or more together.
-
-    The end-of-text token precedes the first piece of each document but the first.
-    """
+    """Yield batches of BATCH_CHARS characters or more; the delimiter precedes each document but the first."""
     batch: list[tuple[bool, str]] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
