@@ -39,15 +39,13 @@ class Curves(NamedTuple):
 
     def summary(self) -> str:
         """Return the entry in the legend: name, last loss, median speed and MFU, last HellaSwag score."""
-        val, train, speed, mfu, hellaswag = (
-            self.points(key)[:, 1] for key in ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
-        )
+        keys = ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
+        val, train, speed, mfu, hellaswag = (self.points(key)[:, 1] for key in keys)
         loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
         lines = [textwrap.fill(self.name, 28).replace("$", r"\$"), loss]  # no mathematics
         if len(speed):
-            lines.append(
-                f"{format_count(np.median(speed))} tokens/s" + (f", MFU {np.median(mfu):.0%}" if len(mfu) else "")
-            )
+            share = f", MFU {np.median(mfu):.0%}" if len(mfu) else ""
+            lines.append(f"{format_count(np.median(speed))} tokens/s{share}")
         if len(hellaswag):
             lines.append(f"HellaSwag {100 * hellaswag[-1]:.1f}")
         return "\n".join(lines)

@@ -24,9 +24,8 @@ class StepShape:
         """Return the shape on `world_size` GPUs, else parallel.gpus, else 1; ConfigError if they contradict."""
         t, gpus = config.train, world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
-            raise ConfigError(
-                f"parallel.gpus: {config.parallel.gpus}, but the launcher or --gpus gives {gpus}; make them equal"
-            )
+            other = f"the launcher or --gpus gives {gpus}; make them equal"
+            raise ConfigError(f"parallel.gpus: {config.parallel.gpus}, but {other}")
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
@@ -41,10 +40,9 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        divides = several and total % t.seq_len == 0  # a resume may change the GPUs, not the tokens of a step
-        todo = (
-            f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, " if divides else ""
-        )
+        todo = ""
+        if several and total % t.seq_len == 0:  # a resume may change the GPUs, not the tokens of a step
+            todo = f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, "
         yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
