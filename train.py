@@ -1,4 +1,4 @@
-"""Train a GPT-2.
+"""Train GPT-2 or Llama 3.
 
 python train.py configs/quickstart.yaml                                  a small model, also without a GPU
 python train.py configs/gpt2_124m.yaml --run_dir runs/124m --resume      start, or resume from the newest checkpoint

@@ -94,7 +94,7 @@ class Trainer:
         """Return this rank's batches from the present sample on."""
         shape, group, m = self.model.shape, self.group, self.config.model
         given = (self.data.train, shape.micro_batch, shape.accumulation, m.vocab_size, self.state.sample)
-        return Prefetcher(*given, group.device != "cpu", rank=group.rank, ranks=group.size, head_row=m.head_row)
+        return Prefetcher(*given, pinned=group.device != "cpu", rank=group.rank, ranks=group.size, head_row=m.head_row)
 
     # ---- the loop ----
 
