@@ -137,20 +137,10 @@ class Progress(tqdm):
 
     def __init__(self, what: str, total: int | None, unit: str, done: int = 0):
         """`total` is None if unknown; `done` units were done before and do not count for the rate."""
-        super().__init__(
-            desc=what,
-            total=total,
-            unit=f" {unit}",
-            unit_scale=True,
-            initial=done,
-            delay=DELAY,
-            mininterval=INTERVAL,
-            miniters=0,
-            smoothing=0,  # the mean rate since the beginning
-            dynamic_ncols=True,
-            leave=False,
-            disable=_is_silent or not is_first_rank() or None,  # None: unless stderr is a terminal
-        )
+        shown = dict(desc=what, total=total, unit=f" {unit}", unit_scale=True, initial=done)
+        when = dict(delay=DELAY, mininterval=INTERVAL, miniters=0, dynamic_ncols=True, leave=False)
+        disable = _is_silent or not is_first_rank() or None  # None: unless stderr is a terminal
+        super().__init__(**shown, **when, smoothing=0, disable=disable)  # 0: the mean rate since the beginning
 
     def show(self, done: float, total: int, note: str = "") -> None:
         """Show that `done` of `total` units are done."""

@@ -52,7 +52,7 @@ def ending_losses(model: Model, questions: Questions, rank: int = 0, ranks: int 
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
-    mine = list(itertools.islice(_batches(model, lengths), rank, None, ranks))
+    mine = [*itertools.islice(batches(lengths, model.B * model.T, _longest(model)), rank, None, ranks)]
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:
@@ -76,7 +76,8 @@ def _batch(questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
 
 def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
     """Return (sequences, T) of the batches that `evaluate` makes of these questions, for Model.compile."""
-    return {(len(chosen), T) for chosen, T in _batches(model, _lengths(model, questions))}
+    lengths = _lengths(model, questions)
+    return {(len(chosen), T) for chosen, T in batches(lengths, model.B * model.T, _longest(model))}
 
 
 def require_fitting(model: Model, questions: Questions) -> None:
@@ -95,10 +96,6 @@ def _lengths(model: Model, questions: Questions) -> np.ndarray:
     """Return the number of inputs of each ending with its context; the last token is only a target."""
     pairs = zip(questions.contexts, questions.endings, strict=True)
     return np.minimum(np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model))
-
-
-def _batches(model: Model, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    return batches(lengths, model.B * model.T, _longest(model))
 
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
