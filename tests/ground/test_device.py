@@ -21,8 +21,3 @@ def test_memory_of_this_machine_is_that_of_the_rank_s_gpu(monkeypatch):
     assert device.memory_bytes(None) == 102
     monkeypatch.delenv("LOCAL_RANK")
     assert device.memory_bytes(None) == 100
-
-
-def test_free_and_total_bytes_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 2))
-    assert device.free_and_total_bytes("cuda") == (1, 2)
