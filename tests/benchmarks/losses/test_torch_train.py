@@ -1,8 +1,4 @@
-"""benchmarks/losses/torch_train.py: training on a CPU, without a variable of Triton's, and the optimizers."""
-
-import os
-import subprocess
-import sys
+"""benchmarks/losses/torch_train.py: attention on a CPU, and the optimizers; test_vs_torch.py trains with it."""
 
 import numpy as np
 import pytest
@@ -13,35 +9,16 @@ from torch.backends import cuda
 from benchmarks.losses import torch_train
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.shards import write_shard
-from gpt2_triton.training.metrics import METRICS, read_metrics
 
 SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 --model.n_layer 1
     --model.n_head 1 --model.n_embd 64 --model.block_size 16
     --optim.warmup 2 --eval.tokens 64 --memory.recompute auto""".split()
 
 
-@pytest.fixture
-def words(tmp_path):
+def test_attention_on_a_cpu_is_pytorch_s_default(tmp_path, monkeypatch):
+    """Its flash attention, not the slower one that keeps all scores."""
     write_shard(tmp_path / "shard.bin", np.arange(4000).astype(np.uint16) % 250)
     shards = ["--data.train", str(tmp_path / "shard.bin"), "--data.val", str(tmp_path / "shard.bin")]
-    return ["configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *SMALL, *shards]
-
-
-@pytest.mark.slow
-def test_it_trains_without_a_gpu(words, tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.losses.torch_train", *words],
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU\n"
-    *steps, last = read_metrics(tmp_path / "run" / METRICS)
-    assert [record["step"] for record in steps] == [1, 2, 3] and 0 < last["val_loss"] < 7
-
-
-def test_attention_on_a_cpu_is_pytorch_s_default(words, monkeypatch):
-    """Its flash attention, not the slower one that keeps all scores."""
     attention, seen = F.scaled_dot_product_attention, []
 
     def recorded(*args, **keywords):
@@ -51,7 +28,7 @@ def test_attention_on_a_cpu_is_pytorch_s_default(words, monkeypatch):
     monkeypatch.setattr(torch_train, "device_name", lambda: "cpu")
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     monkeypatch.setattr(torch_train, "model_like_ours", lambda config: torch_train.GPT2(config.model))
-    assert torch_train.main(words) == 0
+    assert torch_train.main(["configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *SMALL, *shards]) == 0
     assert seen and all(seen)
 
 
