@@ -106,16 +106,19 @@ def test_parse_refuses_more_gpus_than_there_are(words, needed, monkeypatch, caps
 
 @pytest.mark.slow
 def test_sigterm_ends_the_run_under_way_too(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.losses.loss_compare", ROOT, ROOT, "--cpu"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while not (found := children.read_text().split()) or not [*tmp_path.glob("*/run-*/metrics.jsonl")]:
+    """The checkout's train.py writes its process id and waits."""
+    tree, work = tmp_path / "tree", tmp_path / "work"
+    tree.mkdir()
+    work.mkdir()
+    (tree / "train.py").write_text("import os, signal\nprint(os.getpid(), file=open('pid', 'w'))\nsignal.pause()\n")
+    command = [sys.executable, "-m", "benchmarks.losses.loss_compare", tree, tree, "--cpu"]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(work)}) as process:
+        while not (found := [path.read_text() for path in work.glob("*/pid")]) or not found[0]:
             assert process.poll() is None
             time.sleep(0.1)
         process.terminate()
         assert process.wait() == 143
-    assert not Path(f"/proc/{found[0]}").exists() and not [*tmp_path.iterdir()]
+    assert not Path(f"/proc/{found[0].strip()}").exists() and not [*work.iterdir()]
 
 
 def test_checkout_refuses_an_unknown_source(tmp_path):
@@ -125,9 +128,14 @@ def test_checkout_refuses_an_unknown_source(tmp_path):
 
 @pytest.mark.slow
 def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
-    """And its run directories are deleted; a run that fails is an error with the end of its output."""
+    """And its run directories are deleted."""
     row = compare({"old": ROOT, "new": ROOT}, Case("tiny", TINY), tmp_path)
     assert row == {"case": "tiny", "differences": [], "tensors": row["tensors"]} and row["tensors"] >= 3
     assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the builtin text
-    with pytest.raises(RunFailed, match=r"exit codes \[2\]\n.*optim\.lrr"):
-        loss_compare.train(ROOT, Case("tiny", f"{TINY} --optim.lrr 1"), tmp_path)
+
+
+def test_a_run_that_fails_is_an_error_with_the_end_of_its_output(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[2:4])\nsys.exit(2)\n")
+    with pytest.raises(RunFailed, match=r"exit codes \[2\]\n\['--optim\.lrr', '1'\]"):
+        loss_compare.train(tmp_path, Case("tiny", "a.yaml --optim.lrr 1"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
