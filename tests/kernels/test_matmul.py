@@ -202,7 +202,9 @@ def launches(C):
 
 
 def test_split_tiles_of_gpt2_on_h200():
-    """Fixed, as a split decides the order of dW's sums and so the bits of a run."""
+    """Fixed, as a split decides the order of dW's sums and so the bits of a run, and its time.  Tiles of 256 rows are
+    turned ones; the head of C 768 has enough tiles unsplit.
+    """
     splits = {
         (65536, (2304, 768)): ([128], 0, 54, 7, 1024, 147),
         (65536, (3072, 768)): ([128], 0, 72, 7, 1024, 147),
@@ -232,33 +234,6 @@ def test_split_tiles_covers_every_row_of_every_tile_once(R):
             assert (split.steps - 1) * BF16_DW["BLOCK_K"] < R <= split.steps * BF16_DW["BLOCK_K"]
             if split.split_tiles:  # none empty, none missing
                 assert (split.k_parts - 1) * split.part_steps < split.steps <= split.k_parts * split.part_steps
-
-
-def test_split_tiles_turns_tiles_only_where_fewer_cover_dw():
-    turned = set()
-    for name in ("a100", "rtx4090", "h200", "b200"):
-        for dtype in ("bf16", "fp32"):
-            row = read_table(TABLES / f"{name}.json").rows["matmul_dw", dtype]
-            for C in WIDTHS:
-                for N, K in [(n * C, k * C) for n, k in LINEAR] + [(50304, C)]:
-                    split = split_tiles([(N, K)], 16384, row)
-                    if split.grids[0][:2] != (row["BLOCK_M"], row["BLOCK_N"]):
-                        upright = -(-N // row["BLOCK_M"]) * -(-K // row["BLOCK_N"])
-                        assert split.whole_tiles + split.split_tiles < upright, (name, dtype, N, K)
-                        turned.add((name, dtype, N, K))
-    on_h200 = {(N, K) for name, dtype, N, K in turned if (name, dtype) == ("h200", "bf16")}
-    assert on_h200 == {(4800, 1600), (6400, 1600), (50304, 1600)}
-
-
-def test_split_tiles_keeps_a_hopper_gpu_busy():
-    """Multiprocessors are busy at least 85% of the time; unsplit, attproj of C 768 keeps 14% of 132 busy."""
-    for C, R in zip(WIDTHS, (65536, 65536, 32768, 16384), strict=True):
-        for sizes in launches(C):
-            split, wave = split_tiles(sizes, R, BF16_DW), BF16_DW["WAVE"]
-            waves = -(-split.whole_tiles // wave), -(-split.split_tiles * split.k_parts // wave)
-            time = waves[0] * split.steps + waves[1] * split.part_steps
-            assert (split.whole_tiles + split.split_tiles) * split.steps / (time * wave) > 0.85
-    assert split_tiles([(50304, 768)], 16384, BF16_DW).split_tiles == 0  # the classifier's weight has enough tiles
 
 
 # op, M, N (of attention T, HS), the module that computes it on a Hopper GPU of 132 multiprocessors
