@@ -40,8 +40,7 @@ def test_matmul_rope_rotates_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
 
 
 @dtypes
-@groups
-@pytest.mark.parametrize("T", [17, 300])
+@pytest.mark.parametrize("NH,NKV,HS,T", [(4, 4, 64, 17), (4, 2, 128, 17), (9, 3, 64, 300)])
 def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
     B, C, D = 2, NH * HS, (NH + 2 * NKV) * HS
     qkv, dout, rope = rng(B * T, D, dtype=dtype), rng(B * T, C, dtype=dtype), table(T, HS)
@@ -59,12 +58,6 @@ def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
     reference.attention_bwd(want, None, exact_delta, None, *exact, False, rope.double())
     for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
         assert error(got, expected) < tolerance(dtype)
-
-
-def test_the_way_back_undoes_the_rotation(rng):
-    x, rope, positions = rng(6, 256), table(6, 64), torch.arange(6)
-    there = reference.rotated(x.double(), rope.double(), positions)
-    assert error(reference.rotated(there, rope.double(), positions, back=True), x.double()) < 1e-7
 
 
 @dtypes
