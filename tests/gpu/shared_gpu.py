@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import contract
 from gpt2_triton.model import state_io
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support.launchers import WrappedKernels
-from tests.support.models import batches, calibrate
+from tests.support.models import calibrate, packed
 from tests.support.tiny import tiny_config
 
 PASSES = 30
@@ -131,8 +130,7 @@ def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
     model.initialise(seed=1)
     if model.has_fp8:
         calibrate(model)
-    [(ids, targets)] = batches(config, 1)
-    model.state.batch.copy_(pack_batch(None, ids.numpy(), targets.numpy(), config.model.vocab_size))
+    model.state.batch.copy_(packed(config, 1)[0])
     model.state.step_in.copy_(torch.from_numpy(step_inputs(0, config, 1.0 / config.train.step_tokens)))
     model.state.step_key.zero_()
     model.K.take()

@@ -17,7 +17,6 @@ import triton
 import gpt2_triton.kernels
 from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
-from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.device import architecture, has_fp8
 from gpt2_triton.inference.generate import fill_cache, generate
 from gpt2_triton.kernels.tuning import is_hopper
@@ -26,7 +25,7 @@ from gpt2_triton.training.lr_schedule import step_inputs
 from tests.gpu import shared_gpu
 from tests.support import reference
 from tests.support.helpers import error
-from tests.support.models import F64, batches, calibrate, train_steps
+from tests.support.models import F64, batches, calibrate, packed, require_equal_states, train_steps
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -77,13 +76,10 @@ def jit_functions() -> list[triton.JITFunction]:
 def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
     """Run train_steps as the trainer does: from pinned batches, reading each step after the next one's launch."""
     config, waiting, history = model.config, [], []
-    packed = [
-        [pack_batch(None, i.numpy(), t.numpy(), config.model.vocab_size).pin_memory() for i, t in step]
-        for step in (batches(config, model.shape.accumulation, seed=seed) for seed in range(n))
-    ]
+    pinned = [[b.pin_memory() for b in packed(config, model.shape.accumulation, seed)] for seed in range(n)]
     for step in range(n):
         model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, 1)
-        for micro, batch in enumerate(packed[step]):
+        for micro, batch in enumerate(pinned[step]):
             model.micro_step(batch, first=micro == 0)
         waiting.append(model.end_step())
         if len(waiting) == 2:
@@ -213,8 +209,7 @@ def test_nothing_allocates_after_the_first_step(precision):
 def test_two_runs_give_the_same_bits(dtype):
     first, second = wide_model(dtype=dtype), wide_model(dtype=dtype)
     assert train_steps(first, 5) == train_steps(second, 5)
-    for name, flat in first.state_buffers().items():
-        assert torch.equal(flat, second.state_buffers()[name]), name
+    require_equal_states(first, second)
 
 
 @every_arch
@@ -226,8 +221,7 @@ def test_every_recompute_level_gives_the_same_bits(precision, arch):
     for level, (other, others) in runs.items():
         assert others == history, level
         assert torch.equal(other.state.grads, model.state.grads), level
-        for name, flat in other.state_buffers().items():
-            assert torch.equal(flat, model.state_buffers()[name]), (level, name)
+        require_equal_states(model, other)
 
 
 @bf16_and_fp8
@@ -236,8 +230,7 @@ def test_graphs_give_the_bits_of_eager_launches(precision):
     eager, graphs = wide_model(precision, accumulation=2), wide_model(precision, accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
-    for name, flat in eager.state_buffers().items():
-        assert torch.equal(flat, graphs.state_buffers()[name]), name
+    require_equal_states(eager, graphs)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         late_steps(graphs, 1)
     assert sum(e.name == "cudaGraphLaunch" for e in profile.events()) == 3

@@ -8,7 +8,6 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import fp8
@@ -19,7 +18,7 @@ from gpt2_triton.model.tables import State
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import poison
-from tests.support.models import batches, train_steps
+from tests.support.models import batches, packed, train_steps
 from tests.support.tiny import tiny_config
 
 LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
@@ -46,8 +45,7 @@ def fp8_model(level="none", keep="none", precision="fp8", **changes):
     model.initialise(seed=1)
     model.eager = True
     if model.has_fp8:
-        ids, targets = batches(config, 1)[0]
-        fp8.calibrate(model, [pack_batch(None, ids.numpy(), targets.numpy(), 300)], step_inputs(0, config, 1 / 64))
+        fp8.calibrate(model, packed(config, 1), step_inputs(0, config, 1 / 64))
     return model
 
 
@@ -119,8 +117,8 @@ def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
         model.train_view.w.qkvw[0].value.mul_(1e3)
         config = model.config
         model.begin_step(step_inputs(0, config, 1 / 64), 0, 1, with_stats=True)
-        for micro, (ids, targets) in enumerate(batches(config, 2)):
-            model.micro_step(pack_batch(None, ids.numpy(), targets.numpy(), 300), first=micro == 0)
+        for micro, batch in enumerate(packed(config, 2)):
+            model.micro_step(batch, first=micro == 0)
         step = model.end_step()
         step.result()
         shares.append(model.stats_recorder.read(step.stats, 2, SINGLE_PROCESS)["fp8"])
@@ -149,8 +147,8 @@ def test_an_infinite_weight_is_named():
     """No tensor of the step that is computed again has a non-finite element: in e4m3 infinity is 448."""
     model = fp8_model(stats_every=1)
     model.train_view.w.fcw[1].value[0, 0] = float("inf")
-    packed = [pack_batch(None, ids.numpy(), targets.numpy(), 300) for ids, targets in batches(model.config, 2)]
-    assert model.first_non_finite(packed, SINGLE_PROCESS) == "fcw of layer 1 (before it is rounded to e4m3)"
+    found = model.first_non_finite(packed(model.config, 2), SINGLE_PROCESS)
+    assert found == "fcw of layer 1 (before it is rounded to e4m3)"
     assert not model.state.amax.any()
 
 

@@ -23,7 +23,7 @@ from tests.conftest import DEVICE
 from tests.support.helpers import poisoned
 from tests.support.launchers import WrappedKernels
 from tests.support.loop import train
-from tests.support.models import side_by_side
+from tests.support.models import require_equal_states, side_by_side
 from tests.support.tiny import packed_batch, tiny_config
 
 SUMS = 2e-6  # fp32 sums of up to a thousand squares a lane
@@ -173,8 +173,7 @@ def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
         models[-1].initialise(seed=1)
         step = launch(models[-1], 0, with_stats=every > 0)
         steps.append(step.result()[:3])
-        for name, flat in models[-1].state_buffers().items():
-            assert torch.equal(flat, models[0].state_buffers()[name]), (level, name)
+        require_equal_states(models[0], models[-1])
         if every:
             records.append(models[-1].stats_recorder.read(step.stats, 1, SINGLE_PROCESS))
     assert models[0].stats_recorder is None and steps[0] == steps[1] == steps[2]
@@ -196,8 +195,7 @@ def test_graphs_with_stats_give_records_of_eager_launches_and_bytes_of_plain_ste
                 records.append(model.stats_recorder.read(step.stats, 1, SINGLE_PROCESS))
         models.append(model)
     assert records[:3] == records[3:] and records[0] != records[1]
-    for name, flat in models[0].state_buffers().items():
-        assert all(torch.equal(flat, other.state_buffers()[name]) for other in models[1:]), name
+    require_equal_states(*models)
 
 
 # ---- the run ----

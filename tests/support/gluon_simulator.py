@@ -425,11 +425,10 @@ def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     default, most = local.worker.warps, local.worker.turns.most_warps
     assert default + sum(warps) <= most, f"registers for {most} warps"
-    todo = [
+    local.worker.then = [
         (function.__name__, n, function, arguments)
         for (function, arguments), n in zip(partitions, (default, *warps), strict=True)
     ]
-    local.worker.then = todo
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -580,10 +579,8 @@ def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], Functio
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item) and item.fn.__module__ == module.__name__:
-                f = item.fn
-                functions[module.__name__, name] = FunctionType(
-                    f.__code__, spaces[module.__name__], name, f.__defaults__
-                )
+                code, defaults = item.fn.__code__, item.fn.__defaults__
+                functions[module.__name__, name] = FunctionType(code, spaces[module.__name__], name, defaults)
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item):
@@ -599,10 +596,6 @@ def _is_device_function(item: Any) -> bool:
     return callable(getattr(item, "fn", None)) and type(item).__module__.startswith("triton")
 
 
-def _argument(x: Any) -> Any:
-    return Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x
-
-
 def _describe(tensor: torch.Tensor | None, rows: int, columns: int) -> Descriptor | None:
     return None if tensor is None else Descriptor(tensor, rows, columns)
 
@@ -615,7 +608,9 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int = 255, **constants: Any) -> None:
-            wrapped = [_argument(x) for x in arguments]
+            wrapped = [
+                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x for x in arguments
+            ]
             whole = functools.partial(self.function, **constants)
             for program in itertools.product(*map(range, grid)):
                 turns = Turns(self.draws, program, grid, 65536 // (32 * maxnreg))

@@ -75,6 +75,12 @@ def calibrate(model: Model) -> Model:
     return model
 
 
+def require_equal_states(model: Model, *others: Model) -> None:
+    """Require equal bits of all that a checkpoint holds."""
+    for name, flat in model.state_buffers().items():
+        assert all(torch.equal(flat, other.state_buffers()[name]) for other in others), name
+
+
 def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []

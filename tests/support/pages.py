@@ -47,9 +47,8 @@ def commands(text: str) -> list[Command]:
 
 def command_of(line: str) -> Command:
     """Split a line without its pipe.  A training gets --gpus with the number of ranks that its launcher starts."""
-    words = shlex.split(re.split(r" [|>] ", line)[0])
+    program, *rest = words = shlex.split(re.split(r" [|>] ", line)[0])
     launched = ["--gpus", found[1]] if (found := RANKS.search(line)) else []
-    program, *rest = words
     for name in ("gpt2_triton", "benchmarks", "train.py"):
         if name in words and (words[words.index(name) - 1] in ("-m", "python") or launched):
             program, rest = name, words[words.index(name) + 1 :]

@@ -17,6 +17,7 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import read_table
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from tests.benchmarks.tune.test_tables import TRAINING
+from tests.support.models import require_equal_states
 from tests.support.tiny import packed_batch, tiny_model
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter's table")
@@ -219,6 +220,5 @@ def test_intercepted_step_has_the_bytes_of_a_plain_step(tiny):
         found.run(["d12"], step, lambda *measured: None)
     assert not found.dropped
     assert {op for op, times in found.times.items() if not times} == {op for op in TRAINING if "wide" in op}
-    for name, flat in model.state_buffers().items():
-        assert torch.equal(flat, stopped["model"].state_buffers()[name]), name
+    require_equal_states(model, stopped["model"])
     assert torch.equal(model.state.step_out, stopped["model"].state.step_out)
