@@ -11,9 +11,8 @@ from torch import Tensor
 
 from gpt2_triton import device
 from gpt2_triton.checkpoint import resume
-from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.format import STATE
-from gpt2_triton.checkpoint.save import Retention, require_space
+from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import vocabulary_note
@@ -173,13 +172,6 @@ def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, da
     made = model.compile(validated, answered) if group.local_rank == 0 else None
     control.all_gather(None)
     return made or model.compile(validated, answered)
-
-
-def open_checkpointer(config: Config, run_dir: Path, group: ProcessGroup) -> AsyncCheckpointer:
-    """Return the writer of the run's checkpoints."""
-    c = config.checkpoint
-    retention = Retention(c.keep, c.major, c.every if config.train.rewind_after else 0)
-    return AsyncCheckpointer(run_dir / "checkpoints", retention, group.control("saver"))
 
 
 def open_log(

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton import kernels
+from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
+from gpt2_triton.checkpoint.save import Retention
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
@@ -30,7 +32,7 @@ from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, mark_preempted
 from gpt2_triton.training.run_dir import Resume, open_run_dir
-from gpt2_triton.training.setup import build_model, open_checkpointer, open_data, open_log, restore, to_save
+from gpt2_triton.training.setup import build_model, open_data, open_log, restore, to_save
 from gpt2_triton.training.step_queue import StepQueue
 
 
@@ -45,7 +47,7 @@ def train(
     The last finished step is saved.  Return the exit code: 128 + the signal if a signal stopped the run, else 0.
     """
     watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
-    control, signals = group.control("trainer"), signals or ShutdownSignals(group.size)
+    control = group.control("trainer")
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
@@ -82,7 +84,9 @@ class Trainer:
             start.notes.extend(notes)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
-        self.checkpointer = open_checkpointer(self.config, run_dir, self.group)
+        c, rewinds = self.config.checkpoint, self.config.train.rewind_after > 0
+        retention = Retention(c.keep, c.major, rewind=c.every if rewinds else 0)
+        self.checkpointer = AsyncCheckpointer(run_dir / "checkpoints", retention, self.group.control("saver"))
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
