@@ -304,12 +304,9 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         self._wait_for_save()
+        state = self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
         with self.watchdog.phase(SAVING):
-            self.checkpointer.save(step, self.model.local_shards(), self._saved(), before=self.log.sync)
-
-    def _saved(self) -> dict[str, Any]:
-        """Return what a checkpoint made now would hold besides tensors."""
-        return self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
+            self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
 
     def _wait_for_save(self, raise_errors: bool = False) -> None:
         """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""
