@@ -17,11 +17,10 @@ from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import PROGRESS, SHARD_TOKENS, Batch, Log, ShardRecords, count_tokens
 from gpt2_triton.data.prepare.documents import Reading
-from gpt2_triton.data.prepare.hub import hub_errors, repository
+from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import DataError
 
-AGAIN = "run the same command again: it resumes after the last finished shard"
 OFFLINE = "check the name in --source and the network, or use `prepare text` for its files"
 
 

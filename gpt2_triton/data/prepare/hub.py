@@ -7,6 +7,8 @@ from typing import Any
 
 from gpt2_triton.errors import DataError
 
+AGAIN = "run the same command again: it resumes after the last finished shard"
+
 
 @contextmanager
 def hub_errors(where: object, todo: str) -> Iterator[None]:
@@ -15,8 +17,6 @@ def hub_errors(where: object, todo: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except ModuleNotFoundError as error:
-        raise DataError(f"{where}: {error.name} is not installed; pip install datasets") from None
     except Exception as error:  # they and their network library raise many kinds, by version
         if "zstd" in str(error):
             todo = "pip install zstandard"

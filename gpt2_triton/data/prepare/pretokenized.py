@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare.build import Log, ShardRecords, count_tokens, directory_in_use, disk_errors, require_space
-from gpt2_triton.data.prepare.hub import hub_errors, repository
+from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import fsync, sha256, write_json
@@ -25,7 +25,6 @@ REPOSITORIES = {
 }
 NAME = re.compile(r"(?:.*_)?(train|val)_([0-9]{6})\.bin")
 OFFLINE = "check the network and HF_ENDPOINT, or copy the files by hand and point data.train at them"
-AGAIN = "run the same command again: it resumes after the last finished shard"
 
 
 class Remote(NamedTuple):

@@ -14,6 +14,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 
@@ -27,7 +28,6 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
-datasets = pytest.importorskip("datasets")
 SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
 
 

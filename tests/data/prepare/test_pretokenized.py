@@ -10,8 +10,6 @@ from gpt2_triton.data.prepare import build, pretokenized
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
-pytest.importorskip("datasets")
-
 
 def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
