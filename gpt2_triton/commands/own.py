@@ -65,8 +65,7 @@ def settings(
     from gpt2_triton.data.prepare import documents, text
     from gpt2_triton.data.tokenizer import look_in
 
-    rank, ranks = rank_and_size()
-    workers = max(1, (os.cpu_count() or 1) // ranks)
+    workers = max(1, (os.cpu_count() or 1) // rank_and_size()[1])
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     try:
         measured = text.measure_text(own.data, workers, documents.Reading(own.field))
@@ -90,10 +89,10 @@ def settings(
     except (CheckpointError, DataError) as error:
         error.on_every_rank = True  # all read the same text
         raise
-    log = print_line if (prepare or summary) and rank == 0 else lambda line: None
-    log(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
+    if prepare or summary:
+        print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if prepare:
-        text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, log=log, measured=measured)
+        text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, measured=measured)
     return config
 
 
