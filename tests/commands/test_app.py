@@ -152,14 +152,6 @@ def test_error_of_every_rank_is_printed_once_a_host(monkeypatch, capsys, everywh
     assert capsys.readouterr().err == line
 
 
-def test_train_takes_a_recipe_by_name(here, trained):
-    assert main(tools_app, ["train", "quickstart", "--train.steps=9", "--run-dir", "new"]) == 0
-    assert main(train_app, ["quickstart"]) == 0
-    (config, run_dir, *_), (_, default_dir, *_) = trained
-    assert (config.train.steps, config.model.n_embd, run_dir) == (9, 128, Path("new"))
-    assert default_dir.name.startswith("quickstart-")
-
-
 @pytest.mark.parametrize(("words", "expected"), [
     ("x.yaml --resume must", "must"),
     ("--resume must x.yaml --optim.lr 1", "must"),
