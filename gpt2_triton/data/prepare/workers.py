@@ -32,8 +32,7 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
             if len(waiting) > 2 * processes:
                 task, future = waiting.popleft()
                 yield task, future.result()
-        for task, future in waiting:
-            yield task, future.result()
+        yield from ((task, future.result()) for task, future in waiting)
 
     try:
         yield parallel_map
@@ -41,7 +40,9 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
         what = f"one of {processes} workers died, perhaps for lack of memory"
         raise DataError(f"prepare: {what}; try again with fewer --workers") from None
     finally:
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave both sides waiting
         pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGINT, on_interrupt)
 
 
 def _begin_worker() -> None:
@@ -49,8 +50,7 @@ def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
+        parent: Any = multiprocessing.parent_process()
         parent.join()
         os._exit(1)
 

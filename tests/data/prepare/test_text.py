@@ -5,8 +5,11 @@ import functools
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.text import prepare_text
+from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
@@ -149,9 +153,8 @@ def many(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "BATCH_CHARS", 500)
         unbroken = contents(prepare_many(directory, directory / "out"))
-    assert (
-        sum(name.startswith("train") for name in unbroken) > 4 and sum(name.startswith("val") for name in unbroken) > 2
-    )
+    trained, validated = (sum(name.startswith(split) for name in unbroken) for split in ("train", "val"))
+    assert trained > 4 and validated > 2
     return directory, unbroken
 
 
@@ -207,11 +210,10 @@ def test_text_resumes_when_a_full_disk_has_room_again(many, tmp_path, monkeypatc
     directory, unbroken = many
     write = build.write_shard
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
-    with monkeypatch.context() as patch:
-        full = lambda path, tokens: write(path, tokens) if "2" not in path.name else _fail("No space left")  # noqa: E731
+    full = lambda path, tokens: write(path, tokens) if "2" not in path.name else _fail("No space left")  # noqa: E731
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="out: cannot write: No space left; make room$"):
         patch.setattr(build, "write_shard", full)
-        with pytest.raises(DataError, match="out: cannot write: No space left; make room$"):
-            prepare_many(directory, tmp_path / "out")
+        prepare_many(directory, tmp_path / "out")
     lines = []
     assert contents(prepare_many(directory, tmp_path / "out", log=lines.append)) == unbroken
     assert lines[0].startswith("resuming after 2 finished shards, 2,600 tokens")
@@ -285,13 +287,9 @@ def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatc
 # ---- several workers ----
 
 
-def test_text_workers_write_the_bytes_of_one(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
-    (tmp_path / "b.txt").write_text(TEXT)
-    files = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+def test_text_workers_write_the_bytes_of_one(many, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
-    one = prepare_text(files, tmp_path / "one", "bytes")
-    assert contents(prepare_text(files, tmp_path / "two", "bytes", workers=2)) == contents(one)
+    assert contents(prepare_many(many[0], tmp_path / "two", workers=2)) == many[1]
 
 
 def _die(path, how):
@@ -303,6 +301,14 @@ def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(documents, "measure", _die)
     with pytest.raises(DataError, match="one of 2 workers died, .*; try again with fewer --workers"):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
+
+
+def test_text_workers_end_before_a_second_ctrl_c_counts():
+    with pytest.raises(KeyboardInterrupt), paired_map(2) as run:
+        for _ in run(time.sleep, [0, 1, 1]):
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+            raise KeyboardInterrupt
+    assert not multiprocessing.active_children()
 
 
 # ---- what people mean ----
@@ -326,11 +332,7 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path
     assert out[:2] == ["<|endoftext|> taken as end of text: 50", f"left out: {nuls}{what}"]
     tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(np.uint8)
     assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
-    assert (
-        main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3
-    )  # never the shards of another meaning
+    assert main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3  # the shards mean other text
     assert "out: in use" in capsys.readouterr().err
     assert main(tools, [*command, "plain", "--field", "doc.text", "--no-endoftext"]) == 0
-    assert b"<|endoftext|>line 7\n" in b"".join(
-        bytes(tokens_of(Path("plain"), s).astype(np.uint8)) for s in ("train", "val")
-    )
+    assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
