@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/commands": 1478,
     "tests/config": 640,
     "tests/data": 801,
-    "tests/data/prepare": 1073,
+    "tests/data/prepare": 1072,
     "tests/distributed": 552,
     "tests/gpu": 804,
     "tests/ground": 340,
