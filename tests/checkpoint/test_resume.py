@@ -130,7 +130,7 @@ def test_check_data_raises_a_table_of_the_files_that_differ():
 
 def test_check_data_shows_another_order_and_some_of_many_files():
     then = [row("a.bin", "11"), row("b.bin", "22")]
-    with pytest.raises(CheckpointError, match="order  a.bin b.bin  b.bin a.bin"):
+    with pytest.raises(CheckpointError, match="order of the files  another     this"):
         resume.check_data(Path("step"), then, then[::-1], "data.train *.bin", False)
     many = [row(f"{i:02d}.bin", "11") for i in range(30)]
     with pytest.raises(CheckpointError) as error:
