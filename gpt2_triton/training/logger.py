@@ -57,6 +57,7 @@ class Logger:
         self._file = LogFile(self._run_dir / METRICS)
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
+        self._files = [file for file in (self._file, self._stats) if file]
 
     @property
     def wandb_id(self) -> str | None:
@@ -132,15 +133,12 @@ class Logger:
 
     def sync(self) -> None:
         """Return once all lines are on the disk."""
-        for file in self._files():
+        for file in self._files:
             file.sync()
 
     def _close_files(self) -> None:
-        for file in self._files():
+        for file in self._files:
             file.close()
-
-    def _files(self) -> list[LogFile]:
-        return [file for file in (self._file, self._stats) if file]
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)
