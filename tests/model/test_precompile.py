@@ -1,6 +1,6 @@
 """A run compiles all its kernels before the first step, those of validation and HellaSwag in every shape included.
 
-    python -m tests.model.test_precompile rows.jsonl DIRECTORY h200
+    python -m tests.model.test_precompile rows.jsonl DIRECTORY
 
 builds trainers in which a launch only records what Triton would compile: the kernel, its constants, and which integers
 and addresses are multiples of 16.  It prints what evaluation launches and `compile` has not compiled.
@@ -18,13 +18,13 @@ from tests.support.elsewhere import compiled_elsewhere
 SHAPES = [dict(seq_len=100, batch_size=2), dict(seq_len=48, batch_size=2)]
 
 
-def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
+def note_late_kernels(rows: str, directory: Path) -> None:
     from triton import JITFunction
 
     from gpt2_triton import device
     from gpt2_triton.kernels.absent_gpu import standing_in
 
-    stand_in = standing_in(device.GPUS[gpu])
+    stand_in = standing_in(device.GPUS["h200"])
     stand_in.__enter__()
     device.device_name = lambda: "cpu"  # where the memory is
     from gpt2_triton.training.setup import compile_kernels
@@ -54,16 +54,15 @@ def note_late_kernels(rows: str, directory: Path, gpu: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["h200", "4090"])
-def test_compile_covers_all_kernels_of_evaluation(gpu, tmp_path):
+def test_compile_covers_all_kernels_of_evaluation(tmp_path):
     """In a subprocess, as the kernels of this process may be the interpreter's."""
     from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
-    printed = compiled_elsewhere("-m", "tests.model.test_precompile", str(rows), str(tmp_path), gpu)
+    printed = compiled_elsewhere("-m", "tests.model.test_precompile", str(rows), str(tmp_path))
     lines = [line for line in printed.splitlines() if line.startswith("evaluation needs")]
     assert len(lines) == len(SHAPES) and all(line.endswith("late: none") for line in lines), lines
 
 
 if __name__ == "__main__":
-    note_late_kernels(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    note_late_kernels(sys.argv[1], Path(sys.argv[2]))
