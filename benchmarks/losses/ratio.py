@@ -101,7 +101,7 @@ class Fit:
         here = np.array([1, -x])
         # equal losses: log A - a (x + ratio) of AdamW is log A - a x of Muon
         apart = adamw.found @ to.T - (muon.found @ here)[:, None]
-        variance = np.einsum("ri,eij,rj->er", to, adamw.covariance, to)
+        variance = np.einsum("ri,eij,rj->er", to, adamw.covariance, to, optimize=True)
         variance += np.einsum("i,eij,j->e", here, muon.covariance, here)[:, None]
         added = (self.squares - self.squares[self.best])[:, None] + apart**2 / variance
         nearest, step = added.min(0), LOG_RATIOS[1] - LOG_RATIOS[0]
