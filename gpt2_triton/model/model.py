@@ -73,7 +73,7 @@ class Model:
             self.comm = PeerCopyCommunicator(*ours, arenas) if arenas else NcclCommunicator(*ours)
         self._graphs = GraphCache()
         self._views: dict[tuple[int, int, bool], ModelView] = {}
-        self.train_view = self._make_view(self.B, self.T, self.has_fp8, train=True)
+        self.train_view = make_view(self, self.B, self.T, self.has_fp8, train=True)
         has_stats = self.state.act_stats is not None
         self.stats_recorder = StatsRecorder(K, self.A, self.train_view, self.dims) if has_stats else None
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
@@ -87,13 +87,8 @@ class Model:
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
         """Return the view for B sequences of T tokens, B*T at most the plan's, between steps; `fp8`: as in a step."""
         if (B, T, fp8) not in self._views:
-            self._views[B, T, fp8] = self._make_view(B, T, fp8 and self.has_fp8)
+            self._views[B, T, fp8] = make_view(self, B, T, fp8 and self.has_fp8)
         return self._views[B, T, fp8]
-
-    def _make_view(self, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
-        plan, dims = self.plan if fp8 else self.plan.between or self.plan, self.dims | dict(B=B, T=T, R=B * T)
-        ours = self.state, self.recompute, self.config, self.comm, self.rank, self.K
-        return make_view(plan, self.arena, dims, *ours, fp8, train)
 
     def initialise(self, seed: int) -> None:
         """Set initial weights and zero moments."""
@@ -225,10 +220,6 @@ class Model:
         self.comm.close()  # CUDA reports an error if a rank ends while others have its memory open
 
     # ---- checkpoints ----
-
-    def state_buffers(self) -> dict[str, Tensor]:
-        """Return the flat device buffers that a checkpoint holds, by the names of its tensors."""
-        return state_io.state_buffers(self.state)
 
     def checkpoint_spec(self) -> dict[str, Tensor]:
         """Return shapes and dtypes of a checkpoint's tensors, which do not depend on the number of ranks."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.model import architecture, muon, sharding
-from gpt2_triton.model.arena import MemoryPlan, carve
+from gpt2_triton.model import muon, sharding
+from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
@@ -73,20 +73,19 @@ class ModelView:
             yield slice(start, min(start + self.Rc, self.R))
 
 
-def make_view(
-    plan: MemoryPlan, arena: Tensor, dims: dict[str, int], state: State, recompute: list[Recompute], config: Config,
-    comm: Communicator, rank: int, K: Any, fp8: bool, train: bool = False,
-) -> ModelView:  # fmt: skip
-    """Return the view; with `fp8` operands are K.Fp8, with `train` kernels record maxima, and dropout is on."""
-    A = architecture.of(config.model)
-    d, optim = dims | dict(Rc=min(dims["Rc"], dims["R"])), config.optim
+def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
+    """Return a Model's view; with `fp8` operands are K.Fp8, with `train` kernels record maxima, and dropout is on."""
+    A, state, config, rank = model.A, model.state, model.config, model.rank
+    plan, optim = model.plan if fp8 else model.plan.between or model.plan, config.optim
+    d = model.dims | dict(B=B, T=T, R=B * T, Rc=min(model.dims["Rc"], B * T))
     starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
     g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
-    w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, arena, d)
+    w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, model.arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
     if fp8:
-        weights = place_operands(K, w, a, carve(A.Fp8Buffers, plan.buffers, arena, d), state, d, train)
-    again = [weights[l] if redo.ln else [] for l, redo in enumerate(recompute)]
+        operands = carve(A.Fp8Buffers, plan.buffers, model.arena, d)
+        weights = place_operands(model.K, w, a, operands, state, d, train)
+    again = [weights[l] if redo.ln else [] for l, redo in enumerate(model.recompute)]
     biases = zip(getattr(g, "attprojb", ()), getattr(g, "fcprojb", ()))
     branch_grads = a.dx if a.dbranch is None else [a.dbranch] * d["S"]
     if not fp8 and getattr(a, "dmid", None) is not None:
@@ -100,8 +99,8 @@ def make_view(
         **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
         branch_bias_grads=[None, *(b for pair in biases for b in pair)], branch_grads=branch_grads,
         norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
-        L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=recompute,
-        betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=comm, grads_sharded=d["zero"] == 2,
+        L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=model.recompute,
+        betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=model.comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)),

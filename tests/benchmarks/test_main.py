@@ -21,7 +21,6 @@ MISTAKES = [  # arguments, part of the message
     (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
     (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 names more layers than model.n_layer 12"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
-    (["speed"], 'Unknown command "speed"'),
 ]
 
 

@@ -156,8 +156,7 @@ def test_no_text_of_a_picture_is_cut_off(name):
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
-    scale = ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE)  # the real one takes seconds
-    monkeypatch.setitem(pictures.DRAWN, "scale", scale)
+    monkeypatch.setitem(pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE))
     names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
     assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
     assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)

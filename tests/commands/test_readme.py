@@ -68,9 +68,9 @@ def workplace(tmp_path_factory):
     (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
     (directory / "mine.yaml").write_text("model: {size: d12}\n")
     model, config = tiny_model(model=dict(vocab_size=256), data=dict(tokenizer="bytes"))
+    tensors, state = {"params": model.state.params}, checkpoints.state(1, config=config.to_dict())
     for run in ("mine", "other", "124m", "quickstart"):
-        state = checkpoints.state(1, config=config.to_dict())
-        save_checkpoint(directory / "runs" / run / "checkpoints", 1, model.state_buffers(), state, Retention(1))
+        save_checkpoint(directory / "runs" / run / "checkpoints", 1, tensors, state, Retention(1))
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
     for arch, name in (("llama", "Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):

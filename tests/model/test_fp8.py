@@ -50,7 +50,8 @@ def fp8_model(level="none", keep="none", precision="fp8", **changes):
 
 
 def bits(model):
-    return train_steps(model, 2), *(model.state_buffers()[name].clone() for name in ("params", "m", "scale", "history"))
+    s = model.state
+    return train_steps(model, 2), *(flat.clone() for flat in (s.params, s.m, s.scale, s.history))
 
 
 @functools.cache

@@ -235,13 +235,10 @@ class Shared:
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
         return Shared.view(self.memory, shape)
 
-    def read(self) -> Value:
+    def load(self, layout: Any = None) -> Value:
         turns = local.worker.turns
         turns.check("reads", self.memory, self.places, turns.loads)
         return value(self.memory.data[self.places])
-
-    def load(self, layout: Any) -> Value:
-        return self.read()
 
     def store(self, x: torch.Tensor) -> None:
         turns = local.worker.turns
@@ -297,8 +294,8 @@ class Product:
         local.worker.products.append(self)
 
     def finish(self) -> None:
-        a = self.a.read() if isinstance(self.a, Shared) else self.a
-        self.result = a.float() @ self.b.read().float()
+        a = self.a.load() if isinstance(self.a, Shared) else self.a
+        self.result = a.float() @ self.b.load().float()
         if self.use_acc:
             self.result = self.result + finished(self.acc)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
-from gpt2_triton.model import fp8
+from gpt2_triton.model import fp8, state_io
 from gpt2_triton.model.arena import Buffer, MemoryPlan
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -77,8 +77,9 @@ def calibrate(model: Model) -> Model:
 
 def require_equal_states(model: Model, *others: Model) -> None:
     """Require equal bits of all that a checkpoint holds."""
-    for name, flat in model.state_buffers().items():
-        assert all(torch.equal(flat, other.state_buffers()[name]) for other in others), name
+    states = [state_io.state_buffers(each.state) for each in (model, *others)]
+    for name, flat in states[0].items():
+        assert all(torch.equal(flat, other[name]) for other in states[1:]), name
 
 
 def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
