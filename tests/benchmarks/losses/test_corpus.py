@@ -1,4 +1,4 @@
-"""benchmarks/losses/corpus.py: texts are distinct, and a package is in one split only."""
+"""benchmarks/losses/corpus.py: texts are distinct, a package is in one split only, and parts keep every byte."""
 
 import gzip
 import json
@@ -73,14 +73,18 @@ def words(tmp_path, monkeypatch):
     return [str(tmp_path / "out"), "--tokenizer", "bytes", "--prose", str(tmp_path / "books")]
 
 
+def package(tmp_path):
+    (tmp_path / "dictionary.gz").write_bytes(gzip.compress(b"A word\n   and its\n   meaning. " * 50))
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "dictionary.gz", "a/dictionary.gz")
+
+
 def test_prose_goes_on_after_the_last_source_that_was_read(words, tmp_path, capsys):
     assert corpus.main(words) == DataError.exit_code
     error = capsys.readouterr().err
     assert error.startswith(f"error: `{tmp_path}/client a.tgz`: exit code 1: cp: ")
     assert "the same command again" in error
-    (tmp_path / "dictionary.gz").write_bytes(gzip.compress(b"A word\n   and its\n   meaning. " * 50))
-    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
-        archive.add(tmp_path / "dictionary.gz", "a/dictionary.gz")
+    package(tmp_path)
     (tmp_path / "books").rename(tmp_path / "away")
     assert corpus.main(words) == 0
     splits = texts_of(tmp_path / "out")
@@ -89,6 +93,24 @@ def test_prose_goes_on_after_the_last_source_that_was_read(words, tmp_path, caps
     rows = [row.split("\t")[:4] for row in (tmp_path / "out" / "sources.tsv").read_text().splitlines()]
     assert rows[1:] == [["books", "free", str(tmp_path / "books"), "120"], ["a.tgz", "MIT", "a.tgz", "1"]]
     assert not (tmp_path / "out.sources").exists()
+
+
+def test_parts_keep_every_byte_and_a_damaged_part_is_named(words, tmp_path, capsys):
+    package(tmp_path)
+    parts, copy = tmp_path / "parts", tmp_path / "copy"
+    assert corpus.main([*words, "--parts", str(parts)]) == 0
+    assert corpus.main([str(copy), "--join", str(parts)]) == 0
+    names = {"shards.json", "sources.tsv", "train_000000.bin", "val_000000.bin"}
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+        name: (tmp_path / "out" / name).read_bytes() for name in names
+    }
+    (parts / "val_000000.bin.xz").write_bytes((parts / "train_000000.bin.xz").read_bytes())
+    assert corpus.main([str(copy), "--join", str(parts)]) == DataError.exit_code
+    (parts / "train_000000.bin.xz").unlink()
+    assert corpus.main([str(copy), "--join", str(parts)]) == DataError.exit_code
+    damaged, missing = capsys.readouterr().err.splitlines()
+    assert "val_000000.bin.xz: sha256 " in damaged and "copy this part again" in damaged
+    assert "train_000000.bin.xz: " in missing and "No such file" in missing
 
 
 @pytest.mark.parametrize(
