@@ -82,7 +82,7 @@ class Shard:
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {RESTORE}") from None
         if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
-            raise DataError(f"{self.path}: changed while the run reads it; {RESTORE}")
+            raise DataError(f"{self.path}: changed while the run reads it, at byte {places[0][0]:,}; {RESTORE}")
         return pieces
 
     @functools.cached_property

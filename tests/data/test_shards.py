@@ -187,8 +187,8 @@ def overwrite(path):
 
 
 CHANGES = {
-    cut: "changed while the run reads it",
-    overwrite: "changed while the run reads it",
+    cut: "changed while the run reads it, at byte 1,114",
+    overwrite: "changed while the run reads it, at byte 1,114",
     os.unlink: "cannot read: No such file or directory",
 }
 

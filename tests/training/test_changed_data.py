@@ -67,8 +67,8 @@ def wrong_ids(path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (cut, "train_1.bin: changed while the run reads it"),
-        (other_tokens, "train_1.bin: changed while the run reads it"),
+        (cut, "train_1.bin: changed while the run reads it, at byte "),
+        (other_tokens, "train_1.bin: changed while the run reads it, at byte "),
         (wrong_ids, "outside the vocabulary: 65535"),
     ],
 )
