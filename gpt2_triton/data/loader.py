@@ -75,6 +75,11 @@ class Windows:
                 self.shards[shard].require_known(row, start)
         return tokens.astype(np.int32)
 
+    def place(self, window: np.ndarray, phase: np.ndarray | int) -> str:
+        """Return SHARD:TOKEN, the path and the number of the first token of one window."""
+        [(shard, start)] = self._places(window, phase)
+        return f"{self.shards[shard].path}:{start}"
+
     def _places(self, windows: np.ndarray, phases: np.ndarray | int) -> list[tuple[int, int]]:
         """Return the shard and the first token there of each window."""
         which = np.searchsorted(self.ends, windows, side="right")
@@ -92,6 +97,10 @@ class TrainLoader:
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
         return self.windows.read(*self._windows(first_sample, count))
+
+    def place(self, sample: int) -> str:
+        """Return SHARD:TOKEN, where a global sample begins."""
+        return self.windows.place(*self._windows(sample, 1))
 
     def _windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray | int]:
         """Return the windows of these samples, and their phases."""
@@ -189,9 +198,13 @@ class Prefetcher:
 
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of the step that begins with this sample, without the thread."""
-        for first in itertools.islice(self._first_samples(first_sample), self._accumulation):
+        for first in self.first_samples_of_step(first_sample):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], *self._rows)
+
+    def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
+        """Yield where each micro-batch of this rank begins, in the step that begins with global sample first_sample."""
+        return itertools.islice(self._first_samples(first_sample), self._accumulation)
 
     def close(self) -> None:
         """Stop the thread and wait for its end."""

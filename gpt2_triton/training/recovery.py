@@ -5,9 +5,12 @@ run_state.py decides when to rewind; docs/engineering/stability.md describes the
 
 from pathlib import Path
 
+import numpy as np
+
 from gpt2_triton.checkpoint.format import best_step, list_steps, step_path
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
+from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.model import Model
 
@@ -36,3 +39,23 @@ def _newest_intact(directory: Path, target: int) -> int:
 def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
     """Return the steps of the run's checkpoints, as rank 0 finds them."""
     return control.from_rank0(lambda: [step for step, _ in list_steps(run_dir / "checkpoints")])
+
+
+def find_non_finite_losses(
+    model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
+) -> str:
+    """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
+    bad, rows, place = 0, 0, ""
+    for first in batches.first_samples_of_step(first_sample):
+        tokens = loader.batch(first, model.B)
+        ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
+        wrong = ~np.isfinite(losses).all(axis=1)
+        place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
+        bad, rows = bad + int(wrong.sum()), rows + model.B
+    found = control.all_gather([bad, rows, place])
+    if not any(place for *_, place in found):
+        return "its losses are finite when computed again, so a gradient, or an operand in fp8, was not finite"
+    rank, where = next((rank, place) for rank, (*_, place) in enumerate(found) if place)
+    counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
+    return f"the losses of {counts} are not finite, the first on rank {rank} at {where}"

@@ -5,7 +5,7 @@ learns this one step later and counts it here.  docs/engineering/stability.md de
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -93,7 +93,7 @@ class RunState:
         every, updated = config.checkpoint.every, self.step - self.without_update
         return max((step for step in saved if step <= updated // every * every), default=0)
 
-    def raise_if_unstable(self, config: Config, target: int) -> None:
+    def raise_if_unstable(self, config: Config, target: int, find_losses: Callable[[], str]) -> None:
         """Raise NonFiniteError if rewinds to `target` did not help, or after train.skip_limit non-finite steps."""
         train = config.train
         if target and target == self.rewound_to and self.rewinds >= MAX_REWINDS:
@@ -105,8 +105,8 @@ class RunState:
             rewind = ", with no checkpoint to rewind to" if train.rewind_after else ""
             raise NonFiniteError(
                 f"step {self.step}: loss or gradient norm was not finite for {train.skip_limit} steps in a row"
-                f"{rewind} (samples up to {self.sample:,}); the last update was step "
-                f"{self.step - self.without_update}; log.stats_every 1 names the first tensor: {ADVICE}"
+                f"{rewind} (samples up to {self.sample:,}); in the last step, {find_losses()}; "
+                f"the last update was step {self.step - self.without_update}: {ADVICE}"
             )
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:

@@ -190,7 +190,7 @@ class Trainer:
             record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
         target = self._rewind_target()
-        self.state.raise_if_unstable(self.config, target)
+        self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
         return target > 0
 
     def _first_non_finite(self) -> str:
@@ -208,6 +208,13 @@ class Trainer:
         if not target and self.state.without_update == self.config.train.rewind_after:
             self.log.info(f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped")
         return target
+
+    def _find_non_finite_losses(self) -> str:
+        """Compute again the losses of the last finished step; return in words which are not finite."""
+        with self.watchdog.phase(SEARCHING):
+            self.model.comm.gather_params()
+            first = self.state.sample - self.sequences
+            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""

@@ -48,6 +48,15 @@ def pi(n, seed, epoch):
 shifted_or_not = pytest.mark.parametrize("shifted", [False, True])
 
 
+@shifted_or_not
+def test_place_is_the_shard_and_token_of_a_sample(shifted):
+    loader = TrainLoader(SHARDS, SEQ_LEN, 3, shifted)
+    for sample in range(40):
+        shard, _, first = loader.place(sample).partition(":")
+        window = next(s for s in SHARDS if s.path == shard).read(int(first), SEQ_LEN + 1)
+        assert loader.batch(sample, 1).tolist() == [window.tolist()]
+
+
 def test_windows_are_seq_len_apart_within_shards():
     windows = Windows(SHARDS, SEQ_LEN)
     starts = [4 * i for i in range(10)] + [41] + [46 + 4 * i for i in range(5)]

@@ -70,12 +70,12 @@ def test_rewind_after_so_many_steps_without_update():
     state.without_update = state.skipped_in_a_row = 2
     assert state.is_rewind_due(config) and state.rewind_target(config, [4, 8, 10, 12]) == 8
     assert state.rewind_target(config, [6, 7, 12]) == 7 and state.rewind_target(config, [12]) == 0
-    state.raise_if_unstable(config, 8)  # a rewind comes first
+    state.raise_if_unstable(config, 8, str)  # a rewind comes first
     state.rewinds, state.rewound_to = MAX_REWINDS, 4
-    state.raise_if_unstable(config, 8)  # those to step 4 do not count
+    state.raise_if_unstable(config, 8, str)  # those to step 4 do not count
     state.rewound_to = 8
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
-        state.raise_if_unstable(config, 8)
+        state.raise_if_unstable(config, 8, str)
     state.rewind_to(8, (4, 1.0))
     assert state.best == (4, 1.0)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
@@ -85,5 +85,8 @@ def test_rewind_after_so_many_steps_without_update():
 
 def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
     config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
-    with pytest.raises(NonFiniteError, match="step 3: .* in a row, with no checkpoint .*; the last update was step 1"):
-        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, 0)
+    with pytest.raises(
+        NonFiniteError,
+        match="step 3: .* in a row, with no checkpoint .*; in the last step, those there; the last update was step 1",
+    ):
+        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, 0, lambda: "those there")

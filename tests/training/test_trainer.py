@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.model import Model
+from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED
 from tests.support.loop import before_steps, final_bytes, losses, make_trainer, poison, records, stop_after, train
+from tests.support.models import calibrate
 from tests.support.tiny import merged, packed_batch, tiny_config, tiny_model
 
 STEPS = 5
@@ -237,9 +240,30 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
 def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, monkeypatch):
     config = run_config(train=dict(skip_limit=2))
     before_steps(lambda self, index: index == 1 and poison(self), monkeypatch)
-    with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row"):
+    with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row") as raised:
         train(config, tmp_path, resume=False)
+    assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
     assert [r["skipped"] for r in records(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+
+
+def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
+    """The last sequence of the step of four that begins with sample 8 has a loss of NaN."""
+    with make_trainer(run_config(), tmp_path) as made:
+        model, loader, first = made.model, made.data.train, 8
+        if model.has_fp8:
+            calibrate(model)
+        tokens = loader.batch(first, 4)
+        evaluate = model.evaluate
+
+        def with_nan_in_the_last_row(ids, targets, fp8):
+            losses = evaluate(ids, targets, fp8)
+            if (ids[1] == tokens[3, :-1]).all():
+                losses[-1] = math.nan
+            return losses
+
+        monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
+        found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
+    assert found == f"the losses of 1 of its 4 sequences are not finite, the first on rank 0 at {loader.place(11)}"
 
 
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):
