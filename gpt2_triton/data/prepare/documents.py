@@ -150,11 +150,8 @@ def _is_written(folder: str, names: set[str]) -> bool:
 def measure(path: Path, how: Reading) -> tuple[str, int, Notes]:
     """Return the sha256 of a file, the characters of its documents, and notes; reads and so checks the whole file."""
     notes: Notes = {}
-    try:
-        digest = sha256(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return digest, sum(len(text) for _, text in read(path, how, notes)), notes
+    characters = sum(len(text) for _, text in read(path, how, notes))  # first: it has the messages
+    return sha256(path), characters, notes
 
 
 def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
