@@ -81,7 +81,8 @@ class _Documents:
 
     def __init__(self, dataset: Dataset, how: Reading, strict: bool, recipe: dict[str, Any]):
         self._dataset, self._how, self._strict, self._recipe = dataset, how, strict, recipe
-        self.name, self.size = dataset.name, recipe["tokens"] or _nominal_tokens(dataset.version)
+        nominal = re.search(r"(\d+)BT$", dataset.version or "")  # FineWeb's have a few per cent more
+        self.name, self.size = dataset.name, recipe["tokens"] or (int(nominal[1]) * 10**9 if nominal else None)
         self.notes: documents.Notes = {}
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
@@ -139,9 +140,3 @@ class _Documents:
             if place:
                 rows.load_state_dict(place)
             return rows
-
-
-def _nominal_tokens(version: str | None) -> int | None:
-    """Return the tokens that a name such as sample-10BT states; FineWeb's have a few per cent more."""
-    match = re.search(r"(\d+)BT$", version or "")
-    return int(match[1]) * 10**9 if match else None
