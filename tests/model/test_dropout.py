@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from benchmarks import torch_reference
-from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.training.lr_schedule import step_inputs
-from tests.model.test_lifetimes import poison, recorded_step, violations
+from tests.model.test_lifetimes import recorded_step
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, batches, exact_model, kernel_model, train_steps
+from tests.support.models import EXACT, batches, exact_model, train_steps
 from tests.support.philox import dropout_factors
 
 P = 0.3
@@ -57,30 +56,6 @@ def test_masks_do_not_depend_on_micro_batches():
             model.micro_step(pack_batch(None, i.numpy(), t.numpy(), 300), first=micro == 0)
         found.append((model.end_step().result().loss, model.state.grads))
     assert abs(found[0][0] - found[1][0]) < 1e-12 and max_error(found[0][1], found[1][1]) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "kind, level",
-    [
-        *(("reference", level) for level in RECOMPUTE_LEVELS[1:]),
-        *(pytest.param("bf16", level, marks=pytest.mark.slow) for level in ("gelu+ln", "block")),
-    ],
-)
-def test_recomputation_and_poisoned_memory_change_no_bit_of_two_steps(kind, level, monkeypatch):
-    def model(level):
-        return exact_model(level, model=DROPOUT) if kind == "reference" else kernel_model(level, kind, **WITH_DROPOUT)
-
-    one, other = model("none"), model(level)
-    history = train_steps(one, 2)
-    assert train_steps(poison(other, monkeypatch), 2) == history
-    assert torch.equal(one.state.params, other.state.params)
-
-
-@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
-def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
-    model, launches = recorded_step(level, monkeypatch, **WITH_DROPOUT)
-    assert violations(model, launches) == []
-    assert sum(name == "dropout" for _, name, *_ in launches) >= 2 * (2 + model.dims["S"] - 1)
 
 
 def test_without_dropout_nothing_is_launched_or_planned_for_it(monkeypatch):

@@ -1,5 +1,7 @@
 """The lifetimes in the tables: every launch touches live buffers only, and NaN in dead ones changes no bit."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +13,8 @@ from gpt2_triton.model import arena, schedule
 from gpt2_triton.model.gpt2 import schedule as gpt2_layers
 from gpt2_triton.model.llama import schedule as llama_layers
 from gpt2_triton.model.model import Model
-from tests.model.test_launches import SOME_LAYERS
 from tests.support.launchers import WrappedKernels
-from tests.support.models import exact_model, kernel_model, side_by_side, train_steps
+from tests.support.models import EXACT, exact_model, kernel_model, side_by_side, train_steps
 
 STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of the schedules that a training step calls
 
@@ -79,9 +80,16 @@ def violations(model: Model, launches: list) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, *SOME_LAYERS))
-def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
-    model, launches = recorded_step(level, monkeypatch)
+SOME_LAYERS = ("gelu:1", "gelu+ln:1", "gelu+ln+qkv:1", "block:1")
+CASES = [(level, {}) for level in (*RECOMPUTE_LEVELS, *SOME_LAYERS)]
+CASES += [(level, dict(model=dict(dropout=0.3))) for level in RECOMPUTE_LEVELS] + [
+    ("gelu", dict(optim={"name": "muon"}))
+]
+
+
+@pytest.mark.parametrize("level, sections", CASES, ids=str)
+def test_every_launch_stays_inside_live_buffers(level, sections, monkeypatch):
+    model, launches = recorded_step(level, monkeypatch, **sections)
     assert len(launches) > 60 and {phase for phase, *_ in launches} == set(STEP)
     assert violations(model, launches) == []
 
@@ -111,14 +119,29 @@ def poison(model: Model, monkeypatch) -> Model:
     return model
 
 
-@pytest.mark.slow
-def test_poisoned_memory_changes_no_bit(monkeypatch):
-    """NaN in every buffer that dies with a phase: two steps of the same losses, norms and weights."""
-    clean = kernel_model("gelu")
-    history = train_steps(clean, 2)
-    poisoned = poison(kernel_model("gelu"), monkeypatch)
-    assert train_steps(poisoned, 2) == history
-    assert torch.equal(clean.state.params, poisoned.state.params)
+def bits(kind: str, level: str, dropout: float, monkeypatch=None) -> tuple[list, Tensor]:
+    """Return the losses and norms of two steps, and the weights; with `monkeypatch` of a poisoned model."""
+    if kind == "reference":
+        model = exact_model(level, model=EXACT["model"] | dict(dropout=dropout))
+    else:
+        model = kernel_model(level, kind, model=dict(dropout=dropout))
+    return train_steps(poison(model, monkeypatch) if monkeypatch else model, 2), model.state.params
+
+
+bits_of_none = functools.cache(lambda kind, dropout: bits(kind, "none", dropout))
+BITS = [("reference", level, p) for level in (*RECOMPUTE_LEVELS[1:], *SOME_LAYERS) for p in (0.0, 0.3)]
+IN_KERNELS = [(kind, level, 0.0) for kind in ("fp32", "bf16") for level in RECOMPUTE_LEVELS[1:]]
+IN_KERNELS += [("bf16", level, 0.3) for level in ("gelu+ln", "block")]
+
+
+@pytest.mark.parametrize(
+    "kind, level, dropout", [*BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_KERNELS)]
+)
+def test_poisoned_memory_changes_no_bit(kind, level, dropout, monkeypatch):
+    """Recomputation with NaN in every buffer that dies with a phase gives the bits of level `none`."""
+    want, want_params = bits_of_none(kind, dropout)
+    history, params = bits(kind, level, dropout, monkeypatch)
+    assert history == want and torch.equal(params, want_params)
 
 
 @pytest.mark.parametrize("name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")])
