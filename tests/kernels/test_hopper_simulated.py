@@ -55,15 +55,17 @@ def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, 
 
 @seeds
 @shapes
-def test_matmul_forward_matches_float64(rng, M, N, K, seed):
+def test_matmul_matches_float64(rng, M, N, K, seed):
+    """The forward products, and dX."""
     a, w, want = product(rng, M, N, K, w_is_nk=True)
-    b, res = rng(N, dtype=BF16), rng(M, N, dtype=BF16)
-    plain, added, out, pre = (poisoned(M, N, dtype=BF16) for _ in range(4))
+    b, res, w_is_kn = rng(N, dtype=BF16), rng(M, N, dtype=BF16), w.T.contiguous()
+    plain, added, out, pre, dx = (poisoned(M, N, dtype=BF16) for _ in range(5))
     with simulated(hopper_matmul, seed):
+        launch(dx, a, w_is_kn, w_is_nk=False)
         launch(plain, a, w)
         launch(added, a, w, b, epilogue="add", res=res)
         launch(out, a, w, b, epilogue="gelu", pre=pre)
-    assert error(plain, want) < EPS[BF16]
+    assert error(plain, want) < EPS[BF16] and error(dx, want) < EPS[BF16]
     assert error(added, want + b.double() + res.double()) < EPS[BF16]
     assert error(pre, want + b.double()) < EPS[BF16]
     assert error(out, reference.gelu(pre.double())) < EPS[BF16]
@@ -233,16 +235,6 @@ def test_fp8_weights_are_exact(rng, recorded, alone, seed):
 
 
 @seeds
-@shapes
-def test_matmul_dx_matches_float64(rng, M, N, K, seed):
-    a, w, want = product(rng, M, N, K, w_is_nk=False)
-    dx = poisoned(M, N, dtype=BF16)
-    with simulated(hopper_matmul, seed):
-        launch(dx, a, w, w_is_nk=False)
-    assert error(dx, want) < EPS[BF16]
-
-
-@seeds
 @pytest.mark.parametrize("M,N,K", [*SHAPES, (1056, 592, 72)], ids=lambda size: str(size))
 def test_matmul_wide_matches_float64(rng, M, N, K, seed):
     for w_is_nk in (True, False):
@@ -335,20 +327,19 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
 
 
 @seeds
-@pytest.mark.parametrize("stored", [True, False])
-def test_classifier_fwd_matches_float64(rng, seed, stored):
+def test_classifier_fwd_matches_float64(rng, seed):
     R, C, V, Vp = 200, 136, 300, 320
     lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
-    p, part = poisoned(R, Vp, dtype=BF16) if stored else None, poisoned(2, R)
+    p, parts = poisoned(R, Vp, dtype=BF16), poisoned(2, 2, R)
     with simulated(hopper_classifier, seed):
-        hopper_classifier.classifier_fwd(p, None, None, part, lnf, None, wte, None, zt, None, targets, V)
+        for stored, part in zip((p, None), parts):
+            hopper_classifier.classifier_fwd(stored, None, None, part, lnf, None, wte, None, zt, None, targets, V)
     want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))
-    assert error(part.sum(0), want.sum(1)) < 1e-6
-    if stored:
-        assert error(p, want) < EPS[BF16]
+    assert error(p, want) < EPS[BF16]
+    assert error(parts[0].sum(0), want.sum(1)) < 1e-6 and torch.equal(*parts)
 
 
 def matmul_is_wrong(rng, seed, **replaced):
