@@ -4,7 +4,7 @@
 
 alone        again, alone on the GPU
 dirty        with NaN, before the step, in every buffer whose contents do not outlive a step
-shared       while another process multiplies with PyTorch, or trains the same model, on the same GPU, PASSES times
+shared       while another process multiplies with PyTorch on the same GPU, PASSES times
 
 The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.  Each condition is
 tried in two ways: launch by launch, each followed by sums of its outputs' bytes, which names the first launch that
@@ -14,11 +14,10 @@ are disturbed too.  The exit code is 1 if anything of ours differs.
 """
 
 import contextlib
-import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -137,16 +136,6 @@ def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
     return model, model.arena.clone()
 
 
-def large(precision: str) -> tuple[Model, Tensor]:
-    """Return `prepare` of the model whose kernels take milliseconds."""
-    return prepare(
-        precision,
-        model=dict(n_layer=2, n_head=25, n_embd=1600, vocab_size=50257, block_size=1024),
-        train=dict(batch_size=16, seq_len=1024, total_batch_tokens=16384, dtype="bf16"),
-        memory=dict(recompute="gelu+ln"),
-    )
-
-
 @contextlib.contextmanager
 def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Let a process run from its first line, "running", to the end of the block; RuntimeError if it ends before."""
@@ -161,19 +150,13 @@ def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def load(kind: str) -> None:
-    """Replay steps in bf16 or fp8, or PyTorch's products, until the process is killed; print a line after the first."""
-    if kind == "torch":
-        repeat: Callable[[], Any] = Control().sum
-        repeat()
-    else:
-        model, pristine = large(kind)
-        one_replay(model, pristine)
-        repeat = functools.partial(run_step, model)
+def load() -> None:
+    """Multiply with PyTorch until the process is killed; print a line after the first product."""
+    control = Control()
+    control.sum()
     print("running", flush=True)
     while True:
-        repeat()
-        torch.cuda.synchronize()
+        control.sum()
 
 
 class Control:
@@ -193,16 +176,20 @@ def passes_of(model: Model, arena: Tensor, control: Control, passes: int) -> tup
     return launched, replayed, [control.sum() for _ in range(passes)]
 
 
-def compare(precision: str, others: Iterable[str] = ("torch", "bf16", "fp8")) -> int:
-    """Print a line for each condition and way; return how many passes differ.  others: the other process, in turn."""
-    model, pristine = large(precision)
+def compare(precision: str) -> int:
+    """Print a line for each condition and way; return how many passes differ."""
+    model, pristine = prepare(
+        precision,
+        model=dict(n_layer=2, n_head=25, n_embd=1600, vocab_size=50257, block_size=1024),
+        train=dict(batch_size=16, seq_len=1024, total_batch_tokens=16384, dtype="bf16"),
+        memory=dict(recompute="gelu+ln"),
+    )
     control, wrong = Control(), 0
     [want], [want_replayed], [want_control] = passes_of(model, pristine, control, 1)
     found = {"alone": passes_of(model, pristine, control, 1)}
     found["dirty"] = passes_of(model, dirty(model, pristine), control, 1)
-    for other in others:
-        with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load", other]):
-            found[f"shared with {other}"] = passes_of(model, pristine, control, PASSES)
+    with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load"]):
+        found["shared"] = passes_of(model, pristine, control, PASSES)
     for condition, (launched, replayed, controls) in found.items():
         for way, passes, expected in (("launches", launched, want), ("graphs", replayed, want_replayed)):
             first = [line for line in (differing(sums, expected) for sums in passes) if line]
@@ -222,7 +209,7 @@ def main() -> int:
         return 2
     words = sys.argv[1:] or ["bf16", "fp8"]
     if words[0] == "--load":
-        load(words[1])
+        load()
     return int(sum(map(compare, words)) > 0)
 
 
