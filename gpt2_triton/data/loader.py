@@ -125,8 +125,8 @@ class ValidationLoader:
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
             most = f"{self.windows.n * seq_len:,}, all {self.windows.n:,} windows of {len(shards)} shard(s)"
-            what = f"eval.tokens {tokens:,} is not within {seq_len:,}, one window, and {most}"
-            raise DataError(f"{shards[0].path}: {what}; set eval.tokens, to 0 for all, or data.val")
+            what = f"{tokens:,} tokens are not within {seq_len:,}, one window, and {most}"
+            raise DataError(f"{shards[0].path}: {what}; give another eval.tokens, or --tokens, or 0 for all")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, targets), int32 [rows, seq_len], of batches rank, rank + ranks, ...; the last may be shorter."""

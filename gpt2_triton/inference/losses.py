@@ -52,9 +52,6 @@ def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity
     Bits per byte leave out the delimiter of documents, which has no bytes.
     """
     byte_lengths = _byte_lengths(model.config)
-    most = sum((shard.count - 1) // model.T for shard in shards) * model.T
-    if tokens and not model.T <= tokens <= most:
-        raise DataError(f"--tokens {tokens:,}: must be 0, or {model.T:,} (one window) to {most:,} in these shards")
     loader = ValidationLoader(shards, model.T, tokens)
     total, of_text, text_bytes = 0.0, 0.0, 0
     with Progress("perplexity", loader.tokens, "tokens") as progress:
