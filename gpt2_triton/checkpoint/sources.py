@@ -1,7 +1,6 @@
 """Load weights from any source: a run, one of its step directories, or KIND:WHERE for another project's files.
 
-`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json needs no
-`hf:`.
+`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json needs no `hf:`.
 """
 
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
+from gpt2_triton import device
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint.load import read_checkpoint
 from gpt2_triton.checkpoint.resume import config_differences, decides_weights
@@ -33,13 +33,14 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Return a source's configuration and host tensors; other projects' `params` are fp32, with train.dtype bf16."""
+    """Return a source's configuration and host tensors; other projects' are fp32, with train.dtype bf16 for a GPU."""
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
         return _config_and_tensors(where)[1:]
     weights = READERS[kind](where)
     exact = _config_for(weights)
-    return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
+    config = exact.replace(train={"dtype": "bf16"}) if device.present() else exact  # the interpreter truncates bf16
+    return config, to_flat_buffers(weights, exact)
 
 
 def open_weights(source: str) -> Weights:
@@ -99,13 +100,12 @@ def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
 
 def _config_for(weights: Weights) -> Config:
     """Return a configuration that evaluates another project's model in fp32."""
-    model = weights.model
     if weights.tokenizer is None:
         raise no_tokenizer(weights)
     sections = {
-        "model": model.model_dump(),
+        "model": weights.model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},
-        "train": {"seq_len": min(model.block_size, LONGEST_CONTEXT), "batch_size": 1, "dtype": "fp32"},
+        "train": {"seq_len": min(weights.model.block_size, LONGEST_CONTEXT), "batch_size": 1, "dtype": "fp32"},
         "eval": {"every": 0},
     }
     try:

@@ -31,11 +31,12 @@ def sources(tmp_path):
     return [*own, tmp_path / "hf", f"hf:{tmp_path}/hf", f"llmc:{tmp_path}/llmc/model.bin"]
 
 
-def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
-    for source, dtype in zip(map(str, sources), ["fp32"] * 3 + ["bf16"] * 3):
+@pytest.mark.parametrize("imported", ["fp32", "bf16"])
+def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources, monkeypatch, imported):
+    monkeypatch.setattr("gpt2_triton.device.present", lambda: imported == "bf16")
+    for source, dtype in zip(map(str, sources), ["fp32"] * 3 + [imported] * 3):
         config, tensors = load_weights(source)
-        assert config.train.dtype == dtype
-        assert config.model == config_of(vocab_size=256).model
+        assert (config.train.dtype, config.model) == (dtype, config_of(vocab_size=256).model)
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
 
@@ -64,9 +65,8 @@ def peak_of(call):
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, monkeypatch, arch):
     sizes = dict(arch=arch, n_layer=6, n_head=2, n_embd=128, vocab_size=2048)
-    model, config = tiny_model(
-        model=sizes, train=dict(dtype="bf16"), optim=dict(master="fp32"), init_from=f"hf:{tmp_path}/hf"
-    )
+    keys = dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), init_from=f"hf:{tmp_path}/hf")
+    model, config = tiny_model(model=sizes, **keys)
     step = checkpoint_of(tmp_path / "run", config.replace(optim=dict(master="none")), {"params": model.state.params})
     monkeypatch.setattr(weights, "PART", 4096)
     exported, source = tmp_path / "hf", open_weights(str(step))
