@@ -167,7 +167,7 @@ def losses_by_turns(config):
 @pytest.mark.slow
 def test_models_alone_and_together_take_turns_in_one_memory(tmp_path):
     """Both ranks have the same tokens, so a joint step has the loss of a step alone."""
-    config = tiny_config()
+    config = tiny_config(model=dict(n_layer=1))
     for stretches, times in ranks.run(2, tmp_path / "stderr", losses_by_turns, config):
         assert times == {"alone": 2, "in step": 2, "together": 2}
         *first, together, in_step, alone = stretches  # of one step, then in reverse of three
