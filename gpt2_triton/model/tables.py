@@ -47,7 +47,7 @@ class Recompute:
     block: bool
 
     @classmethod
-    def at(cls, level: str, fp8: bool = False) -> "Recompute":
+    def at(cls, level: str, fp8: bool) -> "Recompute":
         """Return what a level computes again; in fp8 GELU's output is kept, and its input is not."""
         block, parts = level == "block", level.split("+")
         return cls(gelu="gelu" in parts and not fp8, ln="ln" in parts or block, qkv="qkv" in parts, block=block)

@@ -170,12 +170,12 @@ def test_momentum_in_bf16_is_rounded_as_adamw_rounds(rng):
         assert torch.equal(m[l].view(torch.int16), rounded(exact_m[l], 5, first, 3, shift=16))
 
 
-def updated(w, x, storage, first=64, distance=4096, applied=1.0):
+def updated(w, x, storage, first=64, applied=1.0):
     """Return the weights, and their lower bits, after an update of them."""
     w = w.to(F32 if storage == "fp32" else BF16, copy=True)
     low = torch.zeros(w.shape, dtype=torch.int16, device=DEVICE) if storage == "master" else None
     step_out, step_in = step_row(lr=0.02, applied=applied)
-    muon_update(w, low, x, step_out, step_in, key(), first, distance, 0.1, 8.0)
+    muon_update(w, low, x, step_out, step_in, key(), first, 4096, 0.1, 8.0)
     return w, low
 
 

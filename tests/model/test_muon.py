@@ -80,11 +80,11 @@ def test_smaller_singular_values_grow_but_do_not_pass_one(s):
 MUON = dict(name="muon", lr=0.01, clip=0.5, embed_lr=2.0)
 
 
-def muon_step(matrices, momenta, lr, decay, momentum=0.95):
+def muon_step(matrices, momenta, lr, decay):
     """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers."""
     for w, m in zip(matrices, momenta, strict=True):
-        m.mul_(momentum).add_(w.grad, alpha=1 - momentum)
-        x = momentum * m + (1 - momentum) * w.grad
+        m.mul_(0.95).add_(w.grad, alpha=0.05)
+        x = 0.95 * m + 0.05 * w.grad
         x = x / (1.02 * x.norm())
         for a, b, c in POLAR_EXPRESS:
             x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x

@@ -22,10 +22,10 @@ def config_of(
     return tiny_config(model=sizes | dict(dropout=dropout), train=train, **sections)
 
 
-def random_params(config: Config, seed: int = 0) -> torch.Tensor:
+def random_params(config: Config) -> torch.Tensor:
     """Return fp32 parameters, random in norms and biases too, the padding of wte zero."""
     flat = torch.zeros(config.n_params)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, view in by_name(flat, config.model).items():
         view.copy_(torch.randn(view.shape, generator=generator) * 0.1 + (("ln" in name) and name.endswith("weight")))
     return flat
@@ -37,9 +37,9 @@ def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -
     return save_checkpoint(run / "checkpoints", 1, tensors, state, Retention(0))
 
 
-def token_ids(config: Config, seed: int = 0) -> np.ndarray:
+def token_ids(config: Config) -> np.ndarray:
     shape = (1, config.train.seq_len)
-    return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
 
 
 def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndarray:

@@ -13,8 +13,8 @@ from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 
 
-def tree(root, packages=60):
-    for i in range(packages):
+def tree(root):
+    for i in range(60):
         folder = root / f"package{i}"
         folder.mkdir(parents=True)
         (folder / "a.py").write_text(f"# {i}\n" + "x = 1\n" * 200)

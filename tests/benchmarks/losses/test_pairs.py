@@ -30,8 +30,8 @@ arms:
 """
 
 
-def row(arm, seed, loss, val=None, **more):
-    figures = dict(train_loss=loss, val_loss=val, curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0)
+def row(arm, seed, loss, **more):
+    figures = dict(train_loss=loss, val_loss=None, curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0)
     return figures | dict(arm=arm, seed=seed, options={}) | more
 
 
