@@ -10,7 +10,7 @@ from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.device_math import join_master, split_master
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
-from tests.support.helpers import error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import error, poisoned, require_same_bits
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
 SEED = (5 << 31) | 12345
@@ -141,7 +141,7 @@ def test_adamw_gives_the_same_bits_and_writes_only_its_outputs(rng, storage, n):
         ours.step(g).step(g)
         return ours.w, ours.bits(), ours.m, ours.v
 
-    require_same_bits_within_outputs(run, allocations=4 if storage == "master" else 3)
+    require_same_bits(run, allocations=4 if storage == "master" else 3)
 
 
 # ---- bf16: stochastic rounding.  Seeds are fixed; limits are 4 standard deviations ----

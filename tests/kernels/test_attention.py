@@ -9,9 +9,7 @@ from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
-from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, dtypes, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, dtypes, error, exact, poisoned, require_same_bits
 
 B, NH = 2, 2
 SEQUENCES = [1, 17, 300, 320]  # one token; less than a block; two blocks (the interpreter's), ragged; hopper's
@@ -38,10 +36,7 @@ def scratch(T, HS, dtype):
 
 
 def exact_forward(qkv, T):
-    out = torch.empty(len(qkv), qkv.shape[1] // 3, device=DEVICE, dtype=torch.float64)
-    lse = torch.empty(B, NH, T, device=DEVICE, dtype=torch.float64)
-    reference.attention_fwd(out, lse, qkv.double())
-    return out, lse
+    return exact("attention_fwd", [poisoned(len(qkv), qkv.shape[1] // 3), poisoned(B, NH, T)], qkv)
 
 
 def check_forward(rng, T, HS, dtype):
@@ -59,8 +54,7 @@ def check_backward(rng, T, HS, dtype, acc):
     out, lse = exact_forward(qkv, T)
     out, lse = walled(out.to(dtype)), walled(lse.float())
     dqkv, dbias, delta = poisoned(B * T, 3 * C, dtype=dtype), rng(3 * C) if acc else poisoned(3 * C), poisoned(B, NH, T)
-    want = [t.double() for t in (dqkv, dbias, delta)]
-    reference.attention_bwd(*want, None, *(t.double() for t in (dout, qkv, out, lse)), acc)
+    want = exact("attention_bwd", [dqkv, dbias, delta], None, dout, qkv, out, lse, acc)
     attention_bwd(dqkv, dbias, delta, scratch(T, HS, dtype), dout, qkv, out, lse, acc)
     assert error(dqkv, want[0]) < tolerance(dtype)
     assert error(delta, want[2]) < 2e-6
@@ -117,7 +111,7 @@ def run_all(qkv, dout, T, outputs):
 @pytest.mark.parametrize("T,HS", [(17, 80), (300, 64), (320, 64)])
 def test_attention_gives_the_same_bits_and_writes_only_its_outputs(rng, T, HS, dtype):
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
-    require_same_bits_within_outputs(functools.partial(run_all, qkv, dout, T), allocations=6)
+    require_same_bits(functools.partial(run_all, qkv, dout, T), allocations=6)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

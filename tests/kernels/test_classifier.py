@@ -14,7 +14,7 @@ from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
@@ -255,7 +255,7 @@ def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_wri
     alone = run(poisoned)
     monkeypatch.setattr(tuning, "num_sms", lambda: 3)
     assert all(torch.equal(one, three) for one, three in zip(alone, run(poisoned), strict=True))
-    require_same_bits_within_outputs(run, allocations=8)
+    require_same_bits(run, allocations=8)
 
 
 def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):

@@ -8,8 +8,7 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, dtypes, error, poisoned
+from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
 
 def tolerance(dtype):
@@ -26,10 +25,9 @@ def sequences(rows):
 @dtypes
 def test_decode_embed_adds_token_and_row(rng, dtype):
     wte, wpe, seq = rng(50, 48, dtype=dtype), rng(9, 48, dtype=dtype), sequences([0, 8, 3])
-    x, want = poisoned(3, 48, dtype=dtype), poisoned(3, 48, dtype=torch.float64)
+    x = poisoned(3, 48, dtype=dtype)
     kernels.decode_embed(x, seq, wte, wpe)
-    reference.decode_embed(want, seq, wte.double(), wpe.double())
-    assert error(x, want) < tolerance(dtype)
+    assert error(x, exact("decode_embed", [x], seq, wte, wpe)[0]) < tolerance(dtype)
 
 
 # B, N, K: one sequence; the most for narrow blocks; the fewest for wide ones; two wide blocks; GPT-2's widths
@@ -43,11 +41,9 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, gelu, re
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
     given = [b if bias else None, lnw if norm else None, lnb if norm else None, added if res else None]
-    out, want = poisoned(B, N, dtype=dtype), poisoned(B, N, dtype=torch.float64)
+    out = poisoned(B, N, dtype=dtype)
     kernels.decode_matmul(out, x, w, *given, gelu=bool(gelu))
-    exact = [None if t is None else t.double() for t in given]
-    reference.decode_matmul(want, x.double(), w.double(), *exact, gelu=bool(gelu))
-    assert error(out, want) < tolerance(dtype)
+    assert error(out, exact("decode_matmul", [out], x, w, *given, gelu=bool(gelu))[0]) < tolerance(dtype)
 
 
 def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
@@ -66,11 +62,11 @@ def test_decode_attention_matches_float64(rng, dtype, HS):
     qkv, cache = rng(B, 3 * C, dtype=dtype), rng(B, T, 2, C, dtype=dtype)
     for b, row in enumerate(rows):
         cache[b, row:] = float("nan")
-    att, want, exact = poisoned(B, C, dtype=dtype), poisoned(B, C, dtype=torch.float64), cache.double()
+    att = poisoned(B, C, dtype=dtype)
+    want, filled = exact("decode_attention", [att, cache], qkv, seq, NH)
     kernels.decode_attention(att, cache, qkv, seq, NH)
-    reference.decode_attention(want, exact, qkv.double(), seq, NH)
     assert error(att, want) < tolerance(dtype)
-    assert torch.equal(cache.double().nan_to_num(9), exact.nan_to_num(9))
+    assert torch.equal(cache.double().nan_to_num(9), filled.nan_to_num(9))
 
 
 @dtypes

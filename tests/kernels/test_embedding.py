@@ -11,8 +11,7 @@ from gpt2_triton.kernels import embedding
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
 # B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
@@ -61,10 +60,9 @@ def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     ids, targets = draw_tokens(rng, R, V)
     dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
     dwte, dwpe = rng(Vp, C), rng(Tmax, C) if acc else poisoned(Tmax, C)
-    before, want = dwte.clone(), [dwte.double(), dwpe.double()]
-    order, segments, split_tokens = tables(ids, targets, V)
-    reference.embedding_bwd(*want, None, dx.double(), lnf.double(), ks.double(), order, segments, split_tokens, T, acc)
-    embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, order, segments, split_tokens, T, acc)
+    before, inputs = dwte.clone(), [dx, lnf, ks, *tables(ids, targets, V), T, acc]
+    want = exact("embedding_bwd", [dwte, dwpe], None, *inputs)
+    embedding_bwd(dwte, dwpe, scratch(R, V, C), *inputs)
     assert error(dwte, want[0]) < 1e-6  # fp32 sums of a few hundred terms
     assert error(dwpe, want[1]) < 1e-6
     untouched = torch.ones(Vp, dtype=torch.bool)
@@ -114,7 +112,7 @@ def run_bwd(R, V, C, outputs):
 
 
 def test_embedding_bwd_gives_the_same_bits_and_writes_only_its_outputs():
-    require_same_bits_within_outputs(functools.partial(run_bwd, 1200, 7, 48), allocations=3)
+    require_same_bits(functools.partial(run_bwd, 1200, 7, 48), allocations=3)
 
 
 @pytest.mark.gpu

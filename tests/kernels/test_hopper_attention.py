@@ -10,9 +10,8 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
-from tests.support import reference
 from tests.support.gluon_simulator import NAMES, Race, simulated
-from tests.support.helpers import EPS, error, in_pairs, poisoned
+from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
 
 attention = importlib.import_module("gpt2_triton.kernels.attention")
 BF16, E4M3, HS = torch.bfloat16, torch.float8_e4m3fn, 64
@@ -36,9 +35,7 @@ def draw_forward(rng, B, NH, T, spread=1.0):
     C = NH * HS
     qkv = rng(B * T, 3 * C, dtype=BF16)
     qkv[:, : 2 * C] *= spread
-    want = poisoned(B * T, C).double(), poisoned(B, NH, T).double()
-    reference.attention_fwd(*want, qkv.double())
-    return qkv, *want
+    return qkv, *exact("attention_fwd", [poisoned(B * T, C), poisoned(B, NH, T)], qkv)
 
 
 def draw(rng, B, NH, T):
@@ -46,9 +43,8 @@ def draw(rng, B, NH, T):
     C = NH * HS
     qkv, out, lse = draw_forward(rng, B, NH, T)
     dout, out, lse = rng(B * T, C, dtype=BF16), out.to(BF16), lse.float()
-    want = [poisoned(B * T, 3 * C).double(), poisoned(3 * C).double(), poisoned(B, NH, T).double()]
-    reference.attention_bwd(*want, None, *(t.double() for t in (dout, qkv, out, lse)), False)
-    return (dout, qkv, out, lse), want
+    written = [poisoned(B * T, 3 * C), poisoned(3 * C), poisoned(B, NH, T)]
+    return (dout, qkv, out, lse), exact("attention_bwd", written, None, dout, qkv, out, lse, False)
 
 
 def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, **replaced):
@@ -109,8 +105,8 @@ def test_attention_bwd_matches_float64(rng, B, NH, T, seed):
     arguments, want = draw(rng, B, NH, T)
     dqkv = poisoned(B * T, 3 * NH * HS, dtype=BF16)
     dbias, delta = backward(seed, dqkv, *arguments)
-    for got, exact in zip(*(t.split(NH * HS, 1) for t in (dqkv, want[0])), strict=True):
-        assert error(got, exact) < 2 * EPS[BF16]
+    for got, expected in zip(*(t.split(NH * HS, 1) for t in (dqkv, want[0])), strict=True):
+        assert error(got, expected) < 2 * EPS[BF16]
     assert error(dbias, want[1]) < 2 * EPS[BF16]  # of p and ds, which are rounded: the sums are not
     assert error(delta, want[2]) < 2e-6
 
@@ -128,16 +124,14 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
     C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
     qkv, dout = rng(B * T, D, dtype=BF16), rng(B * T, C, dtype=BF16)
     out, lse, dqkv = poisoned(B * T, C, dtype=BF16), poisoned(B, NH, T), poisoned(B * T, D, dtype=BF16)
-    want = [poisoned(*t.shape).double() for t in (out, lse, dqkv, lse)]
     forward(out, lse, qkv, 1)
-    reference.attention_fwd(*want[:2], qkv.double())
-    assert error(out, want[0]) < 2 * EPS[BF16] and (lse - want[1]).abs().max() < 1e-5
+    want_out, want_lse = exact("attention_fwd", [out, lse], qkv)
+    assert error(out, want_out) < 2 * EPS[BF16] and (lse - want_lse).abs().max() < 1e-5
     _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=rope)
-    exact = [t.double() for t in (dout, qkv, out, lse)]
-    reference.attention_bwd(want[2], None, want[3], None, *exact, False, rope.double())
-    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want[2])), strict=True):
+    want, _, want_delta = exact("attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope)
+    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
         assert error(got, expected) < 2 * EPS[BF16]
-    assert error(delta, want[3]) < 2e-6
+    assert error(delta, want_delta) < 2e-6
 
 
 @pytest.mark.parametrize("NH,NKV,T", [(1, 1, 192), (2, 1, 320)])

@@ -8,8 +8,7 @@ import torch
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
@@ -35,9 +34,7 @@ def forward(x, w, b):
 
 
 def exact_forward(x, w, b):
-    results = [torch.empty_like(x, dtype=torch.float64), *torch.empty(2, len(x), device=DEVICE, dtype=torch.float64)]
-    reference.layernorm_fwd(*results, x.double(), w.double(), b.double())
-    return results
+    return exact("layernorm_fwd", [poisoned(*x.shape), *poisoned(2, len(x))], x, w, b)
 
 
 def scratch(R, C, dtype):
@@ -52,10 +49,8 @@ def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p
     dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
     dbranch, ln = (poisoned(R, C, dtype=dtype) if wanted else None for wanted in (p, with_ln))
     outputs = [dx, dbranch, dw, db, dbias if with_dbias else None, ln]
-    want = [None if t is None else t.double() for t in outputs]
-    exact_added = None if added is None else want[0] if added is dx else added.double()
     inputs, key = [dout, x, w, b, mean, rstd], torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE)
-    reference.layernorm_bwd(*want, None, *(t.double() for t in inputs), exact_added, key, acc, 4, p)
+    want = exact("layernorm_bwd", outputs, None, *inputs, added, key, acc, 4, p)
     layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, added, key, acc, 4, p)
     one = tolerance(dtype)  # sums are of unrounded values in both dtypes
     limits = dict(dx=one, dbranch=one, dw=SUMS, db=SUMS, dbias=SUMS, ln=one)
@@ -121,7 +116,7 @@ def run_all(R, C, dtype, outputs):
 @dtypes
 @pytest.mark.parametrize("R,C", [(33, 48), (2100, 48), (33, 1600)])
 def test_layernorm_gives_the_same_bits_recomputes_them_and_writes_only_its_outputs(R, C, dtype):
-    require_same_bits_within_outputs(functools.partial(run_all, R, C, dtype), allocations=9)
+    require_same_bits(functools.partial(run_all, R, C, dtype), allocations=9)
     out, ln, *_ = run_all(R, C, dtype, poisoned)
     assert torch.equal(out, ln)
 

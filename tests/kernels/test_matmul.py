@@ -15,7 +15,7 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 
@@ -42,14 +42,6 @@ def tolerance(dtype):
     return 2e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
 
 
-def want(launcher, outputs, *inputs):
-    """Return the reference's outputs in float64; `outputs` holds the values that accumulating launchers add to."""
-    results = [None if t is None else t.double() for t in outputs]
-    inputs = (t.double() if isinstance(t, torch.Tensor) else t for t in inputs)
-    getattr(reference, launcher)(*results, *inputs)
-    return results
-
-
 def scratch(elements):
     return poisoned(max(1, elements))
 
@@ -65,12 +57,12 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
     res = rng(R, N, dtype=dtype)
     out, pre = poisoned(R, N, dtype=dtype), poisoned(R, N, dtype=dtype)
     mm.matmul(out, inp, w, b)
-    assert error(out, want("matmul", [out], inp, w, b)[0]) < tolerance(dtype)
+    assert error(out, exact("matmul", [out], inp, w, b)[0]) < tolerance(dtype)
     mm.matmul_add(out, res, inp, w, b)
-    assert error(out, want("matmul_add", [out], res, inp, w, b)[0]) < tolerance(dtype)
+    assert error(out, exact("matmul_add", [out], res, inp, w, b)[0]) < tolerance(dtype)
     out.fill_(float("nan"))
     mm.matmul_gelu(out, pre, inp, w, b)
-    assert error(pre, want("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
+    assert error(pre, exact("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
     assert error(out, reference.gelu(pre.double())) < tolerance(dtype)  # of the stored pre-activation
 
 
@@ -78,7 +70,7 @@ def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     inp, w, _ = linear(rng, 77, 48, 80, torch.bfloat16)
     out = poisoned(77, 48)
     mm.matmul(out, inp, w, None)
-    expected = want("matmul", [out], inp, w, None)[0]
+    expected = exact("matmul", [out], inp, w, None)[0]
     assert error(out, expected) < 1e-6  # products of bf16 are exact in fp32: no bf16 rounding remains
 
 
@@ -87,7 +79,7 @@ def test_dx_matches_float64(rng, R, N, K, dtype):
     dout, w, _ = rng(R, N, dtype=dtype), *linear(rng, R, N, K, dtype)[1:]
     dinp = poisoned(R, K, dtype=dtype)
     mm.matmul_dx(dinp, dout, w)
-    assert error(dinp, want("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
+    assert error(dinp, exact("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
 
 
 @accumulate
@@ -97,7 +89,7 @@ def test_dx_dgelu_matches_float64(rng, R, N, K, dtype, acc):
     dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
     gelu_out = poisoned(R, K, dtype=dtype) if acc else None
-    expected = want("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
+    expected = exact("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
     part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
     on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
@@ -135,7 +127,7 @@ def test_dw_matches_float64(rng, R, N, K, dtype, acc):
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
     dw = rng(N, K) if acc else poisoned(N, K)
-    expected = want("matmul_dw", [dw], None, dout, inp, acc)
+    expected = exact("matmul_dw", [dw], None, dout, inp, acc)
     mm.matmul_dw(dw, scratch(mm.matmul_dw_scratch(R, name, (N, K))), dout, inp, acc)
     assert error(dw, expected[0]) < SUMS
 
@@ -188,7 +180,7 @@ def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_wri
     alone = run_all(R, N, K, dtype, poisoned)
     monkeypatch.setattr(tuning, "num_sms", lambda: 3)
     assert all(torch.equal(one, three) for one, three in zip(alone, run_all(R, N, K, dtype, poisoned), strict=True))
-    require_same_bits_within_outputs(functools.partial(run_all, R, N, K, dtype), allocations=11)
+    require_same_bits(functools.partial(run_all, R, N, K, dtype), allocations=11)
 
 
 BF16_DW = read_table(TABLES / "h200.json").rows["matmul_dw", "bf16"]

@@ -19,7 +19,7 @@ from gpt2_triton.model.muon import POLAR_EXPRESS
 from tests.conftest import DEVICE
 from tests.kernels.test_adamw import rounded
 from tests.support import reference
-from tests.support.helpers import dtypes, error, poisoned
+from tests.support.helpers import dtypes, error, exact, poisoned
 
 F32, BF16 = torch.float32, torch.bfloat16
 # sums of up to 192 products, 6e-8 each; one rounding of the result, which the interpreter truncates
@@ -56,14 +56,6 @@ def key(seed=5, step=3):
 FLAT = key(), 64, 4096  # of m[0, 0], and from it to m[1, 0]
 
 
-def exact(launcher, out, *args):
-    """Return what the reference of a launcher writes, in float64."""
-    want = torch.zeros(out.shape, dtype=torch.float64, device=DEVICE)
-    args = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-    getattr(reference, launcher.__name__)(want, *args)
-    return want
-
-
 @dtypes
 @shapes
 def test_products_equal_their_reference(rng, small_blocks, shape, dtype):
@@ -76,11 +68,11 @@ def test_products_equal_their_reference(rng, small_blocks, shape, dtype):
         every_other(2, *shape, dtype=dtype),
     )
     muon_gram(gram, x)
-    assert error(gram, exact(muon_gram, gram, x)) < TOLERANCE[dtype]
+    assert error(gram, exact("muon_gram", [gram], x)[0]) < TOLERANCE[dtype]
     muon_poly(poly, gram, -2.5, 0.5)
-    assert error(poly, exact(muon_poly, poly, gram, -2.5, 0.5)) < TOLERANCE[dtype]
+    assert error(poly, exact("muon_poly", [poly], gram, -2.5, 0.5)[0]) < TOLERANCE[dtype]
     muon_apply(out, x, poly, 3.5)
-    assert error(out, exact(muon_apply, out, x, poly, 3.5)) < TOLERANCE[dtype]
+    assert error(out, exact("muon_apply", [out], x, poly, 3.5)[0]) < TOLERANCE[dtype]
     for symmetric in (gram, poly):
         assert torch.equal(symmetric, symmetric.mT)
 
@@ -183,8 +175,7 @@ def updated(w, x, storage, first=64, applied=1.0):
 def test_update_is_rounded_as_adamw_rounds(rng, storage):
     w, x = rng(2, 700, dtype=BF16), rng(2, 700).to(F32 if storage == "fp32" else BF16) / 30
     w_new, low = updated(w, x, storage)
-    want = torch.stack([w, w]).double()[0]
-    reference.muon_update(want, None, x.double(), *(t.double() for t in step_row(lr=0.02)), key(), 64, 4096, 0.1, 8.0)
+    want, _ = exact("muon_update", [w, None], x, *step_row(lr=0.02), key(), 64, 4096, 0.1, 8.0)
     if storage == "bf16":  # bit for bit what test_adamw.py's numpy makes of the fp32 update
         fp32, _ = updated(w.float(), x.float(), "fp32")
         for row, first in enumerate((64, 64 + 4096)):

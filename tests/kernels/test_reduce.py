@@ -15,7 +15,7 @@ from gpt2_triton.kernels.reduce import (
 )
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import accumulate, error, poisoned, require_same_bits_within_outputs
+from tests.support.helpers import accumulate, error, poisoned, require_same_bits
 from tests.support.reference import io
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
@@ -129,7 +129,7 @@ def run_all(outputs):
 
 
 def test_reductions_give_the_same_bits_and_write_only_their_outputs():
-    require_same_bits_within_outputs(run_all, allocations=5)
+    require_same_bits(run_all, allocations=5)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,7 @@ from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, dtypes, error, poisoned
+from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
 groups = pytest.mark.parametrize("NH,NKV,HS", [(4, 4, 64), (4, 2, 128), (9, 3, 64)])
 
@@ -29,12 +28,10 @@ def table(T, HS):
 def test_matmul_rope_rotates_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
     T, K, D = 7, 48, (NH + 2 * NKV) * HS
     inp, w, rope = rng(2 * T, K, dtype=dtype), rng(D, K, dtype=dtype), table(T, HS)
-    out, want = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=torch.float64)
+    out, again = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=dtype)
     given = T, (NH + NKV) * HS
     kernels.matmul_rope(out, inp, w, rope, *given)
-    reference.matmul_rope(want, inp.double(), w.double(), rope.double(), *given)
-    assert error(out, want) < tolerance(dtype)
-    again = poisoned(2 * T, D, dtype=dtype)
+    assert error(out, exact("matmul_rope", [out], inp, w, rope, *given)[0]) < tolerance(dtype)
     kernels.matmul_rope(again, inp, w, rope, *given)
     assert torch.equal(out, again)
 
@@ -45,17 +42,14 @@ def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
     B, C, D = 2, NH * HS, (NH + 2 * NKV) * HS
     qkv, dout, rope = rng(B * T, D, dtype=dtype), rng(B * T, C, dtype=dtype), table(T, HS)
     out, lse = poisoned(B * T, C, dtype=dtype), poisoned(B, NH, T)
-    exact_out, exact_lse = torch.empty_like(out, dtype=torch.float64), torch.empty_like(lse, dtype=torch.float64)
     kernels.attention_fwd(out, lse, qkv)
-    reference.attention_fwd(exact_out, exact_lse, qkv.double())
+    exact_out, exact_lse = exact("attention_fwd", [out, lse], qkv)
     assert error(out, exact_out) < tolerance(dtype)
     assert (lse - exact_lse).abs().max() < 1e-5
     scratch = poisoned(attention_bwd_scratch(B, T, C, HS, dtype_name(out)))
     dqkv, delta = poisoned(B * T, D, dtype=dtype), poisoned(B, NH, T)
     kernels.attention_bwd(dqkv, None, delta, scratch, dout, qkv, out, lse, False, rope)
-    want, exact_delta = torch.empty_like(dqkv, dtype=torch.float64), torch.empty_like(exact_lse)
-    exact = [t.double() for t in (dout, qkv, out, lse)]
-    reference.attention_bwd(want, None, exact_delta, None, *exact, False, rope.double())
+    want, *_ = exact("attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope)
     for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
         assert error(got, expected) < tolerance(dtype)
 
@@ -66,9 +60,9 @@ def test_decode_attention_rotates_and_shares_keys_as_training_does(rng, dtype, N
     T, C, Ckv = 9, NH * HS, NKV * HS
     qkv, cache, rope = rng(2, C + 2 * Ckv, dtype=dtype), rng(2, T, 2, Ckv, dtype=dtype), table(T, HS)
     seq = torch.tensor([[1, 8, 0, 0, 0], [2, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
-    att, want, exact_cache = poisoned(2, C, dtype=dtype), poisoned(2, C, dtype=torch.float64), cache.double()
+    att = poisoned(2, C, dtype=dtype)
+    want, exact_cache = exact("decode_attention", [att, cache], qkv, seq, NH, rope)
     kernels.decode_attention(att, cache, qkv, seq, NH, rope)
-    reference.decode_attention(want, exact_cache, qkv.double(), seq, NH, rope.double())
     assert error(att, want) < tolerance(dtype)
     assert error(cache, exact_cache) < tolerance(dtype)
 
@@ -78,15 +72,14 @@ def test_decode_attention_rotates_and_shares_keys_as_training_does(rng, dtype, N
 def test_swiglu_matches_float64_and_its_gradient_may_replace_its_input(rng, dtype, R, F):
     pre, dout = 3 * rng(R, 2 * F), rng(R, F, dtype=dtype)
     pre = pre.to(dtype)
-    out, want = poisoned(R, F, dtype=dtype), poisoned(R, F, dtype=torch.float64)
+    out = poisoned(R, F, dtype=dtype)
     kernels.swiglu(out, pre)
-    reference.swiglu(want, pre.double())
-    assert error(out, want) < tolerance(dtype)
-    exact = pre.double().requires_grad_()
-    gate, value = exact.chunk(2, -1)
+    assert error(out, exact("swiglu", [out], pre)[0]) < tolerance(dtype)
+    wide = pre.double().requires_grad_()
+    gate, value = wide.chunk(2, -1)
     (torch.nn.functional.silu(gate) * value).backward(dout.double())
     kernels.swiglu_bwd(pre, dout, pre)
-    assert error(pre, exact.grad) < tolerance(dtype)
+    assert error(pre, wide.grad) < tolerance(dtype)
 
 
 @dtypes
@@ -104,12 +97,11 @@ def test_matmul_swiglu_keeps_its_input_and_has_the_bits_of_a_pass(rng, dtype):
 def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
     x, dout, w = ((rng(*shape) * 2 + 0.5).to(dtype) for shape in ((R, C), (R, C), (C,)))
     out, rstd, dx, dw = poisoned(R, C, dtype=dtype), poisoned(R), rng(R, C, dtype=dtype), rng(C)
-    exact = [poisoned(R, C, dtype=torch.float64), poisoned(R, dtype=torch.float64), dx.double(), dw.double()]
     kernels.rmsnorm_fwd(out, rstd, x, w, 1e-5)
-    reference.rmsnorm_fwd(*exact[:2], x.double(), w.double(), 1e-5)
+    wants = exact("rmsnorm_fwd", [out, rstd], x, w, 1e-5)
+    wants += exact("rmsnorm_bwd", [dx, dw, None], None, dout, x, w, wants[1], dx, acc)[:2]
     ln, scratch = poisoned(R, C, dtype=dtype), poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x)))
     kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, dx, acc)
-    reference.rmsnorm_bwd(*exact[2:], None, None, dout.double(), x.double(), w.double(), exact[1], exact[2], acc)
-    for got, want in zip((out, rstd, dx, dw), exact, strict=True):
+    for got, want in zip((out, rstd, dx, dw), wants, strict=True):
         assert error(got, want) < tolerance(dtype)
     assert torch.equal(ln, out)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import DEVICE
+from tests.support import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -44,13 +45,24 @@ class Guarded:
         return len(self._made)
 
 
-def require_same_bits_within_outputs(run: Callable[[Any], Sequence[torch.Tensor]], allocations: int) -> None:
+def require_same_bits(run: Callable[[Any], Sequence[torch.Tensor]], allocations: int) -> None:
     """Let run(outputs) give equal bits twice, and write only what outputs(*shape, dtype) allocates."""
     for first, second in zip(run(poisoned), run(poisoned), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
     guarded = Guarded()
     run(guarded)
     assert guarded.intact() == allocations
+
+
+def exact(launcher: str, outputs, *inputs, **options):
+    """Return what the reference's launcher writes in float64; `outputs` hold what it adds to, None what is left out."""
+
+    def wide(t):
+        return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+    results = [wide(t) for t in outputs]
+    getattr(reference, launcher)(*results, *map(wide, inputs), **options)
+    return results
 
 
 def error(got, want) -> float:
