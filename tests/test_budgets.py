@@ -43,7 +43,7 @@ BUDGETS = {
     "tests/gpu": 791,
     "tests/ground": 340,
     "tests/inference": 652,
-    "tests/kernels": 4400,
+    "tests/kernels": 4346,
     "tests/model": 2407,
     "tests/support": 1891,
     "tests/training": 1992,
