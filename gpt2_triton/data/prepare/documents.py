@@ -147,11 +147,14 @@ def _is_written(folder: str, names: set[str]) -> bool:
 # ---- what is in them ----
 
 
-def measure(path: Path, how: Reading) -> tuple[str, int, Notes]:
-    """Return the sha256 of a file, the characters of its documents, and notes; reads and so checks the whole file."""
+def measure(path: Path, how: Reading) -> tuple[str, int, Notes, list[str]]:
+    """Return the sha256 of a file, the characters of its documents, notes, and why it cannot be read, if it cannot."""
     notes: Notes = {}
-    characters = sum(len(text) for _, text in read(path, how, notes))  # first: it has the messages
-    return sha256(path), characters, notes
+    try:
+        characters = sum(len(text) for _, text in read(path, how, notes))  # first: it has the messages
+        return sha256(path), characters, notes, []
+    except DataError as error:
+        return "", 0, notes, [str(error)]
 
 
 def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
@@ -223,8 +226,7 @@ def _open(path: Path) -> BinaryIO:
         import pyarrow
 
         return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open)
-    return opener(path, "rb")
+    return cast(Any, {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open))(path, "rb")
 
 
 def _parts(path: Path) -> Iterator[tuple[str, bool, str]]:
@@ -278,7 +280,7 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        command = f"iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > utf8.txt"
+        command = f"iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > {shlex.quote(f'{path.stem}.utf8.txt')}"
         todo = f"`{command}` converts it; ENCODING is often CP1252 or UTF-16"
         raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
 

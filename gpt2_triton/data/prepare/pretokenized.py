@@ -58,8 +58,7 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
     files = sorted(Remote(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
     train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
     if not train or not val:
-        what = "no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin"
-        raise DataError(f"{repo}: {what}; choose another repository")
+        raise DataError(f"{repo}: no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin; choose another repository")
     if shards is not None and shards > len(train):
         raise DataError(f"--shards {shards}: {repo} has {len(train)}; ask for fewer")
     return val + train[:shards]
@@ -105,8 +104,7 @@ def _download_file(repo: str, commit: str, file: Remote, out_dir: Path) -> None:
 
         folder = out_dir / ".download"
         path = Path(hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder))
-    digest = sha256(path)
-    if digest != file.sha256:
+    if sha256(path) != file.sha256:
         path.unlink()
         raise DataError(f"{repo}/{file.name}: damaged in the download; {AGAIN}")
     map_tokens(path)  # its header

@@ -41,16 +41,19 @@ class MeasuredText(NamedTuple):
 
 
 def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOCUMENTS) -> MeasuredText:
-    """Read files, folders and globs of text; DataError if a file cannot be read, or if there is no text."""
-    (files, notes), digests, characters = documents.find_files(inputs), [], 0
+    """Read files, folders and globs of text; DataError that names the unreadable files, or if there is no text."""
+    (files, notes), digests, characters, faults = documents.find_files(inputs), [], 0, []
     measure = functools.partial(documents.measure, how=how)
     with paired_map(_processes(files, workers)) as run, Progress("measuring", len(files), "files") as progress:
-        for _, (digest, count, more) in run(measure, [path for path, _ in files]):
+        for _, (digest, count, more, fault) in run(measure, [path for path, _ in files]):
             digests.append(digest)
             characters += count
+            faults += fault
             for what, (times, where) in more.items():
                 documents.note(notes, what, where, times)
             progress.advance(1)
+    if faults:
+        raise DataError("\n".join(faults[:20] + ["..."] * (len(faults) > 20)))
     if not characters:
         raise documents.no_text(", ".join(map(str, inputs)), notes)
     return MeasuredText(files, digests, characters, notes, how)
@@ -80,8 +83,7 @@ def prepare_text(
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
 
     def texts() -> Iterator[Text]:
-        read = ((i, documents.read(path, how, {})) for i, (path, _) in enumerate(files))
-        return (((i, document), text) for i, of_file in read for document, text in of_file)
+        return (((i, n), text) for i, (path, _) in enumerate(files) for n, text in documents.read(path, how, {}))
 
     recipe |= how._asdict()
     return prepare_texts(texts, characters, recipe, Path(out_dir), _processes(files, workers), log)
@@ -118,8 +120,7 @@ class _Texts:
         self._texts, self._cut, self._shard_tokens = texts, cut, shard_tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
-        number = sum(name.startswith(split) for name in shards)
-        return f"{split}_{number:06d}.bin", self._shard_tokens
+        return f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin", self._shard_tokens
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         """Yield batches from `state` on; the text before it is read and dropped."""
@@ -127,8 +128,7 @@ class _Texts:
         for split, parts in itertools.groupby(_split(self._texts(), self._cut), key=itemgetter(0)):
             for pieces in _batches((key, text) for _, key, text in parts):
                 batch = Batch(split, characters, pieces)
-                found = found or characters == (state or 0)
-                if found:
+                if found := found or characters == (state or 0):
                     yield batch
                 characters += batch.characters
         if not found or characters != self.size:

@@ -13,15 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2_triton.data.prepare import documents
-from gpt2_triton.data.prepare.documents import (
-    AS_DOCUMENTS,
-    ENDS,
-    Reading,
-    find_files,
-    left_out,
-    read,
-    split_at_whitespace,
-)
+from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, Reading, find_files, left_out, read, split_at_whitespace
 from gpt2_triton.errors import DataError
 from tests.data.prepare.test_text import gpt2, llama3
 
@@ -156,7 +148,8 @@ def test_end_of_text_windows_lines_and_nul_mean_what_they_say(tmp_path):
         notes = {}
         parts = list(read(tmp_path / name, AS_DOCUMENTS, notes))
         assert [text for _, text in parts] == ["one\ntwo\n", "\nthree\r"] and len({n for n, _ in parts}) == 2
-        assert notes[ENDS][0] == 4 and left_out(notes).startswith(f"NUL characters: 1, first {tmp_path / name}, line")
+        assert notes[documents.ENDS][0] == 4
+        assert left_out(notes).startswith(f"NUL characters: 1, first {tmp_path / name}, line")
         assert texts_of(tmp_path / name, Reading(endoftext=False))[0] == [raw.replace("\r\n", "\n").replace("\0", "")]
 
 
