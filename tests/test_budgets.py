@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/commands": 1478,
     "tests/config": 640,
     "tests/data": 810,
-    "tests/data/prepare": 1059,
+    "tests/data/prepare": 1055,
     "tests/distributed": 552,
     "tests/gpu": 791,
     "tests/ground": 340,
