@@ -27,7 +27,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
-from tests.support.helpers import EPS, error, in_pairs, poisoned
+from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
 
 mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,22 +75,20 @@ def test_matmul_matches_float64(rng, M, N, K, seed):
 def test_matmul_rope_matches_float64(rng, seed):
     """The rotated heads end within a tile, and a tile's rows begin within a sequence."""
     a, w, _ = product(rng, 416, 320, 200, w_is_nk=True)
-    rope, out, want = rng(96, 64), poisoned(416, 320, dtype=BF16), poisoned(416, 320).double()
+    rope, out = rng(96, 64), poisoned(416, 320, dtype=BF16)
     with simulated(hopper_matmul, seed):
         launch(out, a, w, epilogue="rope", rope=rope)
-    reference.matmul_rope(want, a.double(), w.double(), rope.double(), 96, 192)
-    assert error(out, want) < EPS[BF16]
+    assert error(out, exact("matmul_rope", [out], a, w, rope, 96, 192)[0]) < EPS[BF16]
 
 
 @seeds
 def test_matmul_swiglu_matches_float64(rng, seed):
     a, w, want = product(rng, 416, 768, 200, w_is_nk=True)
-    out, pre, exact = poisoned(416, 384, dtype=BF16), poisoned(416, 768, dtype=BF16), poisoned(416, 384).double()
+    out, pre = poisoned(416, 384, dtype=BF16), poisoned(416, 768, dtype=BF16)
     with simulated(hopper_matmul, seed):
         launch(out, a, w, epilogue="swiglu", pre=pre)
     assert error(pre, want) < EPS[BF16]
-    reference.swiglu(exact, pre.double())
-    assert error(out, exact) < EPS[BF16]
+    assert error(out, exact("swiglu", [out], pre)[0]) < EPS[BF16]
 
 
 def fp8(x, scale, dtype=E4M3):
@@ -121,7 +119,7 @@ def quantised(x, dtype):
     return K.Fp8(fp8(x, 32.0, dtype)[0], columns, scale, None, True)
 
 
-def exact(operand):
+def dequantised(operand):
     return operand.columns.T.double() / operand.scale.double() if isinstance(operand, K.Fp8) else operand.double()
 
 
@@ -135,12 +133,12 @@ def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, wav
     pairs = [[rng(R, width, dtype=BF16) for width in size] for size in sizes]
     if dtype != BF16:
         pairs = [[quantised(x, dtype) for x in pair] for pair in pairs]
-    want = [exact(dout).T @ exact(inp) for dout, inp in pairs]
+    want = [dequantised(dout).T @ dequantised(inp) for dout, inp in pairs]
     dws, scratch = [poisoned(*size) for size in sizes], poisoned(max(1, split_tiles(sizes, R, row).scratch))
     for acc in (False, True):
         with simulated(hopper_matmul_dw if dtype == BF16 else fp8_matmul_dw, seed):
             mm._multiply_dw(dws, scratch, *zip(*pairs), acc)
-        assert all(error(dw, exact * (1 + acc)) < 1e-6 for dw, exact in zip(dws, want, strict=True))
+        assert all(error(dw, expected * (1 + acc)) < 1e-6 for dw, expected in zip(dws, want, strict=True))
 
 
 def gelu_and_byte(rng, M, N, K, seed, **replaced):
@@ -185,21 +183,18 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
 @seeds
 def test_fp8_matmul_rope_matches_float64(rng, seed):
     (a, a_scale), (w, w_scale), rope = fp8(rng(416, 200), 32.0), fp8(rng(320, 200), 64.0), rng(96, 64)
-    out, want = poisoned(416, 320, dtype=BF16), poisoned(416, 320).double()
+    out = poisoned(416, 320, dtype=BF16)
     with simulated(fp8_matmul, seed):
         fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, rope, 96, 192)
-    reference.matmul_rope(want, a.double() / a_scale.double(), w.double() / w_scale.double(), rope.double(), 96, 192)
-    assert error(out, want) < EPS[BF16]
+    operands = a.double() / a_scale.double(), w.double() / w_scale.double()
+    assert error(out, exact("matmul_rope", [out], *operands, rope, 96, 192)[0]) < EPS[BF16]
 
 
 @seeds
 def test_fp8_swiglu_and_its_derivative_match_float64(rng, monkeypatch, seed):
     R, F = 144, 192
     pre, dout, cells = 2 * rng(R, 2 * F, dtype=BF16), rng(R, F, dtype=BF16), torch.zeros(AMAX_CELLS, dtype=torch.int32)
-    exact, want = pre.double(), poisoned(R, F).double()
-    reference.swiglu(want, exact)
-    dwant = exact.clone()
-    reference.swiglu_bwd(dwant, dout.double(), exact)
+    [want], [dwant] = exact("swiglu", [dout], pre), exact("swiglu_bwd", [pre], dout, pre)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     for launch8, inputs, right in ((K.swiglu, (pre,), want), (K.swiglu_bwd, (dout, pre), dwant)):
         rows, columns = poisoned(*right.shape).to(E4M3), poisoned(*right.T.shape).to(E4M3)
