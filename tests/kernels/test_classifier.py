@@ -13,8 +13,7 @@ from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, poisoned, require_same_bits
+from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
@@ -92,9 +91,8 @@ def run_chunk(lnf, wte, targets, V):
 @pytest.mark.parametrize("R,C,V", SHAPES)
 def test_target_matches_float64(rng, R, C, V, dtype):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
-    want = poisoned(R).double()
-    reference.classifier_target(want, lnf.double(), wte.double(), targets)
     zt = target_logits(lnf, wte, targets)
+    [want] = exact("classifier_target", [zt], lnf, wte, targets)
     assert error(zt, want) < 1e-6  # products and sums are fp32, whatever the storage
     assert (zt[targets < 0] == 0).all()
 
@@ -106,11 +104,10 @@ def test_fwd_matches_float64(rng, R, C, V, dtype):
     zt = target_logits(lnf, wte, targets)
     p, rowsum = poisoned(R, Vp, dtype=dtype), scratch(R, Vp, dtype)
     cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
-    want, want_rowsum = poisoned(R, Vp).double(), poisoned(R).double()
-    reference.classifier_fwd(want, want_rowsum, lnf.double(), wte.double(), zt.double(), targets, V)
+    want, want_rowsum = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V)
     assert error(p, want) < tolerance(dtype)
     # summed before p is rounded; tensor cores drop bits of a logit's partial sums
-    assert error(rowsum[:R], reference._rowsums.pop(want_rowsum.data_ptr())) < (2e-6 if INTERPRET else 1e-5)
+    assert error(rowsum[:R], want_rowsum) < (2e-6 if INTERPRET else 1e-5)
     assert (p[:, V:] == 0).all()
     rows = (targets >= 0).nonzero()[:, 0]
     assert (p[rows, targets[rows].long()] == 0).all()
@@ -123,10 +120,7 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
     lnf, _, targets = draw(rng, R, C, V, dtype)
     s = rng(R).mul(6).exp()  # 1e-8 to 1e8
     losses, rs, ks, lns = rng(R) if acc else poisoned(R), poisoned(R), poisoned(R), poisoned(R, C, dtype=dtype)
-    want = [t.double() for t in (losses, rs, ks, lns)]
-    rowsum = s.double()
-    reference._rowsums[rowsum.data_ptr()] = rowsum
-    reference.classifier_loss(*want, rowsum, lnf.double(), targets, step_in().double(), acc)
+    want = exact("classifier_loss", [losses, rs, ks, lns], s, lnf, targets, step_in(), acc)
     cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, step_in(), acc)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
@@ -140,9 +134,8 @@ def test_stats_match_float64(rng, R, C, V, dtype, acc):
 def test_dx_matches_float64(rng, R, C, V, dtype):
     _, wte, targets = draw(rng, R, C, V, dtype)
     p, rs, ks, dln = rng(R, len(wte)).exp().to(dtype), rng(R).exp(), rng(R).mul(10), poisoned(R, C, dtype=dtype)
-    want = dln.double()
     ks[targets < 0] = 0
-    reference.classifier_dx(want, p.double(), wte.double(), rs.double(), ks.double(), targets)
+    [want] = exact("classifier_dx", [dln], p, wte, rs, ks, targets)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
     # a sum of V products in fp32 is good to 5e-6, one of 50304 on tensor cores to 1e-5: far below bf16's rounding
     assert error(dln, want) < max(5e-6, tolerance(dtype))

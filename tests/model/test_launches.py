@@ -18,7 +18,7 @@ class SideBySide(WrappedKernels):
     """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
 
     def __init__(self, tolerance: float):
-        self.tolerance, self.workspace, self.launched = tolerance, torch.empty(1), []
+        self.tolerance, self.workspace, self.launched = tolerance, torch.empty(64, dtype=torch.float64), []
 
     def _launch(self, name: str, *args, **keywords):
         names = inspect.signature(getattr(reference, name)).parameters
