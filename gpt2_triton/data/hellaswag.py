@@ -64,7 +64,10 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
 
 def downloaded() -> Path:
     """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
-    target = Path.home() / CACHED
+    try:
+        target = Path.home() / CACHED
+    except RuntimeError:  # a container's user without an entry in passwd
+        raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {TODO}") from None
     if target.is_file() and sha256(target) == SHA256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
