@@ -146,7 +146,7 @@ def load(
     """Return a model that only runs forward.  CheckpointError if none is intact, OutOfMemoryError if it does not fit.
 
     source         a Run, its directory, one of its steps, RUN/best, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
-    dtype          storage of weights and activations; None: as in training; other projects' bf16, on a CPU fp32
+    dtype          storage of weights and activations; None: as in training, other projects' bf16; without a GPU fp32
     batch_tokens   most tokens that go through the model at once; the results do not depend on it
     """
     if dtype not in (None, "bf16", "fp32"):

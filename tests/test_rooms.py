@@ -29,7 +29,7 @@ ROOMS = {
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console config data.packing distributed model",
-    "checkpoint": "errors console device files config data.tokenizer distributed.control model.architecture "
+    "checkpoint": "errors console files config data.tokenizer distributed.control model.architecture "
     "model.tables model.memory_plan checkpoint",
     "inference": "errors console device kernels config data distributed.control model checkpoint inference",
     "training": f"{GROUND} kernels config data distributed model checkpoint inference training",

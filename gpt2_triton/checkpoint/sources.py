@@ -9,7 +9,6 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton import device
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
 from gpt2_triton.checkpoint.load import read_checkpoint
 from gpt2_triton.checkpoint.resume import config_differences, decides_weights
@@ -33,14 +32,13 @@ READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
 def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Return a source's configuration and host tensors; other projects' are fp32, with train.dtype bf16 for a GPU."""
+    """Return a source's configuration and host tensors; other projects' are fp32, with train.dtype bf16."""
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
         return _config_and_tensors(where)[1:]
     weights = READERS[kind](where)
     exact = _config_for(weights)
-    config = exact.replace(train={"dtype": "bf16"}) if device.present() else exact  # the interpreter truncates bf16
-    return config, to_flat_buffers(weights, exact)
+    return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
 
 
 def open_weights(source: str) -> Weights:

@@ -91,7 +91,7 @@ def perplexity(
         opened += open_shards(given, V, T)
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
-    computed = f"{result.tokens:,} tokens in {dtype or config.train.dtype}"
+    computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
     print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
     print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
     if json:

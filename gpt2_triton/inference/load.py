@@ -17,18 +17,22 @@ def load_for_losses(
     """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens; compile its kernels.
 
     A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a context's tokens.  The
-    model computes in `dtype`, "bf16" or "fp32", by default in train.dtype.  It can also decode `sequences`
-    sequences at once.
+    model computes in `dtype`, "bf16" or "fp32", by default in train.dtype, on a CPU in fp32.  It can also decode
+    `sequences` sequences at once.
     """
-    if dtype:
-        config = config.replace(train={"dtype": dtype}, optim={"master": "none"})
-    device, T = device_name(), config.train.seq_len
+    config, device, T = _computing(config, dtype), device_name(), config.train.seq_len
     batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
     model = _load(config, tensors, max(batch, -(-min(config.model.block_size, LONGEST_CONTEXT) // T)), sequences)
     if device == "cuda":
         with K.compiling():
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
     return model
+
+
+def _computing(config: Config, dtype: str | None = None) -> Config:
+    """Return `config` for a model in `dtype`; on a CPU the default is fp32, because the interpreter truncates bf16."""
+    dtype = dtype or ("fp32" if device_name() == "cpu" else None)
+    return config.replace(train={"dtype": dtype}, optim={"master": "none"}) if dtype else config
 
 
 def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
@@ -38,7 +42,7 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
 def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
     """Return a model with the weights tensors["params"] that decodes `sequences` sequences at once."""
     batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
-    return _load(config, tensors, batch, sequences)
+    return _load(_computing(config), tensors, batch, sequences)
 
 
 def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> Model:

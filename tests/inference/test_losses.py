@@ -125,11 +125,11 @@ def test_against_torch_finds_equal_predictions(trained, tmp_path, capsys):
     assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, torch.float32)]
-)
+@pytest.mark.parametrize("dtype, stored", [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, None)])
 def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
+    """By default that of training, here bf16, but fp32 on a CPU."""
     config, tensors = load_weights(str(trained[0] / "run"))
-    model = load_for_losses(config, tensors, 192, dtype)
+    model = load_for_losses(config.replace(train=dict(dtype="bf16")), tensors, 192, dtype)
+    stored = stored or (torch.float32 if model.arena.device.type == "cpu" else torch.bfloat16)
     assert model.state.params.dtype == stored
     assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))
