@@ -117,9 +117,9 @@ def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]
 
 
 def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
-    """Return all steps where `find_checkpoint` may look for `path`."""
-    run = path.absolute().parent
-    return [list_steps(place) for place in (path, path / "checkpoints", run, run / "checkpoints")]
+    """Return all steps where `find_checkpoint` may look for `path`; the directory above a run may be closed to us."""
+    places = [place for above in (path, path.absolute().parent) for place in (above, above / "checkpoints")]
+    return [list_steps(place) for place in places if os.access(place, os.R_OK)]
 
 
 def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

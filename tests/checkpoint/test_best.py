@@ -96,8 +96,7 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", later)
     done = []
     before_steps(lambda self, index: index == 3 and not done and done.append(poison(self)), monkeypatch)
-    checkpoint, more = dict(best="val_loss", every=2, keep=1), dict(train=dict(rewind_after=1))
-    config = best_config(**checkpoint).replace(**more)
+    config = best_config(best="val_loss", every=2, keep=1).replace(train=dict(rewind_after=1))
     later_losses = iter([9.0, 9.0, 9.0])
 
     def validate(self, step, original=trainer.Trainer._validate):

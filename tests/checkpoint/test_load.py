@@ -220,6 +220,14 @@ def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeyp
         load.read_checkpoint(newest)
 
 
+def test_run_is_read_in_a_directory_that_may_not_be_listed(newest, monkeypatch):
+    """As in another user's home directory of mode 711, which a reader may only pass."""
+    closed, listed, list_steps = newest.parents[2], [], load.list_steps
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+    monkeypatch.setattr(load, "list_steps", lambda path: listed.append(path) or list_steps(path))
+    assert load.read_checkpoint(newest.parents[1])[0] == newest and closed not in listed
+
+
 def save_best(run_dir, step):
     save_checkpoint(run_dir / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), Retention(1))
 
