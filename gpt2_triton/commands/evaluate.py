@@ -16,7 +16,7 @@ Checkpoint = Annotated[
 ]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
-Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="Precision; by default a run's own, bf16 for others.")]
+Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="By default a run's own, others bf16, on a CPU fp32.")]
 
 
 def hellaswag(
