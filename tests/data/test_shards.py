@@ -197,10 +197,18 @@ CHANGES = {
 def test_shard_that_changes_while_it_is_read_is_a_data_error(shard, change):
     os.utime(shard, ns=(1, 10**9))  # the clock of a file system can be coarse
     [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
-    opened.read(45, 9)
+    assert opened.fingerprint and len(opened.read(45, 9)) == 9
     change(shard)
     with pytest.raises(DataError, match=f"{shard}: {CHANGES[change]}; restore it and resume$"):
         opened.read(45, 9)
+
+
+def test_shard_with_a_new_time_and_the_same_content_is_read(shard):
+    [opened] = open_shards(str(shard), VOCAB, SEQ_LEN)
+    assert opened.fingerprint
+    for time in (1, 2):
+        os.utime(shard, ns=(time, time))
+        np.testing.assert_array_equal(opened.read(45, 9), TOKENS[45:54])
 
 
 def test_a_directory_among_the_shards_is_refused(shard):
