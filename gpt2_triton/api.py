@@ -122,6 +122,8 @@ def train(
 
     if str(config) == recipes.OWN:
         raise ConfigError("config: own is a recipe of the command line: `gpt2-triton train own --data FILES`")
+    if resume not in (False, True, "must"):
+        raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
     set_env_from_slurm()
     rank, ranks = rank_and_size()
@@ -250,6 +252,8 @@ class Model:
 
         A model writes one text at a time: a stream raises ConfigError if another was begun after it.
         """
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompt: expected a text, got {type(prompt).__name__}; `decode` makes one of tokens")
         how = Sampling(temperature, top_k, top_p)
         how.check("", tokens, seed)
         with _exclusive():
@@ -292,6 +296,8 @@ class Model:
         tokens   integers [n] or [sequences, n], n from 1 to `context`; [sequences, n] adds a first axis
         The device holds 16 rows of logits at once.  DataError as in `loss`, and for longer sequences.
         """
+        if positions not in ("last", "all"):
+            raise ConfigError(f"positions: expected last or all, got {positions!r}")
         with _exclusive():
             from gpt2_triton.inference import losses
 

@@ -322,7 +322,10 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
         (lambda m: m.loss([1]), DataError, "tokens: got int64 [1], expected integers [n]"),
         (lambda m: m.loss([1, 256]), DataError, "tokens: 1 to 256, but the vocabulary is 0 to 255"),
         (lambda m: m.logits([1] * 17), DataError, "tokens: sequences of 17, but the context is 16; cut them"),
+        (lambda m: m.generate([1]), ConfigError, "prompt: expected a text, got list; `decode` makes"),
+        (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
         (lambda m: m.export("."), ConfigError, "is there already"),
+        (lambda m: gpt2_triton.train("quickstart", "run", resume="mst"), ConfigError, "resume: expected False, True"),
         (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
     ],
 )
