@@ -143,7 +143,7 @@ class TrainConfig(ConfigSection):
     max_minutes: float = free(0, "minutes until the run saves and ends with the file PREEMPTED; 0 never", ge=0)
     patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
     skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
-    skip_loss_z: float = free(0, "skip losses this many standard deviations above the last 128; 0 never", ge=0, le=11)
+    skip_loss_z: float = free(0, "skip losses so many standard deviations above the mean of 128; 0 never", ge=0, le=11)
     skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
         0, "after this many skipped steps in a row go back to a checkpoint and leave out the data since; 0 never", ge=0

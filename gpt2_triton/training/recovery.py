@@ -1,4 +1,4 @@
-"""Return a model to an earlier checkpoint: a rewind.
+"""Return a model to an earlier checkpoint (a rewind), and find the losses of a step that are not finite.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
