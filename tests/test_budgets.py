@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = {
-    "gpt2_triton": 986,  # the ground: errors, console, device, files, the API
+    "gpt2_triton": 992,  # the ground: errors, console, device, files, the API
     "gpt2_triton/checkpoint": 1605,
     "gpt2_triton/commands": 1236,
     "gpt2_triton/config": 1077,
@@ -27,7 +27,7 @@ BUDGETS = {
     "benchmarks/losses": 1425,
     "benchmarks/speed": 1118,
     "benchmarks/tune": 621,
-    "tests": 1115,
+    "tests": 1118,
     "tests/benchmarks": 354,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 596,
