@@ -109,7 +109,7 @@ def patch_language_once() -> None:
 def require_triton() -> str:
     """Return the version of Triton; ConfigError if it is missing.  torch for CPUs does not install Triton."""
     if (version := installed("triton")) is None:
-        raise ConfigError("triton: not installed; pip install triton")
+        raise ConfigError("triton: not installed; pip install triton, on Linux or WSL2")
     return version
 
 

@@ -343,8 +343,8 @@ class JITFunction:
 @pytest.mark.parametrize(("found", "message"), [
     (dict(language=SimpleNamespace(sum=JITFunction())), "^TRITON_INTERPRET: no GPU, .* perhaps by transformers"),
     (dict(triton="3.6.0"), r'pip install "numpy<2.4"$'),
-    (dict(triton=None), "^triton: not installed; pip install triton$"),
-    (dict(triton=None, gpu=True), "^triton: not installed; pip install triton$"),
+    (dict(triton=None), "^triton: not installed; pip install triton, on Linux or WSL2$"),
+    (dict(triton=None, gpu=True), "^triton: not installed; pip install triton, on Linux or WSL2$"),
 ])  # fmt: skip
 def test_select_device_refuses_what_cannot_run(machine, found, message):
     machine(**found)
