@@ -63,7 +63,7 @@ def standing_in(gpu: device.Gpu) -> Iterator[None]:
             # one function that all of them call: else the linker leaves the library out of those that it must load
             subprocess.run([os.environ.get("CC", "gcc"), *words], check=True, input=b"void cuGetErrorString(void) {}")
             nvidia.CudaUtils()
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
             todo = "Triton needs gcc and Python's headers: apt install gcc python3-dev"
             raise ConfigError(f"{error}; {todo}") from error
         yield

@@ -49,6 +49,13 @@ def test_kernels_of_a_narrow_model_compile(monkeypatch, tmp_path):
     assert " kernels for h100 are in " in printed
 
 
+def test_a_cache_that_cannot_be_made_is_no_missing_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").touch()
+    with pytest.raises(AssertionError, match="/cache: Not a directory; choose another place"):
+        compiled_elsewhere("-m", "gpt2_triton", "compile", "quickstart", "--train.dtype", "bf16")
+
+
 @pytest.mark.parametrize(("words", "why"), [
     (dict(gpu="mi300x"), "--gpu: unknown GPU mi300x; known are a100-40, "),
     (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
