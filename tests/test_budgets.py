@@ -27,7 +27,7 @@ BUDGETS = {
     "benchmarks/losses": 1425,
     "benchmarks/speed": 1118,
     "benchmarks/tune": 621,
-    "tests": 1118,
+    "tests": 1106,
     "tests/benchmarks": 354,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 596,
