@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2152,
-    "tests/commands": 1478,
+    "tests/commands": 1485,
     "tests/config": 640,
     "tests/data": 825,
     "tests/data/prepare": 1055,
