@@ -117,6 +117,7 @@ def render(text: str, record: Record, page: Path) -> str:
 MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
 HALF, HALF_60 = (f"losses.arms.muon_d12.best_muon_half_the_batch{share}.val" for share in ("", "_60"))
 PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
+    "124M, Muon, 524k tokens a step": ("scale.L3_muon_240M_steps_of_524k_fp8", ""),
     "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
     "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
     "124M, Muon, 65k tokens a step, fp8 logits": ("fp8_d12.muon_fp8_logits_too", f"({HALF_60} - {HALF}) / 0.511"),
@@ -234,14 +235,15 @@ def hours(record: Record) -> str:
     """Return one GPU's hours and dollars for the tokens of gpt2_124m_fast, and for Muon's by each ratio of tokens."""
     figures, runs = flat(record), [run for run in ratio.runs_of(pairs.read_results(SCALE)) if run.size == "d12"]
     noise = {name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, "d12"))}
-    ways = {"AdamW": (1.0,), f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": (REPORTED,)}
+    ways = {"AdamW": 1.0, f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": REPORTED}
     if found := ratio.measured(runs, noise):
-        ways[f"Muon, {found[0]:.2f} times fewer, as after 1B tokens here"] = found
+        factor = sorted([found[0], *ratio.bounds(runs)])[1]
+        ways[f"Muon, {factor:.2f} times fewer, which suffice for 1B here"] = factor
     keys = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
     speeds = {name: key for name, key in keys.items() if key in figures}
     rows = []
-    for way, factors in ways.items():
-        tokens = figures["recipe.gpt2_124m_fast.tokens"] / factors[0]
+    for way, factor in ways.items():
+        tokens = figures["recipe.gpt2_124m_fast.tokens"] / factor
         each = [tokens / figures[key] / 3600 for key in speeds.values()]
         rows.append([way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)])
     return markdown(["", "tokens", *speeds], rows)

@@ -7,6 +7,7 @@ runs of other seeds and the same size.  A size without such runs has the largest
 log A and a follow from log(L - E) by weighted least squares, and a ratio is a linear condition on them (Fieller's
 method).  The 95% interval holds the ratios for which some E and this condition together add at most Student's t squared
 to the squares of the best fit.  The ratio at 1B is L1's own, where the line through Muon's two runs has AdamW's loss.
+A loss beyond the line's ends has no ratio there, but a bound.
 """
 
 import argparse
@@ -111,8 +112,17 @@ class Fit:
         return float(middle), float(low), float(high)
 
 
+def bounds(runs: list[Run]) -> tuple[float, float]:
+    """Return AdamW's tokens in L1 divided by those of Muon's longest and shortest run."""
+    adamw, muon = ([run.tokens for run in runs if run.optimizer == name and not run.fitted] for name in OPTIMIZERS)
+    return adamw[0] / max(muon), adamw[0] / min(muon)
+
+
 def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, float] | None:
-    """Return AdamW's tokens in L1 divided by what Muon needs for its loss, and the ends of the 95% interval."""
+    """Return AdamW's tokens in L1 divided by what Muon needs for its loss, and the ends of the 95% interval.
+
+    A ratio beyond `bounds` extends the line through Muon's two runs: only the bound is known.
+    """
     adamw, muon = (sorted(run for run in runs if run.optimizer == name and not run.fitted) for name in OPTIMIZERS)
     if not adamw or len(muon) < 2 or len(noise) < 2:
         return None
@@ -141,8 +151,10 @@ def report(runs: list[Run]) -> tuple[str, str]:
             cells = [f"{statistics.fmean(losses):.4f}" if losses else "" for losses in both]
             cells.append(f"{means[1] - means[0]:+.4f}" if len(means) == 2 else "")
             found = fit.ratio(tokens) if fit and tokens not in later else None
-            found = measured(mine, noise) if tokens == max(later, default=0) else found
-            ratio, *ends = map(_shown, found) if found else [""]
+            limits = LEAST, MOST
+            if tokens == max(later, default=0) and (found := measured(mine, noise)):
+                limits = bounds(mine)
+            ratio, *ends = (_shown(one, *limits) for one in found) if found else [""]
             lines.append(f"| {size} | {tokens:,.0f} | {' | '.join([*cells, ratio, ' to '.join(ends)])} |")
         if not fit:
             notes.append(f"{size} has no fit: {', '.join(lacks)}")
@@ -167,8 +179,8 @@ def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
     return lacks
 
 
-def _shown(ratio: float) -> str:
-    return f"> {MOST:g}" if ratio > MOST else f"< {LEAST:g}" if ratio < LEAST else f"{ratio:.2f}"
+def _shown(ratio: float, least: float, most: float) -> str:
+    return f"> {most:.3g}" if ratio > most else f"< {least:.3g}" if ratio < least else f"{ratio:.2f}"
 
 
 def main(words: list[str] | None = None) -> None:

@@ -85,6 +85,13 @@ def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss
     assert ratio.measured(l1[:2], noise) is None
 
 
+@pytest.mark.parametrize(("adamw", "shown"), [(2.3, "> 1.25 | > 1.25 to > 1.25"), (1.7, "< 1 | < 1 to < 1")])
+def test_a_loss_beyond_the_line_of_l1_gives_a_bound(adamw, shown):
+    l1 = [Run("d12", "adamw", 1000, adamw, False)]
+    l1 += [Run("d12", "muon", tokens, loss, False) for tokens, loss in ((800, 2.1), (1000, 2.0))]
+    assert f"| 1,000 | {adamw:.4f} | 2.0000 | {2 - adamw:+.4f} | {shown} |" in ratio.report(runs(0, 0.1) + l1)[0]
+
+
 def test_the_command_reports_every_size_and_keeps_l1_out_of_the_fit(tmp_path, capsys):
     rows = [dict(arm=f"{r.size} {r.optimizer} {r.tokens}M", tokens=r.tokens * 1e6, val_loss=r.loss) for r in runs(1)]
     rows += [dict(arm=f"L1 {name} 1B", tokens=1e9, val_loss=9.0) for name in LAWS]
