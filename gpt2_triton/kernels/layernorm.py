@@ -29,13 +29,19 @@ from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 
 @triton.jit
+def _standardised(x, mean, rstd):
+    """Return xhat; mean is None for RMSNorm."""
+    if mean is not None:
+        x = x - mean[:, None]
+    return x * rstd[:, None]
+
+
+@triton.jit
 def _normalise(x, mean, rstd, w, b):
     """Return the norm's output; forward and recomputation share this function and so give the same bits."""
-    if mean is None:
-        out = x * rstd[:, None] * w[None, :]
-    else:
-        xhat = (x - mean[:, None]) * rstd[:, None]
-        out = xhat * w[None, :] + b[None, :]
+    out = _standardised(x, mean, rstd) * w[None, :]
+    if b is not None:
+        out = out + b[None, :]
     return out
 
 
@@ -54,21 +60,22 @@ def _layernorm_fwd_kernel(
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    b = None
     if b_ptr is not None:
         b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = _elements(r, c, C)
     mask = (r < R)[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean = None
+    centred = x
     if mean_ptr is not None:
         mean = tl.sum(x, 1) / C
         centred = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-        out = _normalise(x, mean, rstd, w, b)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+    out = _normalise(x, mean, rstd, w, b)
+    if mean_ptr is not None:
         tl.store(mean_ptr + r, mean, mask=r < R)
-    else:
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-        out = _normalise(x, None, rstd, w, None)
     if out_ptr is not None:
         tl.store(out_ptr + at, out, mask=mask)
     if out8_ptr is not None:
@@ -85,6 +92,7 @@ def _layernorm_bwd_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
     w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    b = None
     if b_ptr is not None:
         b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -98,27 +106,23 @@ def _layernorm_bwd_kernel(
         dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
+        mean = None
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
         if ln_ptr is not None:
-            if mean_ptr is not None:
-                ln = _normalise(x, mean, rstd, w, b)
-            else:
-                ln = _normalise(x, None, rstd, w, None)
+            ln = _normalise(x, mean, rstd, w, b)
             if ln_scale_ptr is not None:
                 ln = quantise(ln, ln_scale_ptr, None)  # the forward pass has recorded its amax
             tl.store(ln_ptr + at, ln, mask=mask)
         # dout is 0 past the end of a row, and rstd past the last row, so the sums get nothing from there
         g = dout * w[None, :]
+        xhat = _standardised(x, mean, rstd)
         if mean_ptr is not None:
-            xhat = (x - mean[:, None]) * rstd[:, None]
             mean_g = tl.sum(g, 1) / C
-            mean_gx = tl.sum(g * xhat, 1) / C
-            dx = (g - mean_g[:, None] - xhat * mean_gx[:, None]) * rstd[:, None]
-        else:
-            xhat = x * rstd[:, None]
-            mean_gx = tl.sum(g * xhat, 1) / C
-            dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
+        mean_gx = tl.sum(g * xhat, 1) / C
+        if mean_ptr is not None:
+            g -= mean_g[:, None]
+        dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
         if more_ptr is not None:
             dx += tl.load(more_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
