@@ -20,7 +20,7 @@ from gpt2_triton.kernels.decode import cache_fill, decode_attention, decode_embe
 from gpt2_triton.kernels.dropout import dropout
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
-from gpt2_triton.kernels.fp8 import HISTORY, Fp8, cast_operand, cast_weights, check_amax, roll_scales
+from gpt2_triton.kernels.fp8 import Fp8, cast_operand, cast_weights, check_amax, roll_scales
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 from gpt2_triton.kernels.matmul import (
     matmul,

@@ -28,8 +28,6 @@ from gpt2_triton.kernels.hopper import transpose as hopper_transpose
 from gpt2_triton.kernels.step_io import APPLY
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
-HISTORY = 16  # steps
-
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:

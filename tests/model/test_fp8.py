@@ -207,7 +207,7 @@ def test_plan_has_no_buffer_that_no_precision_needs():
 
 def test_rows_of_the_state_have_the_sizes_of_the_kernels():
     shapes = {name: State.__dataclass_fields__[name].metadata["spec"].shape for name in ("history", "amax")}
-    assert shapes == dict(history=f"A {K.HISTORY}", amax=f"A {K.AMAX_CELLS}")
+    assert shapes == dict(history=f"A {fp8.HISTORY}", amax=f"A {K.AMAX_CELLS}")
     for keep, head in (("none", 2), ("head", 0)):
         assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
 
