@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpt2_triton.kernels.device_math import LOG2E
-from gpt2_triton.kernels.e4m3 import paired_columns, quantise
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store
+from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load
 
 HEAD = 64  # columns of a head, and rows of a block
 
@@ -72,36 +71,6 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
     mbarrier.expect(y_full, y_desc.block_type.nbytes, pred=wanted)
     tma_load(x_desc, [row, x_column], x_full, ring.x.index(stage), pred=wanted)
     tma_load(y_desc, [row, y_column], y_full, ring.y.index(stage), pred=wanted)
-
-
-@gluon.jit
-def columns_buffer(desc):
-    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def stage_gradient(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
-    """Return a gradient in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed.  A
-    `buffer` of columns may be given.
-    """
-    rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
-    columns = rows
-    if columns_desc is not None:
-        columns = columns_buffer(columns_desc) if buffer is None else buffer
-        columns.store(paired_columns(value * gl.load(scale_ptr)))
-    if scale_ptr is not None:
-        value = quantise(value, scale_ptr, amax_ptr)
-    rows.store(value.to(desc.dtype))
-    fence_async_shared()  # here: the last barrier before the TMA stores may be in the next call's maximum
-    return rows, columns
-
-
-@gluon.jit
-def store_gradient(desc, columns_desc, staged, row, column):
-    """Start the stores of what stage_gradient returned."""
-    tma_store(desc, [row, column], staged[0])
-    if columns_desc is not None:
-        tma_store(columns_desc, [column, row // 2], staged[1])
 
 
 class Forms(NamedTuple):

@@ -26,10 +26,8 @@ from gpt2_triton.kernels.hopper.attention import (
     end_ring,
     load_pair,
     ring_of,
-    stage_gradient,
-    store_gradient,
 )
-from gpt2_triton.kernels.hopper.pipeline import describe, wait_full
+from gpt2_triton.kernels.hopper.pipeline import describe, stage_forms, store_forms, wait_full
 from gpt2_triton.kernels.hopper.rope import rotated, rotation
 from gpt2_triton.kernels.tuning import next_power_of_2
 
@@ -181,10 +179,10 @@ def _attention_dkdv_kernel(
         part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
         gl.store(part_ptr, gl.sum(dk, 0))
         gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
-    staged_dk = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
-    staged_dv = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
-    store_gradient(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
-    store_gradient(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
+    staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
+    staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+    store_forms(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
+    store_forms(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
     end_ring(own)
     end_ring(ring)
     tma.store_wait(0)

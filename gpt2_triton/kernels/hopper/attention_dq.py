@@ -24,14 +24,11 @@ from gpt2_triton.kernels.hopper.attention import (
     SIDE,
     STAGES,
     Forms,
-    columns_buffer,
     end_ring,
     load_pair,
     ring_of,
-    stage_gradient,
-    store_gradient,
 )
-from gpt2_triton.kernels.hopper.pipeline import describe, tma_store, wait_full
+from gpt2_triton.kernels.hopper.pipeline import columns_buffer, describe, stage_forms, store_forms, tma_store, wait_full
 from gpt2_triton.kernels.hopper.rope import rotated, rotation
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
@@ -120,8 +117,8 @@ def _attention_dq_kernel(
         gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
-    staged = stage_gradient(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
-    store_gradient(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
+    staged = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
+    store_forms(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
     end_ring(own)
     end_ring(ring)
     tma.store_wait(0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gpt2_triton.kernels.e4m3 import paired_columns, quantise
 from gpt2_triton.kernels.tiles import halves, tile_corner
 
 # newer names, then Triton 3.6's
@@ -192,6 +194,36 @@ def mma_loop(accs, ring, step, steps, A_T: gl.constexpr, W_T: gl.constexpr):
     sums = warpgroup_mma_wait(0, deps=accs)
     mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
     return sums, step
+
+
+@gluon.jit
+def columns_buffer(desc):
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def stage_forms(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
+    """Return a tile in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed to `buffer`
+    or a new one.
+    """
+    rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+    columns = rows
+    if columns_desc is not None:
+        columns = columns_buffer(columns_desc) if buffer is None else buffer
+        columns.store(paired_columns(value * gl.load(scale_ptr)))
+    if scale_ptr is not None:
+        value = quantise(value, scale_ptr, amax_ptr)
+    rows.store(value.to(desc.dtype))
+    fence_async_shared()  # here: the last barrier before the TMA stores may be in the next call's maximum
+    return rows, columns
+
+
+@gluon.jit
+def store_forms(desc, columns_desc, staged, row, column):
+    """Start the stores of what stage_forms returned."""
+    tma_store(desc, [row, column], staged[0])
+    if columns_desc is not None:
+        tma_store(columns_desc, [column, row // 2], staged[1])
 
 
 def describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:

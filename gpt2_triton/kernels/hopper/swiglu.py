@@ -7,8 +7,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from gpt2_triton.kernels.device_math import dswiglu, swiglu
-from gpt2_triton.kernels.hopper.attention import stage_gradient, store_gradient
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, wait_full
+from gpt2_triton.kernels.hopper.pipeline import (
+    barriers,
+    describe,
+    invalidate,
+    stage_forms,
+    store_forms,
+    tma_load,
+    wait_full,
+)
 
 SIDE = 64  # of a block
 BLOCK = gl.constexpr(SIDE)
@@ -31,25 +38,23 @@ def _swiglu_kernel(rows_desc, columns_desc, scale_ptr, amax_ptr, dout_desc, pre_
     if dout_desc is None:
         wait_full(full, 0, 1)
         h = swiglu(gates.load(LAYOUT).to(gl.float32), values.load(LAYOUT).to(gl.float32))
-        staged = stage_gradient(rows_desc, columns_desc, scale_ptr, amax_ptr, h)
-        store_gradient(rows_desc, columns_desc, staged, r, c)
+        staged = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, h)
+        store_forms(rows_desc, columns_desc, staged, r, c)
     else:
         douts = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], dout_desc.layout)
         tma_load(dout_desc, [r, c], full.index(0), douts)
         wait_full(full, 0, 1)
         g = gates.load(LAYOUT).to(gl.float32)
         dg, du = dswiglu(douts.load(LAYOUT).to(gl.float32), g, values.load(LAYOUT).to(gl.float32))
-        staged_dg = stage_gradient(rows_desc, columns_desc, scale_ptr, amax_ptr, dg)
-        staged_du = stage_gradient(rows_desc, columns_desc, scale_ptr, amax_ptr, du)
-        store_gradient(rows_desc, columns_desc, staged_dg, r, c)
-        store_gradient(rows_desc, columns_desc, staged_du, r, F + c)
+        staged_dg = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, dg)
+        staged_du = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, du)
+        store_forms(rows_desc, columns_desc, staged_dg, r, c)
+        store_forms(rows_desc, columns_desc, staged_du, r, F + c)
     invalidate(full)
     tma.store_wait(0)
 
 
-def launch(
-    rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, pre: Tensor, dout: Tensor | None = None
-) -> None:
+def launch(rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, pre: Tensor, dout: Tensor | None) -> None:
     """Write swiglu of pre[R, 2F], or with dout[R, F], pre's gradient, in e4m3 to rows and columns."""
     R, F = len(pre), pre.shape[1] // 2
     _swiglu_kernel[(triton.cdiv(R, SIDE), F // SIDE)](
