@@ -45,7 +45,7 @@ def _adamw_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[4] step_in[8] step_key[4]")
+@contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[*] step_in[8] step_key[4]")
 def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
     step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,

@@ -217,7 +217,7 @@ def check_amax(squares: Tensor, amax: Tensor) -> None:
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 
-@contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[4]")
+@contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[*]")
 def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
     """Move each tensor's amax into its history, set its scale for the next step, and clear its cells.
 

@@ -54,7 +54,7 @@ def _momentum_kernel(
     tl.store(x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[4] step_key[4]")
+@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[*] step_key[4]")
 def muon_momentum(
     x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, step_key: Tensor, first: int, distance: int, momentum: float
 ) -> None:
@@ -250,7 +250,7 @@ def _update_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[4] step_in[8] step_key[4]")
+@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[*] step_in[8] step_key[4]")
 def muon_update(
     w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
     first: int, distance: int, decay: float, scale: float,

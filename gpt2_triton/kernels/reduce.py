@@ -115,7 +115,7 @@ def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     )
 
 
-@contract("step_out[4] <- sumsq[1] step_in[8]")
+@contract("step_out[*] <- sumsq[1] step_in[8]")
 def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
     """Write step_out's NORM, CLIP_FACTOR (1 if CLIP is 0) and APPLY (1 if norm and loss are finite, else 0)."""
     _clip_factor_kernel[(1,)](step_out, sumsq, step_in)

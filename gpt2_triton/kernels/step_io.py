@@ -1,7 +1,7 @@
 """Indices into the small device rows through which the host and the kernels exchange the numbers of a step.
 
 step_in   fp32[8], written by the host before the step
-step_out  fp32[6], read by the host after it; launchers take the first four elements
+step_out  fp32[6], read by the host after it
 step_key  int32[4], written by the host: the Philox key of rounding noise and dropout; ROW before each micro-step
 
 The indices are constexpr because kernels can read no other globals.  The host indexes numpy arrays and lists with them

@@ -129,7 +129,7 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
     _fp8_stats_kernel[(P,)](out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
 
 
-@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[4] step_in[8]")
+@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[8]")
 def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
@@ -147,7 +147,7 @@ def parameter_stats(
     )  # fmt: skip
 
 
-@contract("out[5,P] <- w[n] x[n] g[n] step_out[4] step_in[8]")
+@contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[8]")
 def muon_stats(
     out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float
 ) -> None:

@@ -87,29 +87,28 @@ def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p
 def roll_scales(K: Any, m: Any) -> None:
     # scales of the next step's fp8 tensors from the largest absolute values of the last steps
     m.comm.all_reduce_max(m.s.amax)
-    K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out[:4])
+    K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out)
 
 
 def update(K: Any, m: Any) -> None:
     """Sum loss and squared gradients over ranks, clip, skip outliers, and update this rank's spans."""
     s, a = m.s, m.a
-    stats, squares = s.step_out[:4], s.step_out[4:5]
-    K.loss_sum(stats[:1], a.losses, s.step_in)
+    loss, squares = (s.step_out[i.value :][:1] for i in (K.step_io.LOSS, K.step_io.SUM_SQUARES))
+    K.loss_sum(loss, a.losses, s.step_in)
     for i, g in enumerate(m.norm_grads):
         K.sum_squares(squares, a.scratch, g, i > 0)
     if m.fp8:
         K.check_amax(squares, s.amax)
     m.comm.all_reduce_scalars(s.step_out)
-    K.clip_factor(stats, squares, s.step_in)
-    K.skip_outliers(stats, s.window, s.z, s.step_in)
+    K.clip_factor(s.step_out, squares, s.step_in)
+    K.skip_outliers(s.step_out, s.window, s.z, s.step_in)
     if m.fp8:
         roll_scales(K, m)
     for p in m.updates:
         if len(p.w):  # with many ranks the last ranks own no part of a small bucket
             m.observe.adamw(p)
-            K.adamw(
-                p.w, p.m, p.v, p.low, p.g, stats, s.step_in, s.step_key, p.first, p.decay, p.lr_factor, *m.betas_eps
-            )
+            step = s.step_out, s.step_in, s.step_key
+            K.adamw(p.w, p.m, p.v, p.low, p.g, *step, p.first, p.decay, p.lr_factor, *m.betas_eps)
         m.comm.gather_after_update(p.bucket)
     if m.matrices:
         update_matrices(K, m)
@@ -118,10 +117,10 @@ def update(K: Any, m: Any) -> None:
 
 def update_matrices(K: Any, m: Any) -> None:
     """Update the layers' matrices by Muon: write their momentum to x, nearly orthogonalise x, and update w with x."""
-    s, a, stats = m.s, m.a, m.s.step_out[:4]
+    s, a = m.s, m.a
     for c in m.matrices:
         if c.x.numel():
-            K.muon_momentum(c.x, c.m, c.g, stats, s.step_key, c.first, c.distance, c.momentum)
+            K.muon_momentum(c.x, c.m, c.g, s.step_out, s.step_key, c.first, c.distance, c.momentum)
     m.comm.collect_matrices(m.matrices)
     for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
@@ -135,4 +134,5 @@ def update_matrices(K: Any, m: Any) -> None:
     for c in m.matrices:
         if c.x.numel():  # with many ranks some own no part of a class
             m.observe.muon(c)
-            K.muon_update(c.w, c.low, c.x, stats, s.step_in, s.step_key, c.first, c.distance, c.decay, c.scale)
+            step = s.step_out, s.step_in, s.step_key
+            K.muon_update(c.w, c.low, c.x, *step, c.first, c.distance, c.decay, c.scale)
