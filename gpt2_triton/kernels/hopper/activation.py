@@ -26,6 +26,7 @@ SLICE_N = gl.constexpr(64)
 DOWN = gl.constexpr(BLOCK_M.value // SLICE_M.value)
 SLICES = gl.constexpr(DOWN.value * (BLOCK_N.value // SLICE_N.value))
 RING = gl.constexpr(4)  # slices of pre in flight
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # of a slice, in a partition of two warps
 
 
 # gelu and dgelu of device_math.py for outputs in bf16, with sigmoid(2u) = 0.5 + 0.5 * tanh(u).  One instruction
@@ -60,28 +61,27 @@ def store_slice(ptr, at, value, m, n, M, N):
 
 
 @gluon.jit
-def slice_offsets(N, layout: gl.constexpr):
+def slice_offsets(N):
     """Return the columns of a slice, and its elements' offsets in a matrix of N columns."""
-    cols = gl.arange(0, SLICE_N, layout=gl.SliceLayout(0, layout))
-    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, layout))[:, None] * N + cols[None, :]
+    cols = gl.arange(0, SLICE_N, layout=gl.SliceLayout(0, LAYOUT))
+    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, LAYOUT))[:, None] * N + cols[None, :]
 
 
 @gluon.jit
 def activation_partition(out_ptr, pre_desc, c, c_slices, M, N):
     """Store each tile, which is pre, and its gelu."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    _, at = slice_offsets(N, layout)
+    _, at = slice_offsets(N)
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, M, N, BLOCK_N)
         mbarrier.wait(c.full, turn & 1)
         tma_store(pre_desc, [m, n], c.buf)
-        next_pre = c_slices.index(0).load(layout)
+        next_pre = c_slices.index(0).load(LAYOUT)
         for s in range(SLICES):
             row = m + s % DOWN * SLICE_M
             col = n + s // DOWN * SLICE_N
             pre = next_pre.to(gl.float32)
-            next_pre = c_slices.index(min(s + 1, SLICES - 1)).load(layout)
+            next_pre = c_slices.index(min(s + 1, SLICES - 1)).load(LAYOUT)
             store_slice(out_ptr, at, fast_gelu(pre), row, col, M, N)
         tma.store_wait(0)
         mbarrier.arrive(c.empty, count=1)
@@ -91,9 +91,8 @@ def activation_partition(out_ptr, pre_desc, c, c_slices, M, N):
 @gluon.jit
 def swiglu_partition(out_ptr, pre_desc, c, c_slices, M, N):
     """Store each tile, gates and values, and the swiglu of its halves."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     HALF: gl.constexpr = BLOCK_N // 2
-    _, at = slice_offsets(N // 2, layout)
+    _, at = slice_offsets(N // 2)
     halves = c_slices.reinterpret(gl.bfloat16, [2, BLOCK_M, HALF], pre_desc.layout)
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
@@ -103,8 +102,8 @@ def swiglu_partition(out_ptr, pre_desc, c, c_slices, M, N):
         tma_store(pre_desc, [m, n], halves.index(0))
         tma_store(pre_desc, [m, N // 2 + n], halves.index(1))
         for s in range(SLICES // 2):
-            g = c_slices.index(s).load(layout).to(gl.float32)
-            u = c_slices.index(SLICES // 2 + s).load(layout).to(gl.float32)
+            g = c_slices.index(s).load(LAYOUT).to(gl.float32)
+            u = c_slices.index(SLICES // 2 + s).load(LAYOUT).to(gl.float32)
             store_slice(out_ptr, at, swiglu(g, u), m + s % DOWN * SLICE_M, n + s // DOWN * SLICE_N, M, N // 2)
         tma.store_wait(0)
         mbarrier.arrive(c.empty, count=1)
@@ -127,11 +126,11 @@ def preactivation_partition(pre_desc, pre, M, N):
 
 
 @gluon.jit
-def take_pre(pre, step, layout: gl.constexpr):
+def take_pre(pre, step):
     """Return the slice of pre of this step, and free its slot."""
     wait_full(pre.full, step, RING)
     slot = step % RING
-    value = pre.buf.index(slot).load(layout)
+    value = pre.buf.index(slot).load(LAYOUT)
     mbarrier.arrive(pre.empty.index(slot), count=1)
     return value
 
@@ -141,34 +140,33 @@ def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
     """Store dpre = c * gelu'(pre) of each tile, its column sums to part[tile_m], and gelu(pre) if gelu_ptr is given.
     c is the gradient of gelu(pre).  gelu_ptr may be pre's address: a slice of pre is read before it is overwritten.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    cols, at = slice_offsets(N, layout)
+    cols, at = slice_offsets(N)
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, M, N, BLOCK_N)
         mbarrier.wait(c.full, turn & 1)
-        next_pre = take_pre(pre, step, layout)
-        sums = gl.zeros([8, SLICE_N], gl.float32, layout)
-        next_c = c_slices.index(0).load(layout)
+        next_pre = take_pre(pre, step)
+        sums = gl.zeros([8, SLICE_N], gl.float32, LAYOUT)
+        next_c = c_slices.index(0).load(LAYOUT)
         for s in range(SLICES):
             row = m + s % DOWN * SLICE_M
             col = n + s // DOWN * SLICE_N
             dgelu_out = next_c.to(gl.float32)
-            next_c = c_slices.index(min(s + 1, SLICES - 1)).load(layout)
+            next_c = c_slices.index(min(s + 1, SLICES - 1)).load(LAYOUT)
             x = next_pre.to(gl.float32)
             step += 1
             if s + 1 < SLICES:
-                next_pre = take_pre(pre, step, layout)
+                next_pre = take_pre(pre, step)
             dpre = dgelu_out * fast_dgelu(x)
             store_slice(out_ptr, at, dpre, row, col, M, N)
             if gelu_ptr is not None:
                 store_slice(gelu_ptr, at, fast_gelu(x), row, col, M, N)
             # one thread holds every eighth row; rows past the end are 0
-            sums += gl.convert_layout(gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), layout)
+            sums += gl.convert_layout(gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), LAYOUT)
             if s % DOWN == DOWN - 1:
                 if col < N:
                     gl.store(part_ptr + m // BLOCK_M * N + col + cols, gl.sum(sums, 0))
-                sums = gl.zeros([8, SLICE_N], gl.float32, layout)
+                sums = gl.zeros([8, SLICE_N], gl.float32, LAYOUT)
         mbarrier.arrive(c.empty, count=1)
         turn += 1
