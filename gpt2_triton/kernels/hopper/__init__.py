@@ -1,8 +1,7 @@
-"""Matrix products and attention for Hopper (sm_90: H100, H200), in Gluon, for bf16 and fp8 operands.
+"""Products, attention, SwiGLU, casts and transposition for Hopper (sm_90: H100, H200), in Gluon, in bf16 and fp8.
 
-`takes` decides what these kernels compute: kernels/matmul.py, fp8_matmul.py, classifier.py and attention.py launch the
-module it returns, which holds one kernel and its launcher.  pipeline.py, mainloop.py, activation.py and attention.py
-are the kernels' parts.
+`takes` decides what these kernels compute: the launchers of kernels/ call the module it returns, which holds one kernel
+and its launcher.  pipeline.py, mainloop.py, activation.py, attention.py and rope.py are the kernels' parts.
 """
 
 import triton
@@ -27,8 +26,8 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
         return _takes_fp8(op, M, N)
     if op.startswith("attention"):
         return _takes_attention(op, M, N)
-    if op in ("matmul_dw", "classifier_fwd"):  # they mask every edge
-        return {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}[op]
+    if module := {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}.get(op):  # they mask every edge
+        return module
     # tiles of 320 columns take 3.62 ms at 1558M, the generic kernel's tiles of 256 take 4.46 ms
     if op == "classifier_dx":
         return "matmul_wide" if wide_is_faster(M, N) else None
@@ -57,8 +56,7 @@ def _takes_attention(op: str, T: int, HS: int) -> str | None:
     # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 -> 0.346, dK and dV 0.654 -> 0.486
     if T % HEAD or HS != HEAD:
         return None
-    own = dict(attention_fwd="attention_fwd", attention_bwd_dq="attention_dq", attention_bwd_dkdv="attention_dkdv")
-    return own[op]
+    return op.replace("bwd_", "")
 
 
 def wide_is_faster(M: int, N: int) -> bool:
