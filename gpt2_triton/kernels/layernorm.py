@@ -128,8 +128,8 @@ def _layernorm_bwd_kernel(
         tl.store(dx_ptr + at, dx, mask=mask)
         if DROPPED:
             dx = masked_rows(dx, r, C, step_key_ptr, i, DROPPED)
-            if dbranch_ptr is not None:
-                tl.store(dbranch_ptr + at, dx, mask=mask)
+        if dbranch_ptr is not None:
+            tl.store(dbranch_ptr + at, dx, mask=mask)
         if dx8_ptr is not None:
             top = row_maxima(top, tl.where(mask, dx, 0.0))
             tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
