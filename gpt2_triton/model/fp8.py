@@ -18,9 +18,9 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.schedule import roll_scales
 from gpt2_triton.model.tables import State
 
-SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", "qkvw", "attprojw", "fcw", "fcprojw")
-HEAD_SCALES = ("lnf", "wte")
 WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
+SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", *WEIGHTS)
+HEAD_SCALES = ("lnf", "wte")
 HISTORY = 16  # steps, the columns of State.history
 # name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale datt, fcproj's at scale dfcg
 PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))

@@ -98,8 +98,7 @@ class State:
     scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")   # of fp8 tensors: kernels/fp8.py
     history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")   # their amax in the last steps
     amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")   # this step's amax, in 32 cells each
-    # loss, gradient norm, clip factor, apply, squared norm, number of ranks that received a signal to stop
-    step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
+    step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")      # see kernels/step_io.py
     z:          Tensor = buf("2",      "f32", "update..between",  "inputs")      # z-scores of loss and gradient norm
     act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")  # see tensor_stats.py
     par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
