@@ -145,7 +145,6 @@ def paired_columns(x, E5M2: tl.constexpr = False):
     else:  # a second cast: ptxas 12.8 confuses the bytes of one cast that is stored packed and unpacked
         name: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
         pairs = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite." + name + ".f32 $0, $2, $1;", "=h,f,f", [low, high],
-            dtype=tl.int16, is_pure=True, pack=1,
-        )  # fmt: skip
+            "cvt.rn.satfinite." + name + ".f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        )
     return tl.trans(tl.reshape(pairs, (r // 2, c)))

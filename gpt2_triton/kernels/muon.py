@@ -59,14 +59,14 @@ def muon_momentum(
     x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, step_key: Tensor, first: int, distance: int, momentum: float
 ) -> None:
     """Update m, and write the matrices x to orthogonalise; `first`, `distance` are as in muon_update."""
-    (L, n), row = x.shape, _elements(x)
+    (L, n), row = x.shape, _flat_row(x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance, 1.0 - momentum,
         RANDOM=dtype_name(m) == "bf16", **row,
     )  # fmt: skip
 
 
-def _elements(x: Tensor) -> dict[str, int]:
+def _flat_row(x: Tensor) -> dict[str, int]:
     return tuned("adamw", dtype_name(x), BLOCK=x.shape[1])  # adamw's kernel has the same form
 
 
@@ -134,9 +134,8 @@ def lower_tile(item, tiles):
 
 @triton.jit
 def _symmetric_kernel(
-    out_desc, x_desc, add_desc, C, K, add_factor, factor,
-    TALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    out_desc, x_desc, add_desc, C, K, add_factor, factor, TALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Write out = add_factor * add + factor * (x x^T, or x^T x if TALL), [C, C], of one matrix."""
     tiles = tl.cdiv(C, BLOCK)
     items = tiles * (tiles + 1) // 2
@@ -256,7 +255,7 @@ def muon_update(
     first: int, distance: int, decay: float, scale: float,
 ) -> None:  # fmt: skip
     """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat index first + l * distance."""
-    (L, n), dtype, row = w.shape, dtype_name(w), _elements(w)
+    (L, n), dtype, row = w.shape, dtype_name(w), _flat_row(w)
     low_stride = 0 if low is None else low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first, distance, decay, scale,

@@ -23,7 +23,7 @@ from gpt2_triton.kernels.tuning import flat_block
 @triton.jit
 def _swiglu_kernel(out_ptr, scale_ptr, amax_ptr, dout_ptr, pre_ptr, n, F, BLOCK: tl.constexpr):
     """Without dout, store swiglu of pre; with dout, the gradient of pre."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # a row: quantise takes rows
     at = i // F * (2 * F) + i % F
     g = tl.load(pre_ptr + at, mask=i < n, other=0.0).to(tl.float32)
     u = tl.load(pre_ptr + at + F, mask=i < n, other=0.0).to(tl.float32)

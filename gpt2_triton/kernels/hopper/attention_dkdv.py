@@ -100,16 +100,12 @@ def _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base
     """Add the blocks of queries of a head's span, from `block` on; `keys` is the program's block."""
     PARTS: gl.constexpr = SIDE // PART
     dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, keys * PARTS, True)
-    load_pair(
-        qkv_desc, dout_desc, ring, base % STAGES, row + STAGES * SIDE, h * SIDE, h * SIDE, STAGES < steps
-    )  # fmt: skip
+    load_pair(qkv_desc, dout_desc, ring, base % STAGES, row + STAGES * SIDE, h * SIDE, h * SIDE, STAGES < steps)
     for step in range(1, steps):
         part = (block + step) * PARTS
         dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base + step, part, keys * PARTS, False)
         at = row + (step + STAGES) * SIDE
-        load_pair(
-            qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step + STAGES < steps
-        )  # fmt: skip
+        load_pair(qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step + STAGES < steps)
     return dk, dv
 
 
@@ -168,7 +164,7 @@ def _attention_dkdv_kernel(
         )  # fmt: skip
         dk, dv = _take_head(
             k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, max(keys, 0), keys, steps
-        )  # fmt: skip
+        )
         base += steps
     dk *= SCALE
     if rope_ptr is not None:

@@ -155,9 +155,7 @@ def to_fp16(x, SATURATE: gl.constexpr):
 
 
 @gluon.jit
-def fp8_multiply_partition(
-    b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
-):  # fmt: skip
+def fp8_multiply_partition(b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr):
     """Multiply and pass the tile on in fp16: pre, or (DGELU) the gradient of gelu's output times scale / STEPS."""
     factor = unscale_of(a_scale_ptr, w_scale_ptr)
     if DGELU:

@@ -71,7 +71,7 @@ def multiply(ring, step, GROUP: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.cons
 
 
 @gluon.jit
-def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.constexpr = 1):
+def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.constexpr):
     """Multiply `count` steps of 128 columns of a and w, and free their stages.  Sums over DEEP steps are added in fp32.
 
     Returns the left and right half, fp32 [64, 128], of a tile's 64 rows from 64 * GROUP on, and the next step.
@@ -102,7 +102,7 @@ def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.co
 @gluon.jit
 def fp8_partition(
     out_desc, b_ptr, ADD: gl.constexpr, rope, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, GROUP: gl.constexpr
-):  # fmt: skip
+):
     """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it.  `rope` is as in
     mainloop.compute_partition.
     """

@@ -43,9 +43,7 @@ from gpt2_triton.kernels.tuning import programs
 
 
 @gluon.jit
-def fp8_dw_partition(
-    outs, part_ptr, scales, second_scales, ring, matrices, work, add, GROUP: gl.constexpr
-):  # fmt: skip
+def fp8_dw_partition(outs, part_ptr, scales, second_scales, ring, matrices, work, add, GROUP: gl.constexpr):
     """Multiply a warpgroup's part of the items; store tiles to out, partial sums to part."""
     whole_tiles, split_tiles, items, steps, part_steps = work
     unscales = (unscale_of(scales[0], scales[1]), unscale_of(second_scales[0], second_scales[1]))

@@ -82,7 +82,7 @@ def load_residual(res_desc, c, m, n):
 @gluon.jit
 def compute_partition(
     out_desc, b_ptr, res_desc, rope, ring, c, M, N, K, W_T: gl.constexpr, TO_ACTIVATION: gl.constexpr
-):  # fmt: skip
+):
     """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on through c.  Rotate heads if
     `rope` is given: (table, columns of a head, tokens of a sequence, columns to rotate).
     """
