@@ -13,7 +13,7 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
 def plan_report(
     config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU", architecture: str | None = None
 ) -> str:
-    """Return the text: whether the run fits, memory by level and stage, buffers; without `architecture` for a CPU."""
+    """Return the text: buffers, memory by level and stage, whether the run fits; without `architecture` for a CPU."""
     config, notes = config.choose_precision(architecture)
     found = forecast(config, K, gpu_bytes - CONTEXT_BYTES - MODULE_BYTES, shape)
     plan, level = found.plan, found.config.memory.recompute
@@ -24,13 +24,8 @@ def plan_report(
     fits = f"fits {machine}" if plan.total <= found.budget else f"does not fit {machine}; {found.todo}"
     of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
     lines = [
-        f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
-        f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
-        f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
-        *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
-        f"parameters {config.n_params:,}",
-        *notes,
-        *vocabulary_note(config),
+        "buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer",
+        *_buffers(plan),
         "",
         f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}",
     ]
@@ -40,8 +35,17 @@ def plan_report(
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
         lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += ["", "buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer"]
-    return "\n".join([*lines, *_buffers(plan)])
+    lines += [  # last, where a terminal shows it
+        "",
+        f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
+        f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
+        f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
+        *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
+        f"parameters {config.n_params:,}",
+        *notes,
+        *vocabulary_note(config),
+    ]
+    return "\n".join(lines)
 
 
 def _buffers(plan: MemoryPlan) -> list[str]:

@@ -121,7 +121,7 @@ def _start(
     if text:
         settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)
         if rank == 0:
-            print(_plan(settings, StepShape.of(settings, ranks), None, picked=True).partition("\n\n")[0])
+            print(_plan(settings, StepShape.of(settings, ranks), None, picked=True).rpartition("\n\n")[2])
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 

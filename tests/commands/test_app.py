@@ -285,7 +285,7 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
 
 def test_plan_that_does_not_fit_is_no_failure(here, capsys):
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "RTX 4090", "--train.batch_size", "65536"]) == 0
-    assert "does not fit the GPU 4090 of 23.50 GiB" in capsys.readouterr().out.splitlines()[0]
+    assert "does not fit the GPU 4090 of 23.50 GiB" in capsys.readouterr().out.rpartition("\n\n")[2]
 
 
 def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
