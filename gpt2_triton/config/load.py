@@ -32,6 +32,8 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
     else:
         path = recipes.find(source)
         (tree, lines), place = read_yaml(path), str(path)
+        if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
+            lines, place = {}, str(source)
     if "model.size" in overrides and isinstance(tree.get("model"), dict):
         tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
     for key, value in overrides.items():

@@ -183,3 +183,8 @@ def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
     assert (shape.micro_batch, shape.accumulation) == (12, 1)
     with pytest.raises(ConfigError, match="5 GPUs"):
         Config.load(tmp_path / "x.yaml", gpus=5)
+
+
+def test_a_mistake_beside_a_recipe_has_no_line_of_the_recipe():
+    with pytest.raises(ConfigError, match="^quickstart: model.n_head: head size n_embd / n_head is 400"):
+        Config.load("quickstart", {"model.n_embd": "800"})
