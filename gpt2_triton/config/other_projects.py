@@ -45,9 +45,14 @@ LLMC = {
     **dict.fromkeys(("-pn", "-pr", "-pg", "-ps", "-pf", "-pi"), "torchrun or srun, which start the processes"),
 }  # fmt: skip
 
+USUAL = dict.fromkeys(("epochs", "num_train_epochs"), "train.steps; a run says at its start how many epochs they are")
+USUAL |= {"max_steps": "train.steps", "warmup_steps": "optim.warmup, in steps"}
+
 
 def counterpart(name: str) -> str:
-    """Return the end of an error about an option of nanoGPT or llm.c; nothing for any other name."""
+    """Return the end of an error about an option that other trainers have; nothing for any other name."""
+    if name in USUAL:
+        return f"; use {USUAL[name]}"
     project, text = ("nanoGPT", NANOGPT[name]) if name in NANOGPT else ("llm.c", LLMC.get(name, ""))
     if text.startswith("none: "):
         return f"; {project}'s {name} has no counterpart here: {text.removeprefix('none: ')}"

@@ -44,10 +44,7 @@ def check_recompute(value: str) -> str:
     some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
         return value
-    raise ValueError(
-        f"must be auto, {', '.join(RECOMPUTE_LEVELS[:-1])} or {RECOMPUTE_LEVELS[-1]}, "
-        f"or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
-    )
+    raise ValueError(f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers")
 
 
 def whole_number(text: str) -> int | None:
@@ -62,8 +59,11 @@ def whole_number(text: str) -> int | None:
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean NAME?": names with the same last part, else a name of similar spelling, else ""."""
+    """Return "; did you mean NAME?": names with the same last part, a similar name or last part, else ""."""
     known, last = list(known), name.rpartition(".")[2]
-    near = [one for one in known if one.rpartition(".")[2] == last]
+    lasts = [one.rpartition(".")[2] for one in known]
+    near = [one for one, other in zip(known, lasts) if other == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.66 if len(name) == 3 else 0.75)
+    like = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
+    near = near or [one for one, other in zip(known, lasts) if other in like]
     return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""

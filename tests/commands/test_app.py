@@ -31,7 +31,9 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["missing.json"], "missing.json: neither a file nor a recipe"),  # JSON is YAML, and not only text
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
     (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr"),
-    (["x.yaml", "--epochs=1"], "--epochs: unknown option; train --help lists them"),
+    (["x.yaml", "--hidden_size=1"], "--hidden_size: unknown option; train --help lists them"),
+    (["x.yaml", "--epochs=1"], "--epochs: unknown option; use train.steps; a run says at its start how many epochs"),
+    (["x.yaml", "--n_layers=1"], "--n_layers: unknown option; did you mean --model.n_layer?"),
     (["x.yaml", "-d", "524288"], "-d: unexpected; for llm.c's -d use train.total_batch_tokens"),
     (["-i", "train.bin", "-b", "4"], "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all"),
     (["--optim.lr=0.0003", "x.yaml"], "--optim.lr=0.0003: unexpected; the YAML file comes before all keys"),

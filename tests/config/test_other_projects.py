@@ -7,7 +7,7 @@ import pytest
 
 from gpt2_triton.commands.sample import sample
 from gpt2_triton.commands.train import FLAGS
-from gpt2_triton.config.other_projects import LLMC, NANOGPT, counterpart
+from gpt2_triton.config.other_projects import LLMC, NANOGPT, USUAL, counterpart
 from gpt2_triton.config.schema import options
 
 KEYS = {key for key, _ in options()} | {f"--{flag}" for flag in (*FLAGS, *signature(sample).parameters)}
@@ -47,7 +47,7 @@ def test_the_page_has_the_same_counterparts(rows, column, names):
 
 def test_every_counterpart_is_a_key_or_says_why_there_is_none():
     commands = ("python -m gpt2_triton perplexity", "the recipe overfit", "torchrun or srun")
-    for text in (*LLMC.values(), *NANOGPT.values()):
+    for text in (*LLMC.values(), *NANOGPT.values(), *USUAL.values()):
         assert text.startswith(("none: ", *commands)) or keys_in(text), text
-    assert counterpart("epochs") == ""
+    assert counterpart("layers") == ""
     assert counterpart("-d") == "; for llm.c's -d use train.total_batch_tokens"
