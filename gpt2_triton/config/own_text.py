@@ -28,7 +28,6 @@ from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
 Number = Callable[[str, int], int]  # (key, default) -> the number given for the key, else the default
-CHARACTERS = {"bytes": 1, "gpt2": 4, "llama3": 4}  # of a token, about; not in Latin script, two or three bytes each
 
 
 class Preset(NamedTuple):
@@ -112,7 +111,8 @@ def choose(
         found = whole_number(given.get(key, ""))  # Config.load refuses a wrong value
         return default if found is None else max(1, found)
 
-    T, per_token = preset.seq_len, CHARACTERS.get(tokenizer, 1)
+    T = preset.seq_len
+    per_token = 1 if tokenizer == "bytes" else 4  # characters, about; not in Latin script, two or three bytes each
     if source:  # a short text gives 64 sequences
         T = min(source.block_size, LONGEST_CONTEXT, max(T, _power_of_2(characters // per_token // 64)))
     T = number("train.seq_len", T)

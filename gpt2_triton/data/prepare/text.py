@@ -21,9 +21,6 @@ from gpt2_triton.errors import DataError
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 
-# characters per token; more than most text has, so that no disk with room is refused
-CHARACTERS = {"bytes": 1, "gpt2": 5, "llama3": 5}
-
 
 class MeasuredText(NamedTuple):
     """Files of text, the sha256 of each, their characters in all, what was left out, and how they are read."""
@@ -103,7 +100,8 @@ def prepare_texts(
         what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
     source = _Texts(texts, size, cut, recipe["shard_tokens"])
-    if build.build(source, recipe, out_dir, size // CHARACTERS[recipe["tokenizer"]], workers, log):
+    fewest = size if recipe["tokenizer"] == "bytes" else size // 5  # tokens, so that no disk with room is refused
+    if build.build(source, recipe, out_dir, fewest, workers, log):
         shards = read_record(out_dir / RECORD)["shards"]
         train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
         log(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
