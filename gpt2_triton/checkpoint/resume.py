@@ -45,7 +45,7 @@ def read(
             rows = zip(shards[key], [*saved[key], *[{}] * len(shards[key])])
             now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
             files |= (other := check_data(found, saved[key], now, where, config.data.allow_changed))
-            if other and key == "validation_data" and (best := best_step(saved)):
+            if key == "validation_data" and (other or "eval.tokens" in changed) and (best := best_step(saved)):
                 notes.append(f"best: step {best}'s loss is of other validation data, and no longer counts")
                 saved["best"] = None
     if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
