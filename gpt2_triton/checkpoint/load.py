@@ -84,7 +84,8 @@ def find_checkpoint(path: Path) -> Path:
         return find_checkpoint(found)
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():  # a copy may have any name
         if problem := verify(path):
-            raise CheckpointError(f"{path}: {problem}; choose another step")
+            others = ", ".join(str(step) for step, other in list_steps(path.parent) if other.name != path.name)
+            raise CheckpointError(f"{path}: {problem}; choose another step{others and ': '}{others}")
         return path
     found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():
