@@ -32,6 +32,7 @@ MODEL = "model.bin"
 
 def read(path: str) -> Weights:
     """Return the GPT-2 in a model file of llm.c, mapped into memory; CheckpointError if it is not complete."""
+    path = f"{path}/{MODEL}" if Path(path).is_dir() else path  # an export
     where = f"llmc:{path}"
     try:
         header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
