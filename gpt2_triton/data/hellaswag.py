@@ -30,7 +30,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
 CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
 ENDINGS = 4
-TODO = f"get it with `curl -LO {URL}`, and give it as --data FILE, to a run as eval.hellaswag_data"
+TODO = f"get it with `curl -LO {URL}` for --data FILE; a run takes eval.hellaswag_data, or eval.hellaswag_every 0"
 
 
 class Example(BaseModel):

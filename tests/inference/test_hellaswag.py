@@ -215,7 +215,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, line, message):
 
 
 def test_missing_and_empty_files_are_reported_in_one_line(tmp_path):
-    with pytest.raises(DataError, match=re.escape(f"get it with `curl -LO {data.URL}`, and give it as --data FILE")):
+    with pytest.raises(DataError, match=re.escape(f"get it with `curl -LO {data.URL}` for --data FILE; a run")):
         data.load_questions(tmp_path / "none.jsonl", gpt2(), 0, ("completion",))
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="empty.jsonl: no rows"):
@@ -265,6 +265,6 @@ def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file,
 
 def test_training_refuses_bad_rows_before_the_first_step(tmp_path):
     asked = dict(every=0, hellaswag_every=2, hellaswag_data=str(tmp_path / "none.jsonl"))
-    todo = "give it as --data FILE, to a run as eval.hellaswag_data$"
-    with pytest.raises(DataError, match=f"none.jsonl: cannot read or write: .*`curl -LO http.*`, and {todo}"):
+    todo = "a run takes eval.hellaswag_data, or eval.hellaswag_every 0$"
+    with pytest.raises(DataError, match=f"none.jsonl: cannot read or write: .*`curl -LO http.*`.* {todo}"):
         train(tiny_config(eval=asked), tmp_path / "run", resume=False)
