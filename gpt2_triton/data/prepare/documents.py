@@ -79,7 +79,7 @@ def require_all(notes: Notes, strict: bool) -> None:
 
 
 def no_text(where: object, notes: Notes) -> DataError:
-    what, field = left_out(notes) or "nothing", "name the field that holds the text, as --field NAME"
+    what, field = left_out(notes) or "nothing", 'name its field, as --field NAME, or write {"text": "..."} rows'
     return DataError(f"{where}: no text, but {what}; {field if 'rows without' in what else 'give files with text'}")
 
 
