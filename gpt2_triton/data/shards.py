@@ -7,6 +7,7 @@ uint16 for GPT-2, 1024 + 2 * ntok bytes in all, and as uint32 for a vocabulary o
 import functools
 import hashlib
 import os
+import re
 import shlex
 import struct
 from collections.abc import Sequence
@@ -163,6 +164,8 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
         arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
         if others and token_dtype(vocab_size).itemsize == 4:
             arguments = f"{others} --tokenizer llama3 --out {shlex.quote(directory)}"
+        if own := re.search("_([a-z0-9]+)_[0-9a-f]{8}$", directory):  # of `train own`
+            arguments = f"text YOUR_TEXT --tokenizer {own[1]} --out {shlex.quote(directory)}"
         make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
         raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern")
     return [Shard(path, vocab_size, seq_len) for path in paths]

@@ -19,6 +19,8 @@ from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
+from gpt2_triton.data.shards import open_shards
+from gpt2_triton.errors import DataError
 from gpt2_triton.training import trainer
 from tests.support.tiny import tiny_model
 
@@ -124,6 +126,8 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     printed = yaml.safe_load(own_yaml := capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
     assert not trained and files(here) == before
+    with pytest.raises(DataError, match="`.* prepare text YOUR_TEXT --tokenizer bytes --out data/my_bytes_.{8}`"):
+        open_shards(printed["data"]["train"], 256, 64)
     (here / "own.yaml").write_text(own_yaml)  # a file, no recipe
     assert main(app, ["own.yaml", "--data", "my.txt", "--plan"]) == 2 and "for own.yaml give" in capsys.readouterr().err
     assert main(app, ["./own.yaml"]) == 0 and trained == [own.Config.load("own.yaml")]
