@@ -238,6 +238,7 @@ def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, tra
     left_out = "files of other kinds (.pdf): 1, first folder/b.pdf"
     for words, code, said in (
         (["folder"], 0, f"left out: {left_out}\n"),
+        (["folder", "--plan"], 0, f"left out: {left_out}\n"),
         (["folder", "--strict"], 3, f"--strict: would leave out {left_out}; "),
         (["x.jsonl", "--field", "doc"], 3, "no text, but rows without text in the field doc: 1"),
         (["x.jsonl", "--field", "doc.body"], 0, "own text: 10,750 characters"),
