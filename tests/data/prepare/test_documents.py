@@ -134,7 +134,7 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
 def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MOST_ROWS_WITHOUT_TEXT", 20)
     (tmp_path / "x.jsonl").write_text('{"content": "abc"}\n' * 20 + "no JSON")
-    with pytest.raises(DataError, match='rows without .*: 20, .*{"content": "abc"}; .* --field NAME, or write ."text": '):
+    with pytest.raises(DataError, match='rows without .*: 20, .*{"content": "abc"}; .* --field NAME, or write ."text"'):
         texts_of(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n' + '{"content": "abc"}\n' * 30)
     assert texts_of(tmp_path / "x.jsonl")[0] == ["abc"]
