@@ -46,6 +46,7 @@ class Logger:
             write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
             keep_vocabulary(config.data.tokenizer, run_dir)
             starts = found.get("starts", [])
+            self.wandb_id = self._wandb.run_id  # None if the run has none
             write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
         except OSError as error:
             raise run_dir_error(run_dir, error) from error
@@ -58,11 +59,6 @@ class Logger:
         truncate(self._run_dir / STATS, step)
         self._stats = LogFile(self._run_dir / STATS) if self.config.log.stats_every else None
         self._files = [file for file in (self._file, self._stats) if file]
-
-    @property
-    def wandb_id(self) -> str | None:
-        """The run's id at Weights & Biases; None if it has none."""
-        return self._wandb.run_id
 
     def info(self, text: str) -> None:
         print_line(text)

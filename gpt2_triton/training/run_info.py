@@ -1,6 +1,6 @@
-"""RUN/run.json: the run's id at Weights & Biases, and each start's code, packages, device, block sizes and plan.
+"""RUN/run.json: the run's id at Weights & Biases and its name, and each start's code, packages, device and plan.
 
-    {"wandb_id": "1a2b3c4d", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ..., "dirty": false}, ...}]}
+    {"wandb_id": "1a2b3c4d", "name": "RUN", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ...}, ...}]}
 Each start of the run adds an entry.  The entries show whether the commit or the GPU has changed.
 """
 
@@ -39,13 +39,14 @@ def describe_start(
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json, or {} if it is missing or damaged; OSError if it cannot be read."""
+    """Return run.json, or {} if it is missing or damaged, of a copy without the id; OSError if it cannot be read."""
     try:
         found = json.loads((run_dir / RUN).read_bytes())
-        return {"wandb_id": found["wandb_id"], "starts": list(found["starts"])}
-    except (FileNotFoundError, LookupError, TypeError, ValueError, RecursionError):
+        is_copy = found.get("name", run_dir.resolve().name) != run_dir.resolve().name
+        return {"wandb_id": None if is_copy else found["wandb_id"], "starts": list(found["starts"])}
+    except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return {}
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
-    write_json(run_dir / RUN, {"wandb_id": wandb_id, "starts": starts})
+    write_json(run_dir / RUN, {"wandb_id": wandb_id, "name": run_dir.resolve().name, "starts": starts})

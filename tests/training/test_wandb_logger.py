@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -150,6 +151,8 @@ def test_each_record_is_logged_at_its_step_under_the_id_of_run_json(tmp_path, mo
         assert [record for record, _ in logged] == read_metrics(tmp_path / "name" / METRICS)[-len(logged) :]
         assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
     assert json.loads((tmp_path / "name" / "run.json").read_text())["wandb_id"] == run_id
+    copy = shutil.copytree(tmp_path / "name", tmp_path / "copy")
+    assert run(copy, [6], 5, wandb="offline") != run_id
 
 
 def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, monkeypatch):
