@@ -80,7 +80,7 @@ def test_a_training_step_runs_no_torch_arithmetic():
     batch = packed_batch(config)
     lr_schedule = importlib.import_module("gpt2_triton.training.lr_schedule")
     with Recorder() as recorder:
-        model.begin_step(lr_schedule.step_inputs(0, config, 1.0 / 32), 0, 1)
+        model.begin_step(lr_schedule.step_inputs(0, config), 0, 1)
         model.micro_step(batch, first=True)
         model.end_step().result()
     assert recorder.seen <= MEMORY_ONLY | {"_local_scalar_dense"}, recorder.seen - MEMORY_ONLY

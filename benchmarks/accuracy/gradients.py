@@ -80,11 +80,10 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     model.eager = True
     model.initialise(config.train.seed)
     model.state.params.copy_(params)
-    scale = 1.0 / config.train.step_tokens
     packed = [pack_batch(None, w[:, :-1], w[:, 1:], config.model.vocab_size) for w in batches]
     if model.has_fp8:
-        calibrate(model, packed, step_inputs(0, config, scale))
-    model.begin_step(step_inputs(0, config, scale), 0, config.train.seed)
+        calibrate(model, packed, step_inputs(0, config))
+    model.begin_step(step_inputs(0, config), 0, config.train.seed)
     for i, batch in enumerate(packed):
         model.micro_step(batch, first=i == 0)
     found = {name: t.cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}

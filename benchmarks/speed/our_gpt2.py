@@ -39,7 +39,7 @@ def run_steps(
     The result of a step is read after the next launch, so the device never waits for the host.
     """
     config, accumulation, in_flight = model.config, model.shape.accumulation, None
-    inputs = step_inputs(0, config, 1.0 / config.train.step_tokens)
+    inputs = step_inputs(0, config)
     for number in numbers:
         model.begin_step(inputs, number, config.train.seed)
         for i in range(accumulation):
@@ -56,7 +56,7 @@ def run_steps(
 def calibrated(model: Model, packed: torch.Tensor) -> Model:
     """Give a model in fp8 its first scales, and return the model."""
     if model.has_fp8:
-        calibrate(model, [packed], step_inputs(0, model.config, 1.0 / model.config.train.step_tokens))
+        calibrate(model, [packed], step_inputs(0, model.config))
     return model
 
 

@@ -167,7 +167,7 @@ class Trainer:
         return 128 + received if received else 0
 
     def _train_step(self, step: int) -> None:
-        inputs = step_inputs(step, self.config, loss_scale=1.0 / self.config.train.step_tokens)
+        inputs = step_inputs(step, self.config)
         self.signals.time_is_up |= time.monotonic() > self.ends_at
         inputs[step_io.STOP] = self.signals.requested
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
@@ -239,8 +239,8 @@ class Trainer:
         """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step 0's inputs serve any step."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
-                inputs = step_inputs(0, self.config, loss_scale=1.0 / self.config.train.step_tokens)
-                fp8.calibrate(self.model, list(self.batches.step(self.state.sample)), inputs)
+                batches = list(self.batches.step(self.state.sample))
+                fp8.calibrate(self.model, batches, step_inputs(0, self.config))
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----

@@ -130,7 +130,7 @@ def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
     if model.has_fp8:
         calibrate(model)
     model.state.batch.copy_(packed(config, 1)[0])
-    model.state.step_in.copy_(torch.from_numpy(step_inputs(0, config, 1.0 / config.train.step_tokens)))
+    model.state.step_in.copy_(torch.from_numpy(step_inputs(0, config)))
     model.state.step_key.zero_()
     model.K.take()
     return model, model.arena.clone()

@@ -78,7 +78,7 @@ def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
     config, waiting, history = model.config, [], []
     pinned = [[b.pin_memory() for b in packed(config, model.shape.accumulation, seed)] for seed in range(n)]
     for step in range(n):
-        model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, 1)
+        model.begin_step(step_inputs(step, config), step, 1)
         for micro, batch in enumerate(pinned[step]):
             model.micro_step(batch, first=micro == 0)
         waiting.append(model.end_step())

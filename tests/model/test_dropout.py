@@ -51,7 +51,7 @@ def test_masks_do_not_depend_on_micro_batches():
         model = exact_model(model=DROPOUT, train=EXACT["train"] | dict(batch_size=size))
         halves = batches(exact_model().config, 2)
         ids, targets = (torch.cat(t).view(-1, size, 8) for t in zip(*halves, strict=True))
-        model.begin_step(step_inputs(0, model.config, 1 / 32), 0, 1)
+        model.begin_step(step_inputs(0, model.config), 0, 1)
         for micro, (i, t) in enumerate(zip(ids, targets, strict=True)):
             model.micro_step(pack_batch(None, i.numpy(), t.numpy(), 300), first=micro == 0)
         found.append((model.end_step().result().loss, model.state.grads))

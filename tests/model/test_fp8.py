@@ -45,7 +45,7 @@ def fp8_model(level="none", keep="none", precision="fp8", **changes):
     model.initialise(seed=1)
     model.eager = True
     if model.has_fp8:
-        fp8.calibrate(model, packed(config, 1), step_inputs(0, config, 1 / 64))
+        fp8.calibrate(model, packed(config, 1), step_inputs(0, config))
     return model
 
 
@@ -117,7 +117,7 @@ def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
         model = fp8_model(level, stats_every=1)
         model.train_view.w.qkvw[0].value.mul_(1e3)
         config = model.config
-        model.begin_step(step_inputs(0, config, 1 / 64), 0, 1, with_stats=True)
+        model.begin_step(step_inputs(0, config), 0, 1, with_stats=True)
         for micro, batch in enumerate(packed(config, 2)):
             model.micro_step(batch, first=micro == 0)
         step = model.end_step()

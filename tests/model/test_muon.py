@@ -133,7 +133,7 @@ def trained(steps):
     model, config = tiny_model(model=dict(n_layer=1), train=dict(dtype="bf16"), optim=optim)
     batch, losses, digest = packed_batch(config).to(DEVICE), [], ""
     for step in range(steps):
-        model.begin_step(step_inputs(step, config, 1 / 32), step, 1)
+        model.begin_step(step_inputs(step, config), step, 1)
         model.micro_step(batch, first=True)
         losses.append(model.end_step().result().loss)
         if step == 1:
@@ -164,7 +164,9 @@ def test_skipped_step_changes_no_byte_of_the_state():
     model = exact_model(optim=MUON)
     train_steps(model, 1)
     before = model.state_digest()
-    model.begin_step(step_inputs(1, model.config, float("nan")), 1, 1)
+    inputs = step_inputs(1, model.config)
+    inputs[kernels.step_io.LOSS_SCALE] = np.nan
+    model.begin_step(inputs, 1, 1)
     model.micro_step(packed_batch(model.config), first=True)
     assert not model.end_step().result().applied
     assert model.state_digest() == before
@@ -248,7 +250,7 @@ def after_two_updates(zero, group):
     model.arena.zero_()
     model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1
     for step in range(2):
-        model.begin_step(step_inputs(step, config, 1.0), step, 1)
+        model.begin_step(step_inputs(step, config), step, 1)
         for micro in range(2):
             backward(model, step, micro)
         assert model.end_step().result().applied

@@ -82,7 +82,7 @@ def test_two_steps_in_flight_give_the_results_of_steps_read_at_once():
         model, config = tiny_model(model=dict(n_layer=1))
         waiting, history = [], []
         for step in range(3):
-            model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, seed=1)
+            model.begin_step(step_inputs(step, config), step, seed=1)
             model.micro_step(packed_batch(config, seed=step), first=True)
             waiting.append(model.end_step())
             if len(waiting) > late:

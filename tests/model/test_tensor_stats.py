@@ -106,7 +106,7 @@ class KeepsGradients(WrappedKernels):
 def launch(model, step, with_stats, batches=None):
     config = model.config
     batches = batches or [packed_batch(config, seed=2 * step + k) for k in range(model.shape.accumulation)]
-    model.begin_step(step_inputs(step, config, 1 / config.train.step_tokens), step, 1, with_stats)
+    model.begin_step(step_inputs(step, config), step, 1, with_stats)
     for micro, batch in enumerate(batches):
         model.micro_step(batch, first=micro == 0)
     return model.end_step()

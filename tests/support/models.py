@@ -70,7 +70,7 @@ def packed(config: Config, n: int, seed: int = 0) -> list[Tensor]:
 
 def calibrate(model: Model) -> Model:
     """Give a model its first scales, from the batches of its first step."""
-    inputs = step_inputs(0, model.config, 1.0 / model.config.train.step_tokens)
+    inputs = step_inputs(0, model.config)
     fp8.calibrate(model, packed(model.config, model.shape.accumulation), inputs)
     return model
 
@@ -86,7 +86,7 @@ def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[fl
     """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
     config, history = model.config, []
     for step in range(n):
-        model.begin_step(step_inputs(step, config, 1.0 / config.train.step_tokens), step, 1, with_stats)
+        model.begin_step(step_inputs(step, config), step, 1, with_stats)
         for micro, batch in enumerate(packed(config, model.shape.accumulation, seed=step)):
             model.micro_step(batch, first=micro == 0)
         history.append(model.end_step().result()[:3])

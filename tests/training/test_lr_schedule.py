@@ -94,10 +94,10 @@ def test_learning_rate_of_a_run_that_is_all_warmup_or_has_none():
 
 
 def test_step_inputs_are_the_rounded_closed_forms():
-    config = Config.model_validate(dict(optim=dict(clip=0.5)))
-    row = step_inputs(2, config, 0.25)
+    config = Config.model_validate(dict(optim=dict(clip=0.5), train=dict(total_batch_tokens=1 << 18)))
+    row = step_inputs(2, config)
     lr = learning_rate(2, config.optim, config.train.steps)
     assert row.dtype == np.float32 and row.shape == (8,)
     # each is rounded to float32 once
-    want = np.float32([lr, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 0.25, 0.5, 0, 0, 0])
+    want = np.float32([lr, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 2**-18, 0.5, 0, 0, 0])
     assert np.array_equal(row, want)

@@ -43,8 +43,10 @@ def outlier_config():
 def spike():
     """A window of 4 steps, in which z is at most 3 ** 0.5, and one step with ten times the loss scale, and gradient."""
 
-    def row(step, config, loss_scale):
-        return step_inputs(step, config, loss_scale * (10 if step == SPIKE else 1))
+    def row(step, config):
+        inputs = step_inputs(step, config)
+        inputs[trainer.step_io.LOSS_SCALE] *= 10 if step == SPIKE else 1
+        return inputs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2_triton.model.memory_plan, "WINDOW", 4)
@@ -133,7 +135,7 @@ def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path)
     other._calibrate()
     for step, first in enumerate((0, 2, 6, 8)):
         tokens = other.data.train.batch(first, 2)
-        other.model.begin_step(step_inputs(step, other.config, 1 / 32), step, other.config.train.seed)
+        other.model.begin_step(step_inputs(step, other.config), step, other.config.train.seed)
         other.model.micro_step(pack_batch(None, tokens[:, :-1], tokens[:, 1:], 256), first=True)
         losses.append(other.model.end_step().result().loss)
     other.close()

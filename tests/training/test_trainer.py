@@ -302,7 +302,7 @@ def test_losses_of_five_steps_are_the_recorded_ones():
     model, config = tiny_model(train=dict(steps=5), optim=dict(lr=1e-2))
     losses = []
     for step in range(5):
-        model.begin_step(step_inputs(step, config, 1 / config.train.step_tokens), step, 1)
+        model.begin_step(step_inputs(step, config), step, 1)
         model.micro_step(packed_batch(config, seed=step % 2), first=True)
         losses.append(model.end_step().result().loss)
     assert losses == pytest.approx(GOLDEN, rel=1e-5)
