@@ -23,19 +23,14 @@ def plan_report(
     usable, machine = found.usable_batch(level), f"{gpu} of {format_bytes(gpu_bytes)}"
     fits = f"fits {machine}" if plan.total <= found.budget else f"does not fit {machine}; {found.todo}"
     of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
-    lines = [
-        "buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer",
-        *_buffers(plan),
-        "",
-        f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}",
-    ]
+    lines = [*_buffers(plan), "", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for name, (nbytes, most) in found.levels.items():
         lines.append(f"{name:<16}{format_bytes(nbytes):>12}{most:>28,}{'  <-' if name == level else ''}")
     if found.stages:
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
         lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += [  # last, where a terminal shows it
+    lines += [
         "",
         f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
         f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
@@ -50,7 +45,8 @@ def plan_report(
 
 def _buffers(plan: MemoryPlan) -> list[str]:
     """Return a line for each buffer, bytes by class, and the total."""
-    lines = [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    lines = ["buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer"]
+    lines += [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
     for b in plan.buffers.values():
         dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
         note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
