@@ -7,12 +7,7 @@ share a multiprocessor.  delta is computed first, and dq's sums have the portabl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpt2_triton.kernels.e4m3 import paired_columns
 from gpt2_triton.kernels.hopper.attention import (

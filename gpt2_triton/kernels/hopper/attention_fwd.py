@@ -9,12 +9,7 @@ bits are equal.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.hopper.attention import FACTOR, HEAD, LAYOUT, OPERAND, SIDE, end_ring, load_block, ring_of

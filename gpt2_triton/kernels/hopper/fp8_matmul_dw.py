@@ -29,15 +29,7 @@ from gpt2_triton.kernels.hopper.matmul_dw import (
     select,
     store_parts,
 )
-from gpt2_triton.kernels.hopper.pipeline import (
-    BLOCK_M,
-    BLOCK_N,
-    TILE_M,
-    TILE_N,
-    Operands,
-    barriers,
-    quarters,
-)
+from gpt2_triton.kernels.hopper.pipeline import BLOCK_M, BLOCK_N, TILE_M, TILE_N, Operands, barriers, quarters
 from gpt2_triton.kernels.tiles import split_item
 from gpt2_triton.kernels.tuning import programs
 
