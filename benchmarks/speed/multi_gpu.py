@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import gpt2_triton.kernels as K
 from benchmarks.speed import torch_gpt2
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
+from gpt2_triton import kernels as K  # after our_gpt2, which selects the device
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup

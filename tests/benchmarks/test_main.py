@@ -10,6 +10,7 @@ from benchmarks.__main__ import app
 from benchmarks.speed.sizes import Work
 from gpt2_triton import device
 from gpt2_triton.commands.app import main
+from tests.support.elsewhere import compiled_elsewhere
 
 MISTAKES = [  # arguments, part of the message
     (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48, llama:c768, llama:1b"),
@@ -66,3 +67,8 @@ def test_help_names_programs_that_exist():
     for name in names:
         file = Path(benchmarks.__file__).parent / f"{name.replace('.', '/')}.py"
         assert '__name__ == "__main__"' in file.read_text(), name
+
+
+@pytest.mark.slow
+def test_multi_gpu_selects_a_device_before_it_imports_kernels():
+    assert "--micro_steps" in compiled_elsewhere("-m", "benchmarks.speed.multi_gpu", "--help")
