@@ -28,7 +28,7 @@ BUDGETS = {
     "benchmarks/speed": 1118,
     "benchmarks/tune": 621,
     "tests": 1106,
-    "tests/benchmarks": 354,
+    "tests/benchmarks": 360,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 603,
     "tests/benchmarks/speed": 340,
