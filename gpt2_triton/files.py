@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.errors import CheckpointError, ConfigError, UserError
+from gpt2_triton.errors import CheckpointError, ConfigError
 
 HASH_BYTES = 1 << 22
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or a quota has no room
@@ -109,20 +109,8 @@ def expand_glob(pattern: str) -> list[str]:
     return [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
-def run_dir_error(run_dir: Path, error: OSError) -> UserError:
-    """Return the error for a run directory in which a file cannot be made, read or written."""
-    if error.errno in FULL:
-        what = f"{error.strerror}, {_free_space(run_dir):,} bytes free on its disk"
-        return CheckpointError(f"--run_dir: no room in {run_dir}: {what}; make room, or choose another")
-    return ConfigError(f"--run_dir: cannot write to {run_dir}: {error.strerror}; choose another")
-
-
 def missing_space(directory: Path, needed: int) -> str | None:
     """Return the bytes needed and free if `needed` bytes do not fit under `directory`, which may not exist yet."""
-    free = _free_space(directory)
-    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
-
-
-def _free_space(directory: Path) -> int:
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
+    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import run_dir_error
 
 NAME = ".lock"
 MOST_BYTES = 300  # that a message quotes from the file
@@ -26,12 +25,9 @@ _held: set[Path] = set()  # lock files that this process holds
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Make `run_dir` and hold its lock; ConfigError if another process holds it, or without permission to write."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = _take(run_dir / NAME)
-    except OSError as error:
-        raise run_dir_error(run_dir, error) from error
+    """Make `run_dir` and hold its lock; ConfigError if another process holds it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = _take(run_dir / NAME)
     _held.add(run_dir / NAME)
     try:
         yield

@@ -13,7 +13,7 @@ from gpt2_triton import device
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import LogFile, print_line
 from gpt2_triton.data.tokenizer import keep_vocabulary
-from gpt2_triton.files import run_dir_error, write_atomic
+from gpt2_triton.files import write_atomic
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS, STATS, Record, null_non_finite, truncate
@@ -38,18 +38,15 @@ class Logger:
         peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py knows no other peaks
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
         self._run_dir = run_dir
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._open_files(resume_step)
-            found = read_run(run_dir) if resume_step else {}
-            self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
-            write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
-            keep_vocabulary(config.data.tokenizer, run_dir)
-            starts = found.get("starts", [])
-            self.wandb_id = self._wandb.run_id  # None if the run has none
-            write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
-        except OSError as error:
-            raise run_dir_error(run_dir, error) from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._open_files(resume_step)
+        found = read_run(run_dir) if resume_step else {}
+        self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
+        write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
+        keep_vocabulary(config.data.tokenizer, run_dir)
+        starts = found.get("starts", [])
+        self.wandb_id = self._wandb.run_id  # None if the run has none
+        write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
 
     def _open_files(self, step: int) -> None:
         """Drop the lines of steps after `step`, and open the files to append to."""

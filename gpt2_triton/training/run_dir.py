@@ -9,7 +9,6 @@ from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
-from gpt2_triton.files import run_dir_error
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 
 Resume = bool | Literal["must"]
@@ -24,10 +23,7 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     held.enter_context(lock_run_dir(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
-        try:
-            _begin(run_dir, resume)
-        except OSError as error:
-            raise run_dir_error(run_dir, error) from error
+        _begin(run_dir, resume)
     return found
 
 

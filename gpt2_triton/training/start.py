@@ -13,7 +13,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import run_dir_error
 from gpt2_triton.training import wandb_logger
 
 
@@ -66,14 +65,11 @@ def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
     """Make and yield the run's directory, by default runs/<name>-<time>[-N]; remove it at the end if it is empty."""
     named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))
-    try:
-        for path in names:
-            new = not path.exists()
-            with contextlib.suppress(FileExistsError):  # another start in the same second
-                path.mkdir(parents=True, exist_ok=run_dir is not None)
-                break
-    except OSError as error:
-        raise run_dir_error(named, error) from error
+    for path in names:
+        new = not path.exists()
+        with contextlib.suppress(FileExistsError):  # another start in the same second
+            path.mkdir(parents=True, exist_ok=run_dir is not None)
+            break
     try:
         yield path
     finally:
