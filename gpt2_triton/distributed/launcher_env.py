@@ -1,6 +1,5 @@
 """The launcher's environment variables: torchrun's, or srun's translated to torchrun's."""
 
-import math
 import os
 import re
 
@@ -14,11 +13,11 @@ def set_env_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
         return
-    size = _number("SLURM_STEP_NUM_TASKS", 1, default="1")
+    size = _number("SLURM_STEP_NUM_TASKS", "1")
     if size == 1:
         return
-    rank, local_rank = (_number(name, 0, size - 1) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-    port = 20000 + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % 20000  # job steps may overlap
+    rank, local_rank = map(_number, ("SLURM_PROCID", "SLURM_LOCALID"))
+    port = 20000 + (_number("SLURM_JOB_ID") + 101 * _number("SLURM_STEP_ID")) % 20000  # job steps may overlap
     values = (rank, size, local_rank, first_host(env.get("SLURM_STEP_NODELIST", "")), port)
     found = dict(zip(NAMES, map(str, values), strict=True))
     if env.get("SLURM_STEP_NUM_NODES") == "1":
@@ -32,22 +31,16 @@ def first_host(nodes: str) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing or wrong variable."""
-    size = _number("WORLD_SIZE", 1, default="1")
-    rank = _number("RANK", 0, size - 1, default="0")
-    if size > 1:
-        missing = [name for name in NAMES if name not in os.environ]
-        if missing:
-            raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} not set; start with torchrun or srun")
-        _number("LOCAL_RANK", 0, size - 1)
-        _number("MASTER_PORT", 1, 65535)
+    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing variable."""
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    missing = [name for name in NAMES if name not in os.environ]
+    if size > 1 and missing:
+        raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} not set; start with torchrun or srun")
     return rank, size
 
 
-def _number(name: str, least: int, most: float = math.inf, default: str = "") -> int:
-    """Return an environment variable as a number; ConfigError unless it is from `least` to `most`."""
-    value = os.environ.get(name, default)
-    if not value.isdecimal() or not least <= int(value) <= most:
-        span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ConfigError(f"{name}: expected a number {span}, got {value!r}; start the ranks with torchrun or srun")
+def _number(name: str, default: str = "") -> int:
+    """Return an environment variable as a number; ConfigError if it is none."""
+    if not (value := os.environ.get(name, default)).isdecimal():
+        raise ConfigError(f"{name}: expected a number, got {value!r}; start the ranks with torchrun or srun")
     return int(value)

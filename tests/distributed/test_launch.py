@@ -86,15 +86,8 @@ def test_rank_and_size_refuses_missing_variables(environment):
     environment(WORLD_SIZE="2", RANK="0")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
         rank_and_size()
-
-
-@pytest.mark.parametrize("wrong, got", [
-    (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a number of at least 1, got 'two'"),
-    (dict(MASTER_PORT="65536"), "MASTER_PORT: expected a number from 1 to 65535, got '65536'"),
-])  # fmt: skip
-def test_rank_and_size_refuses_values_out_of_range(environment, wrong, got):
-    environment(**TORCHRUN | wrong)
-    with pytest.raises(ConfigError, match=f"^{got}; [^\n]*$"):
+    environment(WORLD_SIZE="two")
+    with pytest.raises(ConfigError, match="^WORLD_SIZE: expected a number, got 'two'; [^\n]*$"):
         rank_and_size()
 
 
