@@ -85,7 +85,7 @@ class GPT2Tokenizer:
         return np.array(self._encoding.encode_ordinary(text), np.uint16)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode([int(i) for i in ids if i < self.vocab_size], errors="replace")
+        return self._encoding.decode([int(i) for i in ids if i < self.vocab_size])
 
     def token_bytes(self) -> list[bytes]:
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]

@@ -23,7 +23,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 }
                 for name, data in self.files.items()
             ]
-            body = json.dumps({"id": "kjj0/fineweb10B-gpt2", "sha": self.commit, "siblings": rows}).encode()
+            commit = "b" * 40 if "/revision/branch" in self.path else self.commit
+            body = json.dumps({"id": "kjj0/fineweb10B-gpt2", "sha": commit, "siblings": rows}).encode()
             return self._answer(200, body, {"Content-Type": "application/json"})
         name = self.path.rpartition("/")[2]
         data = self.files.get(name) if f"/kjj0/fineweb10B-gpt2/resolve/{self.commit}/" in self.path else None

@@ -293,12 +293,12 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT"))
     _stop_after(on_hub, tmp_path / "out", 3, monkeypatch)
-    first, newer = hub.commit, "d" * 40
-    monkeypatch.setattr(hub, "commit", newer)
+    first = hub.commit
+    monkeypatch.setattr(hub, "commit", "d" * 40)
     prepare(on_hub, tmp_path / "out")
-    prepare(SimpleNamespace(source=on_hub.source._replace(revision="main")), tmp_path / "main")
+    prepare(SimpleNamespace(source=on_hub.source._replace(revision="branch")), tmp_path / "branch")
     prepare(SimpleNamespace(source=on_hub.source._replace(revision="e" * 40)), tmp_path / "given")
-    assert [commit for _, _, commit in opened] == [first, first, newer, "e" * 40]
+    assert [commit for _, _, commit in opened] == [first, first, "b" * 40, "e" * 40]
     assert opened[0][:2] == on_hub.source[:2]
     record = json.loads((tmp_path / "out" / "shards.json").read_text())
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
