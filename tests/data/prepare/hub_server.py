@@ -18,8 +18,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             rows = [
                 {
                     "rfilename": name,
-                    "size": len(data),
-                    "lfs": {"sha256": _sha(data), "size": len(data), "pointerSize": 9},
+                    "size": (n := len(data)),
+                    "lfs": {"sha256": _sha(data), "size": n, "pointerSize": 9},
                 }
                 for name, data in self.files.items()
             ]
