@@ -8,8 +8,6 @@ NOBODY = "http://127.0.0.1:9"  # no server listens there
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Two routes of the Hub: what a repository holds, and its files."""
-
     files: dict[str, bytes] = {}
     commit, gets, broken = "c" * 40, [], False
 
