@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/commands": 1492,
     "tests/config": 645,
     "tests/data": 825,
-    "tests/data/prepare": 1055,
+    "tests/data/prepare": 1054,
     "tests/distributed": 545,
     "tests/gpu": 791,
     "tests/ground": 340,
