@@ -102,8 +102,8 @@ def first_problem(error: ValidationError) -> str:
 
 def tokenizer_of(model: ModelConfig) -> str | None:
     """Return the tokenizer that fits the vocabulary of a file that names none; GPT-2's may be padded."""
-    for name in ("bytes", "llama3"):
-        if model.vocab_size == TOKENIZER_SIZES[name]:
+    for name, size in TOKENIZER_SIZES.items():
+        if model.vocab_size == size:
             return name
     return "gpt2" if model.vocab_size >= TOKENIZER_SIZES["gpt2"] else None
 

@@ -3,18 +3,17 @@
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from gpt2_triton.commands.app import AT_LEAST_1, make_app
+from gpt2_triton.config.schema import TokenizerName
 from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
-Tokenizer = Annotated[
-    Literal["gpt2", "llama3", "bytes"], Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")
-]
+Tokenizer = Annotated[TokenizerName, Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")]
 Out = Annotated[Path, Parameter(help="Directory of the shards, train_*.bin and val_*.bin.")]
 CPUS = os.cpu_count() or 1
 Workers = Annotated[int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)]

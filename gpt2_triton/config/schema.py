@@ -22,6 +22,7 @@ NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
 OptionalInt = Annotated[int | None, NullIsNone]
 OptionalFloat = Annotated[float | None, NullIsNone]
 OptionalText = Annotated[str | None, NullIsNone]
+TokenizerName = Literal["gpt2", "llama3", "bytes"]
 NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
 
 
@@ -119,7 +120,7 @@ class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
     train: str = free("data/fineweb10B/train_*.bin", "training shards: path, pattern or builtin", min_length=1)
     val: str = free("data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1)
-    tokenizer: Literal["gpt2", "llama3", "bytes"] = kept("gpt2", "tokenizer of the shards and of samples")
+    tokenizer: TokenizerName = kept("gpt2", "tokenizer of the shards and of samples")
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
         "fixed", "fixed: training sequences begin every seq_len tokens; shifted: they begin elsewhere in each epoch"
