@@ -11,13 +11,13 @@ from gpt2_triton.kernels.tuning import INTERPRET
 
 P_SHIFT = tl.constexpr(-7)  # the classifier stores p * 2^7, in a row's unit
 AMAX_CELLS = 32  # cells of a tensor's amax: several, so that programs seldom wait for each other
+CELLS = tl.constexpr(AMAX_CELLS)
 
 # gelu', -0.13 to 1.13, as a byte: round(STEPS * gelu') + ZERO
 STEPS = tl.constexpr(202.25)
 ZERO = tl.constexpr(26.0)
 
 _EXACT = tl.constexpr(INTERPRET)
-_CELLS = tl.constexpr(AMAX_CELLS)
 _LARGEST = tl.constexpr(448.0)
 _LARGEST_E5M2 = tl.constexpr(57344.0)
 
@@ -109,7 +109,7 @@ def row_maxima(top, x):
 @triton.jit
 def record_bits(amax_ptr, top):
     """Record the largest of `top`, bits of |x|.  Maxima are exact in any order; NaN wins."""
-    tl.atomic_max(amax_ptr + tl.program_id(0) % _CELLS, tl.max(top), sem="relaxed")
+    tl.atomic_max(amax_ptr + tl.program_id(0) % CELLS, tl.max(top), sem="relaxed")
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpt2_triton.kernels.device_math import CURVE, SLOPE, gelu
-from gpt2_triton.kernels.e4m3 import AMAX_CELLS, STEPS, ZERO
+from gpt2_triton.kernels.e4m3 import CELLS, STEPS, ZERO
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
@@ -71,7 +71,6 @@ BYTES_LAYOUT = gl.constexpr(  # of a slice's bytes as [32, 128]
         [32, 128],
     )
 )  # fmt: skip
-CELLS = gl.constexpr(AMAX_CELLS)
 LOWEST = gl.constexpr(0.17)  # the largest |gelu| of a negative number
 FP16_MAX = gl.constexpr(65504.0)
 OPTIONS = dict(num_warps=8, maxnreg=128)
@@ -163,7 +162,7 @@ def fp8_multiply_partition(b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, 
     step = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
-        m, n = corner(tile, M, N, BLOCK_N)
+        _, n = corner(tile, M, N, BLOCK_N)
         left = warpgroup_mma_init(gl.zeros([BLOCK_M, HALF], gl.float32, HALF_LAYOUT))
         right = warpgroup_mma_init(gl.zeros([BLOCK_M, HALF], gl.float32, HALF_LAYOUT))
         for k in range(0, gl.cdiv(K, BLOCK_K)):

@@ -1,4 +1,4 @@
-"""Parts of every Hopper kernel: tile constants, barriers, the ring of operand blocks, products, and TMA descriptors.
+"""Parts of Hopper's kernels: tile constants, barriers, the ring of operand blocks, products, stores, TMA descriptors.
 
 A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in shared memory.  Each
 stage of a ring has two: `full` completes a phase when the blocks have arrived, `empty` when they have been used.  Wait
@@ -44,8 +44,8 @@ STAGES = gl.constexpr(3)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 16]))  # of an accumulator
 OPTIONS = dict(num_warps=8, maxnreg=168)
 DTYPES = {
-    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5, torch.int16: gl.int16, torch.uint8: gl.uint8,
+    torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+    torch.int16: gl.int16, torch.uint8: gl.uint8,
 }  # fmt: skip
 
 
