@@ -8,11 +8,8 @@ python train.py --help                                                   every o
 
 import sys
 
-try:
-    from gpt2_triton.commands.app import main
-    from gpt2_triton.commands.train import app
-except KeyboardInterrupt:
-    sys.exit(130)
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app
 
 if __name__ == "__main__":
     sys.exit(main(app, sys.argv[1:]))

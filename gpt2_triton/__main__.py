@@ -2,17 +2,7 @@
 
 import sys
 
-
-def main() -> int:
-    """Run the command in sys.argv and return its exit code.  Ctrl-C gives 130, even during the imports."""
-    try:
-        from gpt2_triton.commands import run
-
-        return run()
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
-
+from gpt2_triton.commands import run as main
 
 if __name__ == "__main__":
     sys.exit(main())

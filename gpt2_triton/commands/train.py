@@ -116,7 +116,6 @@ def _start(
         sys.stdout = open(os.devnull, "w")
     if not text:
         settings = Config.load(config, given, ranks)
-        StepShape.of(settings, ranks)  # refuses another parallel.gpus before torch is imported
     select_device()  # before numpy is imported
     if text:
         settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)

@@ -383,16 +383,6 @@ def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv,
     assert message in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [["train.py"], ["-m", "gpt2_triton", "train"]])
-def test_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, command):
-    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a job of a script ignores the signal
-    (tmp_path / "cyclopts.py").write_text(f"import os, signal\n{handler}\nos.kill(os.getpid(), signal.SIGINT)\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    words = [sys.executable, *command, "configs/quickstart.yaml"]
-    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 130 and "Traceback" not in run.stderr and "cyclopts" not in run.stderr
-
-
 @pytest.mark.parametrize("gpus, opened", [(2, 1), (0, None)])
 def test_a_rank_opens_its_own_gpu_while_torch_is_imported(monkeypatch, gpus, opened):
     """A context on another rank's GPU would take half a gigabyte there."""
