@@ -13,7 +13,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training import wandb_logger
 
 
 @contextlib.contextmanager
@@ -29,8 +28,6 @@ def starting(
         from gpt2_triton.device import require_own_fp8
 
         require_own_fp8()
-    if config.log.wandb != "disabled":
-        wandb_logger.project(config)  # refuses a wrong name before the run begins
     if rank:
         yield run_dir
         return

@@ -6,7 +6,6 @@ again; after a rewind, all steps up to the failed step.
 """
 
 import os
-import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,10 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, Record
 
 START_SECONDS = 20.0  # wandb.init waits so long for a server, and may add 10
 FINISH_SECONDS = 60.0  # wandb.finish sends the last rows for so long
-
-
-def project(config: Config) -> str:
-    """Return the project at Weights & Biases; ConfigError for a name that wandb refuses."""
-    given, variable = config.log.wandb_project, os.environ.get("WANDB_PROJECT")
-    name = given or variable or "gpt2_triton"
-    if len(name) > 128 or re.search(r"[/\\#?%:]", name):
-        rule = "wandb takes at most 128 characters, none of them / \\ # ? % :; WANDB_ENTITY names a team"
-        raise ConfigError(f"{'log.wandb_project' if given else 'WANDB_PROJECT'}: {name}: {rule}")
-    return name
 
 
 class WandbLogger:
@@ -51,7 +39,7 @@ class WandbLogger:
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
             raise LookupError("no API key; `wandb login` asks for it")
         self._run = wandb.init(
-            project=project(config),
+            project=config.log.wandb_project or os.environ.get("WANDB_PROJECT") or "gpt2_triton",
             name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
             dir=os.environ.get("WANDB_DIR") or str(run_dir),
             id=self.run_id,
