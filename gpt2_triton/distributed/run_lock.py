@@ -1,8 +1,7 @@
 """Lock of a run directory: one process at a time writes to the directory.  Rank 0 holds the lock for all ranks.
 
 The lock is flock on RUN/.lock; the system frees it when its process ends or is killed.  The file names the process.
-On a file system without flock the file itself is the lock: after a kill the user must delete the file.  A process that
-leaves by os._exit first calls `unlink_held`.
+On a file system without flock the file itself is the lock: after a kill the user must delete the file.
 """
 
 import contextlib
@@ -20,32 +19,18 @@ NAME = ".lock"
 MOST_BYTES = 300  # that a message quotes from the file
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # flock's errors on file systems without it
 
-_held: set[Path] = set()  # lock files that this process holds
-
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Make `run_dir` and hold its lock; ConfigError if another process holds it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     file = _take(run_dir / NAME)
-    _held.add(run_dir / NAME)
     try:
         yield
     finally:
-        _held.discard(run_dir / NAME)
-        _unlink(run_dir / NAME)
+        with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
+            (run_dir / NAME).unlink()
         os.close(file)
-
-
-def unlink_held() -> None:
-    """Remove this process's locks just before os._exit, which runs no `finally`."""
-    for path in tuple(_held):
-        _unlink(path)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
-        path.unlink()
 
 
 def _take(path: Path) -> int:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.run_lock import unlink_held
 
 STARTING, STEPPING, SAVING = "starting", "training", "saving"
 SEARCHING = "searching for non-finite numbers"
@@ -120,7 +119,6 @@ class Watchdog:
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
                 print_line(f"error: rank {self.group.rank}: {lost}", error=True)
-                unlink_held()
                 os._exit(1)
 
     def _publish(self) -> None:
@@ -156,5 +154,4 @@ class Watchdog:
             print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
         else:
             time.sleep(2 * self._interval)  # the first exit makes the launcher end all ranks: let another report first
-        unlink_held()
         os._exit(1)

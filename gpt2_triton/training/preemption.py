@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_from_handler
-from gpt2_triton.distributed.run_lock import unlink_held
 
 PREEMPTED = "PREEMPTED"
 REPEAT_WINDOW = 1  # seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
@@ -63,7 +62,6 @@ class ShutdownSignals:
         """End the process; a half-written checkpoint stays hidden."""
         mark_preempted(self._run_dir)
         print_from_handler(f"ended at once: steps since the last checkpoint are lost; {self.how_to_continue()}")
-        unlink_held()
         os._exit(128 + number)
 
     def how_to_continue(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.distributed.run_lock import NAME, lock_run_dir, unlink_held
+from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
 from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -82,10 +82,3 @@ def test_without_flock_the_file_is_the_lock(tmp_path, without_flock, holder):
     with lock_run_dir(tmp_path):
         refuse(tmp_path, f"pid {os.getpid()} on .*, may write to")
     assert os.listdir(tmp_path) == []
-
-
-def test_unlink_held_lets_the_next_in_without_flock(tmp_path, without_flock):
-    with lock_run_dir(tmp_path):
-        unlink_held()  # as just before os._exit
-        with lock_run_dir(tmp_path):
-            pass
