@@ -97,7 +97,7 @@ def classifier_dx(
     dln: Tensor, p: Tensor, p_scale: Tensor, columns: Tensor, wte_scale: Tensor, wte: Tensor, rs: Tensor, ks: Tensor,
     targets: Tensor,
 ) -> None:  # fmt: skip
-    """Write dln[R, C]; p is [R, Vp], wte [Vp, C], and columns its transpose."""
+    """Write dln, bf16 [R, C]; p is e5m2 [R, Vp], wte e4m3 [Vp, C], columns its transpose, rs and ks fp32 [R]."""
     (R, C), Vp = dln.shape, p.shape[1]
     _classifier_dx_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(C, TILE_N)),)](
         describe(dln, ROWS_OF_GROUP.value, STRIP.value), describe(p, TILE_M, TILE_K), describe(columns, TILE_N, TILE_K),
