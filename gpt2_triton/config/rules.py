@@ -91,22 +91,17 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
-    t, o, e, saved = config.train, config.optim, config.eval, config.checkpoint.every
-    if o.warmup > t.steps:
-        yield "optim.warmup", f"{o.warmup} steps of warmup are more than train.steps {t.steps}; lower it"
-    elif o.schedule in ("wsd", "trapezoid") and o.warmup > (flat := (1 - o.wsd_decay_frac) * t.steps):
-        falls = f"optim.wsd_decay_frac {o.wsd_decay_frac:g} lets the rate fall from step {flat:g} on"
-        yield "optim.warmup", f"{falls}, within the warmup of {o.warmup} steps; lower one of them"
+    t, e, warmup = config.train, config.eval, config.optim.warmup
+    if warmup > t.steps:
+        yield "optim.warmup", f"{warmup} steps of warmup are more than train.steps {t.steps}; lower it"
     if e.every and 0 < e.tokens < t.seq_len:
         yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"
     if config.checkpoint.best == "val_loss" and not e.every:
         yield "checkpoint.best", "there is no validation loss to compare; set eval.every, or this to none"
     if t.patience and config.checkpoint.best != "val_loss":
         yield "train.patience", "the best checkpoint would be lost; set checkpoint.best to val_loss, or this to 0"
-    if t.rewind_after and not saved:
+    if t.rewind_after and not config.checkpoint.every:
         yield "train.rewind_after", "there is no checkpoint to go back to; set checkpoint.every, or this to 0"
-    elif t.rewind_after > saved:
-        yield "train.rewind_after", f"{t.rewind_after} is more than checkpoint.every {saved}; lower it"
 
 
 def _fitting_heads(n_embd: int) -> str:
