@@ -10,7 +10,6 @@ from typing import Literal
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
 
@@ -22,13 +21,11 @@ def starting(
     """Check the configuration, on rank 0 also the tokenizer, and yield the run's directory; others yield `run_dir`."""
     from gpt2_triton.data.shards import require_tokenizer
 
-    rank, ranks = rank_and_size()
-    StepShape.of(config, ranks)  # refuses a wrong parallel.gpus before the run has a directory
     if config.train.precision == "fp8":
         from gpt2_triton.device import require_own_fp8
 
         require_own_fp8()
-    if rank:
+    if rank_and_size()[0]:
         yield run_dir
         return
     check_run_dir(run_dir, resume)
