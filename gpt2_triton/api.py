@@ -41,8 +41,7 @@ def _free_unused_memory() -> None:
     import torch
 
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 class Run:
@@ -71,8 +70,7 @@ class Run:
         """The records of metrics.jsonl in their order, such as {"step": 12, "loss": 3.1}; see docs/guide/logging.md."""
         from gpt2_triton.training.metrics import METRICS, read_metrics
 
-        with silent():
-            return read_metrics(self.directory / METRICS) if (self.directory / METRICS).exists() else []
+        return read_metrics(self.directory / METRICS) if (self.directory / METRICS).exists() else []
 
     @property
     def loss(self) -> float | None:
@@ -311,10 +309,7 @@ class Model:
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return tokens as int32 [sequences, n]; DataError if n is below `least`, or for unknown tokens."""
-        try:
-            array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
-        except ValueError as error:  # sequences of several lengths
-            raise DataError(f"tokens: {error}; pass sequences of one length") from None
+        array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size or array.shape[-1] < least:
             expected = f"integers [n] or [sequences, n], n at least {least}"
             raise DataError(f"tokens: got {array.dtype} {list(array.shape)}, expected {expected}")

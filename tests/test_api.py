@@ -325,7 +325,9 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
         (lambda m: m.generate([1]), ConfigError, "prompt: expected a text, got list; `decode` makes"),
         (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
         (lambda m: m.export("."), ConfigError, "is there already"),
+        (lambda m: m.export("out", dtype="fp16"), ConfigError, "dtype: expected fp32 or bf16, got fp16"),
         (lambda m: gpt2_triton.train("quickstart", "run", resume="mst"), ConfigError, "resume: expected False, True"),
+        (lambda m: gpt2_triton.load("run", dtype="fp16"), ConfigError, "dtype: expected bf16, fp32 or None"),
         (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
     ],
 )
