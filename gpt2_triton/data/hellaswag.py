@@ -9,10 +9,9 @@ choose the ending with the smallest sum (acc), or with the smallest sum / length
                 is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
 """
 
-import codecs
 import hashlib
+import itertools
 import re
-import textwrap
 import urllib.request
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
@@ -56,7 +55,10 @@ class Questions(NamedTuple):
 def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
     """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl."""
     try:
-        rows = _read_jsonl(path or downloaded(), limit)
+        with open(path or downloaded(), "rb") as file:
+            rows = [*map(Example.model_validate_json, itertools.islice(file, limit or None))]
+    except ValidationError as error:
+        raise DataError(f"{path}: not rows of HellaSwag: {error.errors()[0]['msg']}; {TODO}") from None
     except OSError as error:
         raise DataError(f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {TODO}") from None
     return {style: STYLES[style](rows, tokenizer) for style in styles}
@@ -64,10 +66,7 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
 
 def downloaded() -> Path:
     """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
-    try:
-        target = Path.home() / CACHED
-    except RuntimeError:  # a container's user without an entry in passwd
-        raise DataError(f"HellaSwag: no home directory to download it to; set HOME; else {TODO}") from None
+    target = Path.home() / CACHED
     if target.is_file() and sha256(target) == SHA256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,31 +80,6 @@ def downloaded() -> Path:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {TODO}")
     write_atomic(target, data)
     return target
-
-
-def _read_jsonl(path: Path, limit: int) -> list[Example]:
-    """Return the first `limit` rows (0: all); empty lines do not count."""
-    rows: list[Example] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                rows.append(_parse(line, f"{path}:{number}"))
-            if len(rows) == limit > 0:
-                break
-    if not rows:
-        raise DataError(f"{path}: no rows; {TODO}")
-    return rows
-
-
-def _parse(line: bytes, where: str) -> Example:
-    try:
-        return Example.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = f"{'.'.join(map(str, first['loc'])) or 'not a row'}: {first['msg']}"
-        got = textwrap.shorten(line.decode(errors="replace"), 100, placeholder=" ...")
-        raise DataError(f"{where}: {what}, in {got}; {TODO}") from None
 
 
 def completion(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:

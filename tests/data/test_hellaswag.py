@@ -57,10 +57,3 @@ def test_failed_download_is_one_line_and_leaves_no_file(answers, tmp_path, answe
     with pytest.raises(DataError, match=f"^{hellaswag.URL}: {message}.*; try again; else get it with"):
         hellaswag.downloaded()
     assert [*(tmp_path / hellaswag.CACHED).parent.iterdir()] == []
-
-
-def test_user_without_a_home_is_told_what_to_set(monkeypatch):
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # no entry
-    with pytest.raises(DataError, match="^HellaSwag: no home directory to download it to; set HOME; else get it with"):
-        hellaswag.downloaded()
