@@ -111,8 +111,6 @@ class _Documents:
         documents.require_all(self.notes, self._strict)
         if pieces:
             yield Batch("", state, pieces)
-        elif state is None:
-            raise documents.no_text(self.name, self.notes)
 
     def _rows(self, dataset: Any, before: int) -> Iterator[tuple[str, Any]]:
         """Yield (place, row); `before` rows precede the first."""
