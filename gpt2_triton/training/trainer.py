@@ -310,6 +310,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
+        assert step == self.state.step  # no step is in flight
         self._wait_for_save()
         state = self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
         with self.watchdog.phase(SAVING):

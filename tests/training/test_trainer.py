@@ -70,10 +70,10 @@ def unreadable(*_):
 
 
 def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
-    """The signal comes in step 2, after which a validation is due; the first resume fails before it saves."""
+    """The signal comes in step 2, before a validation and a save; the first resume fails before it saves."""
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        train(run_config(), tmp_path, resume=False)
+        train(run_config(checkpoint=dict(every=2)), tmp_path, resume=False)
     assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
     line = "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
