@@ -18,8 +18,6 @@ def hub_errors(where: object, todo: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # they and their network library raise many kinds, by version
-        if "zstd" in str(error):
-            todo = "pip install zstandard"
         got = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise DataError(f"{where}: cannot read: {got}; {todo}") from error
 

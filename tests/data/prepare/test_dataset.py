@@ -329,9 +329,3 @@ def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch
     out = prepare_dataset(on_hub.source, tmp_path / "out", "gpt2", shard_tokens=200, endoftext=False)
     gpt2 = get_tokenizer("gpt2")
     np.testing.assert_array_equal(tokens_of(out), [t for text in texts for t in (gpt2.eot, *gpt2.encode(text))])
-
-
-def test_dataset_of_the_hub_in_zst_names_the_package_that_reads_it(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {}["zstd not supported"])
-    with pytest.raises(DataError, match="zstd not supported.*; pip install zstandard"):
-        prepare(SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2")), tmp_path / "out")

@@ -115,6 +115,7 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "list.json").write_text(json.dumps(rows))
     (tmp_path / "indented.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "object.json").write_text(json.dumps(rows[0], indent=1))
     pq.write_table(pa.Table.from_pylist([row for row in rows if row != rows[2]]), tmp_path / "x.parquet")
     for name, count, first in (
         ("lines.jsonl", 3, "line 3"),
@@ -127,6 +128,7 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
         assert texts == ["a\nb", "c"], name
         what = f"rows without text in the field doc.text: {count}, first {tmp_path / name}, {first}: "
         assert left_out(notes) == what + '{"doc": null}', name
+    assert texts_of(tmp_path / "object.json", Reading("doc.text")) == (["a\nb"], {})
     pq.write_table(pa.table({"id": [1], "doc.text": ["flat"]}), tmp_path / "flat.parquet")  # as pandas names it
     assert texts_of(tmp_path / "flat.parquet", Reading("doc.text")) == (["flat"], {})
 

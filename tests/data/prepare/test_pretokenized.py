@@ -61,6 +61,9 @@ def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
         pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
     with pytest.raises(DataError, match="unknown data 'fineweb'; choose fineweb10B, "):
         pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
+    hub.files.clear()
+    with pytest.raises(DataError, match="kjj0/fineweb10B-gpt2: no files .*_train_NNNNNN.bin or"):
+        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
 
 
 def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):
