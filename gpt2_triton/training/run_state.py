@@ -54,7 +54,7 @@ class RunState:
         if lowest:
             self._earlier_bests += [self.best] if self.best else []
             self.best = step, loss
-        self.waited = 0 if lowest or not step else self.waited + 1
+        self.waited = 0 if lowest else self.waited + 1
         return lowest
 
     @property
