@@ -60,7 +60,7 @@ class LogFile:
     def write(self, text: str) -> None:
         """Append the waiting lines, then `text`."""
         is_first = not self._waiting
-        self._waiting += text.encode(errors="backslashreplace")
+        self._waiting += text.encode()
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]

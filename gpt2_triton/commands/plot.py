@@ -57,9 +57,9 @@ def read_run(path: Path) -> Curves:
     if not file.is_file():
         raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
     records = read_metrics(file)
-    tokens = [r["tokens"] / r["step"] for r in records if r.get("loss") is not None and r.get("tokens") and r["step"]]
+    tokens = [r["tokens"] / r["step"] for r in records if r.get("loss") is not None]
     if not tokens:
-        raise ConfigError(f"{file}: holds no step with loss and tokens yet; plot it after one")
+        raise ConfigError(f"{file}: holds no step with a loss yet; plot it after one")
     return Curves(file.resolve().parent.name, records, tokens[0])
 
 

@@ -119,7 +119,7 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
         plot([tmp_path / "nothing"], tmp_path / "loss.png")
     for records in ("", '{"step": 250, "val_loss": 3.0}\n'):  # the second run logs every 1000 steps
         (tmp_path / "metrics.jsonl").write_text(records)
-        with pytest.raises(ConfigError, match="metrics.jsonl: holds no step with loss and tokens yet"):
+        with pytest.raises(ConfigError, match="metrics.jsonl: holds no step with a loss yet"):
             plot([tmp_path], tmp_path / "loss.png")
     with pytest.raises(ConfigError, match=r"^-o: .*loss.jpg does not end in .png, .svg, .pdf; choose one of them$"):
         plot([tmp_path], tmp_path / "loss.jpg")
