@@ -133,9 +133,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(_gpt2_encoding())
-    if name == "llama3":
-        return Llama3Tokenizer(_llama3_encoding())
-    raise DataError(f"data.tokenizer: unknown tokenizer {name!r}; choose gpt2, llama3 or bytes")
+    return Llama3Tokenizer(_llama3_encoding())
 
 
 def _gpt2_encoding() -> Any:
