@@ -147,6 +147,8 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
     missing = str(tmp_path / "nothing.bin")
     with pytest.raises(DataError, match=f"^{missing}"):
         gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="of another run; restore these keys"):  # nor has it the data
+        gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), run.directory, resume=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         api.Run(tmp_path)

@@ -85,13 +85,21 @@ def _read_by_all() -> Iterator[None]:
 
 @_read_by_all()
 def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
-    """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has."""
-    if config.train.precision != "auto" or found is None:
+    """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has.
+
+    CheckpointError if `found` is of another run; otherwise this run's data, which may not be there, would fail first.
+    """
+    if found is None:
         return config.choose_precision(device.architecture() if device.present() else None)
-    saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]["train"].get("precision", "bf16")
-    if saved == "fp8":
-        device.require_own_fp8()
-    return config.replace(train={"precision": saved}), [f"train.precision auto: {saved} (of the run so far)"]
+    saved, notes = json.loads((found / STATE).read_text(encoding="utf-8"))["config"], []
+    if config.train.precision == "auto":
+        precision = saved["train"].get("precision", "bf16")
+        if precision == "fp8":
+            device.require_own_fp8()
+        config = config.replace(train={"precision": precision})
+        notes = [f"train.precision auto: {precision} (of the run so far)"]
+    resume.check_config(saved, _explicit(config))
+    return config, notes
 
 
 def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
@@ -120,10 +128,13 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
     return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
 
 
+def _explicit(config: Config) -> dict[str, Any]:
+    """Return the configuration with the tokens of a step, which a resume may not change."""
+    return config.replace(train={"total_batch_tokens": config.train.step_tokens}).to_dict()
+
+
 def to_save(config: Config, data: Data) -> dict[str, Any]:
-    """Return configuration, with the tokens of a step, which a resume may not change, and data's fingerprints."""
-    explicit = config.replace(train={"total_batch_tokens": config.train.step_tokens})
-    return {"config": explicit.to_dict()} | data.fingerprints()
+    return {"config": _explicit(config)} | data.fingerprints()
 
 
 @_read_by_all()
