@@ -317,6 +317,12 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
         assert again.loss(tokens) == pytest.approx(model.loss(tokens), rel=1e-6)
 
 
+def test_a_run_with_fp32_masters_has_the_loss_of_its_export(tmp_path):
+    found = gpt2_triton.train(small_config(train=dict(dtype="bf16"), optim=dict(master="fp32")), tmp_path / "run")
+    with gpt2_triton.load(found) as model, gpt2_triton.load(f"hf:{model.export(tmp_path / 'hf')}") as again:
+        assert model.loss(tokens := model.encode("some text")) == again.loss(tokens)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -1,9 +1,11 @@
 """Build models that only run forward from loaded weights."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as K
+from gpt2_triton.checkpoint.weights import join_master
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.device import device_name
@@ -14,7 +16,7 @@ from gpt2_triton.model.model import Model
 def load_for_losses(
     config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
 ) -> Model:
-    """Return a model with the weights tensors["params"] for batches of up to `tokens` tokens; compile its kernels.
+    """Return a model with the weights of `tensors` for batches of up to `tokens` tokens; compile its kernels.
 
     A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a context's tokens.  The
     model computes in `dtype`, "bf16" or "fp32", by default in train.dtype, on a CPU in fp32.  It can also decode
@@ -40,12 +42,16 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
 
 
 def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
-    """Return a model with the weights tensors["params"] that decodes `sequences` sequences at once."""
+    """Return a model with the weights of `tensors` that decodes `sequences` sequences at once."""
     batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
     return _load(_computing(config), tensors, batch, sequences)
 
 
 def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> Model:
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
-    model.state.params.copy_(tensors["params"])
+    params = tensors["params"]
+    if config.train.dtype == "fp32" and "low" in tensors:  # a run's fp32 masters, as an export has them
+        high, low = (tensors[name].view(torch.int16).numpy() for name in ("params", "low"))
+        params = torch.from_numpy(join_master(high, low))
+    model.state.params.copy_(params)
     return model
