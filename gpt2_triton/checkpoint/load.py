@@ -47,8 +47,8 @@ def verify(step_dir: Path) -> str:
         total = sum((step_dir / name).stat().st_size for name in names)
         with Progress(f"verifying {step_dir.name}", total, "bytes") as progress:
             for name in names:
-                if (found := fingerprint(step_dir / name, progress.advance)) != manifest[name]:
-                    return f"{name}: is {found}, expected {manifest[name]} as in {MANIFEST}"
+                if fingerprint(step_dir / name, progress.advance) != manifest[name]:
+                    return f"{name}: damaged, its size or sha256 is not that of {MANIFEST}"
     except (OSError, CheckpointError) as error:
         return str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
     return ""

@@ -124,9 +124,8 @@ class ValidationLoader:
         self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
-            most = f"{self.windows.n * seq_len:,}, all {self.windows.n:,} windows of {len(shards)} shard(s)"
-            what = f"{tokens:,} tokens are not within {seq_len:,}, one window, and {most}"
-            raise DataError(f"{shards[0].path}: {what}; give another eval.tokens, or --tokens, or 0 for all")
+            todo = f"give eval.tokens, or --tokens, {seq_len:,} to {self.windows.n * seq_len:,}, or 0 for all"
+            raise DataError(f"{shards[0].path}: {tokens:,} tokens are too {'many' if self.count else 'few'}; {todo}")
 
     def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, targets), int32 [rows, seq_len], of batches rank, rank + ranks, ...; the last may be shorter."""

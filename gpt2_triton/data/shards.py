@@ -158,7 +158,7 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     """Return the shards that match a path or glob, in the order of their names, with headers checked."""
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
-        raise DataError(f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin")
+        raise DataError(f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin or val_*.bin")
     if not paths:
         directory = os.path.dirname(pattern)
         arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
