@@ -98,7 +98,7 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
         (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; choose other data, or"),
         (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; prepare the text"),
-        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "15 tokens are too few; give eval.tokens, or --tokens, 16 to "),
+        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "15 tokens are too few; give eval.tokens, or --tokens, 16"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
