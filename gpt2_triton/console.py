@@ -60,7 +60,7 @@ class LogFile:
     def write(self, text: str) -> None:
         """Append the waiting lines, then `text`."""
         is_first = not self._waiting
-        self._waiting += text.encode()
+        self._waiting += text.encode(errors="backslashreplace")  # a path may hold other bytes
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]

@@ -30,8 +30,8 @@ class SmallDisk:
 
 def test_log_file_on_a_full_disk_keeps_lines_in_order(tmp_path, capsys):
     lines = LogFile(tmp_path / "x.jsonl")
-    lines.write("first\n")
-    assert (tmp_path / "x.jsonl").read_text() == "first\n"  # at once
+    lines.write("from r\udce9sum\n")  # a path in latin-1
+    assert (tmp_path / "x.jsonl").read_text() == "from r\\udce9sum\n"  # at once
     lines._file = disk = SmallDisk(room=3)
     for text in ("second\n", "third\n"):
         lines.write(text)
