@@ -130,11 +130,11 @@ class _Documents:
 
             rows = load_dataset(name, version, split="train", revision=revision, streaming=True)
             names = rows.column_names or [*next(iter(rows), {field: ""})]
-            top = field if field in names else field.partition(".")[0]
-            if top not in names:
-                what = f"no field {top!r}, it has {', '.join(names)}"
-                raise DataError(f"{name}: {what}; name the field that holds the text as --field")
-            rows = rows.select_columns([top])
-            if place:
-                rows.load_state_dict(place)
-            return rows
+        top = field if field in names else field.partition(".")[0]
+        if top not in names:
+            what = f"no field {top!r}, it has {', '.join(names)}"
+            raise DataError(f"{name}: {what}; name the field that holds the text as --field")
+        rows = rows.select_columns([top])
+        if place:
+            rows.load_state_dict(place)
+        return rows

@@ -251,7 +251,7 @@ def _json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number:,}"
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
             if isinstance(row, list):
                 yield from ((f"{path}, row {n:,}", item) for n, item in enumerate(row, 1))

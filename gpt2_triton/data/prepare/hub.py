@@ -15,8 +15,6 @@ def hub_errors(where: object, todo: str) -> Iterator[None]:
     """Raise any exception of the block as a DataError; the block calls `datasets` or `huggingface_hub` only."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:  # they and their network library raise many kinds, by version
         got = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise DataError(f"{where}: cannot read: {got}; {todo}") from error
