@@ -39,11 +39,7 @@ def _take(path: Path) -> int:
         file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
         file, is_new = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), False
-    try:
-        _lock(file, path, is_new)
-    except BaseException:
-        os.close(file)
-        raise
+    _lock(file, path, is_new)
     if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)

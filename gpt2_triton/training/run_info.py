@@ -44,7 +44,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         found = json.loads((run_dir / RUN).read_bytes())
         is_copy = found.get("name", run_dir.resolve().name) != run_dir.resolve().name
         return {"wandb_id": None if is_copy else found["wandb_id"], "starts": list(found["starts"])}
-    except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+    except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError):
         return {}
 
 
