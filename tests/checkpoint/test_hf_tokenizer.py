@@ -58,10 +58,7 @@ def test_the_tokenizers_library_reads_tokenizer_json_alone(exported):
 def test_exported_merges_are_those_of_openai(exported):
     ours, directory = exported
     content = (directory / "merges.txt").read_bytes()
-    if ours.name == "gpt2":
-        assert hashlib.sha256(content).hexdigest() == VOCAB_BPE_SHA256
-    else:
-        assert content == b"#version: 0.2\n"
+    assert hashlib.sha256(content).hexdigest() == VOCAB_BPE_SHA256 or ours.name == "bytes"
 
 
 def test_exported_generation_config_has_our_end_of_text(exported):

@@ -46,6 +46,8 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
 def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
     model, _, out = exported(tmp_path, n_kv_head=None, n_inner=None)
     assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
+    with pytest.raises(CheckpointError, match="has n_kv_head 3, this run n_kv_head 1; set model.n_kv_head to 3"):
+        to_flat_buffers(huggingface.read(str(out)), model.config.replace(model=dict(n_kv_head=1)))
 
 
 @pytest.mark.parametrize("factor", [1.0, 8.0])
