@@ -55,5 +55,5 @@ def test_download_happens_once_and_replaces_a_damaged_file(answers, tmp_path):
 def test_failed_download_is_one_line_and_leaves_no_file(answers, tmp_path, answer, message):
     answers.append(answer)
     with pytest.raises(DataError, match=f"^{hellaswag.URL}: {message}.*; try again; else get it with"):
-        hellaswag.downloaded()
+        hellaswag.load_questions(None, None, 0, ())
     assert [*(tmp_path / hellaswag.CACHED).parent.iterdir()] == []

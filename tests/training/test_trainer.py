@@ -314,8 +314,8 @@ def test_init_from_checkpoint_takes_the_weights_only_of_the_same_model(unbroken,
         _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
-    masters = run_config(init_from=source, train=dict(dtype="bf16"), optim=dict(master="fp32"))
-    with make_trainer(masters, tmp_path / "masters") as trainer:
+    masters = dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), model=dict(dropout=0.1))
+    with make_trainer(run_config(init_from=source, **masters), tmp_path / "masters") as trainer:
         halves = trainer.model.state.params, trainer.model.state.master_low
         whole = join_master(*(half.cpu().view(torch.int16).numpy() for half in halves))
         assert torch.equal(torch.from_numpy(whole), saved["params"])
