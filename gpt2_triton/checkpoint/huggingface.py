@@ -59,9 +59,7 @@ def read(name: str) -> Weights:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
-    if not (path := directory / "config.json").exists():
-        raise CheckpointError(f"{directory}: has no config.json; download it too, and the tokenizer's files")
-    config = read_json(path)
+    config = read_json(path := directory / "config.json")
     if config.get("model_type") == "llama":
         weights = huggingface_llama.read(f"hf:{name}", path, config, places, load)
     else:
@@ -81,8 +79,8 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
     except Exception as error:  # of the import, the hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
-        todo = "set HF_HOME to another place" if getattr(error, "filename", None) else "name a directory, or try online"
-        raise CheckpointError(f"hf:{name}: no such directory, and the download failed ({got}); {todo}") from error
+        wrong = f"hf:{name}: no such directory, and the download failed ({got})"
+        raise CheckpointError(f"{wrong}; name a directory, try online, or set HF_HOME to another place") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -90,10 +88,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / MODEL).is_file():
         return [directory / MODEL]
     for index in sorted(directory.glob(INDEX))[:1]:
-        files = [directory / Path(part).name for part in sorted(set(read_json(index).get("weight_map", {}).values()))]
-        if absent := [path.name for path in files if not path.is_file()]:
-            raise CheckpointError(f"{directory}: has no {absent[0]}, which {index.name} names; download it too")
-        return files
+        return [directory / Path(part).name for part in sorted(set(read_json(index).get("weight_map", {}).values()))]
     if (directory / ADAPTER).is_file():
         raise CheckpointError(f"{directory}: is a LoRA adapter; merge it (peft's merge_and_unload), and save the model")
     files = [*directory.glob("*.safetensors")]
