@@ -71,7 +71,7 @@ def read(name: str) -> Weights:
 
 def _download(name: str) -> Path:
     """Return the directory of a model on the hub, from huggingface_hub's cache or the network."""
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+    if name.startswith((".", "/", "~")) or Path(name).exists():
         raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and {MODEL}")
     try:
         from huggingface_hub import snapshot_download
