@@ -77,7 +77,7 @@ def test_moved_bytes_of_a_step(record):
     """Tensors in fp32.  Operands and results count once, what is added to or updated twice, scratch not at all."""
     d, operations = record()
     rows, row, stats = 4 * d.R * d.C, 4 * d.C, 2 * 4 * d.R
-    square, wide, numbers = 4 * d.C * d.C, 4 * 4 * d.C, 4 * (4 + 8 + 4)  # step_out, step_in, step_key
+    square, wide, numbers = 4 * d.C * d.C, 4 * 4 * d.C, 4 * (6 + 8 + 4)  # step_out, step_in, step_key
     # x and out, mean and rstd, w and b
     assert calls(operations, "layernorm_fwd") == [(2 * rows + stats + 2 * row, 2 * d.L + 1)]
     # dout, x and dx, which is also read except by the head's call; layer 0 has no bias in front of it
