@@ -58,8 +58,12 @@ class Config(Sections):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token of a step, as in llm.c: 6N + 6*L*C*T, without recomputation."""
-        return 6 * self.n_params + 6 * self.model.n_layer * self.model.n_embd * self.train.seq_len
+        """Floating-point operations per token of a step, as in llm.c: 6N + 6*L*C*T, without recomputation.
+
+        An embedding that is not the head too multiplies nothing, and is not in N.
+        """
+        m = self.model
+        return 6 * (self.n_params - m.head_row * m.n_embd + m.n_layer * m.n_embd * self.train.seq_len)
 
     def replace(self, **changes: dict[str, Any]) -> "Config":
         """Return a copy with other values, without validation: replace(memory={"recompute": "gelu"})."""

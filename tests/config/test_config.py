@@ -84,3 +84,8 @@ def test_model_sizes_have_the_parameters_of_llama_3():
     """transformers counts 1,235,814,400, 3,212,749,824 and 8,030,261,248."""
     found = [Config.model_validate({"model": {"size": f"llama:{name}"}}).n_params for name in ("1b", "3b", "8b")]
     assert found == [1_235_814_400, 3_212_749_824, 8_030_261_248]
+
+
+def test_operations_of_a_step_count_an_untied_head_but_not_its_embedding():
+    tied, untied = (Config.model_validate({"model": {"size": "llama:1b", "tied": tied}}) for tied in (True, False))
+    assert tied.flops_per_token == untied.flops_per_token and tied.n_params < untied.n_params
