@@ -16,7 +16,7 @@ from typing import Any
 
 from gpt2_triton.files import write_atomic
 
-METRICS = "metrics.jsonl"
+METRICS, RUN = "metrics.jsonl", "run.json"
 STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 
 Record = dict[str, Any]

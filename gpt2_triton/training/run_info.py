@@ -14,9 +14,8 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.files import write_json
 from gpt2_triton.kernels import table_file
+from gpt2_triton.training.metrics import RUN
 from gpt2_triton.version import code_state, package_versions
-
-RUN = "run.json"
 
 
 def describe_start(

@@ -12,6 +12,7 @@ from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.metrics import METRICS, RUN
 
 
 @contextlib.contextmanager
@@ -52,6 +53,9 @@ def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
     if (found := list_steps(run_dir / "checkpoints")) and not resume:
         last = found[-1][1].name
         raise ConfigError(f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another")
+    given = (run_dir / "config.yaml").exists() and not any((run_dir / name).exists() for name in (METRICS, RUN))
+    if given and not found:
+        raise ConfigError(f"--run_dir: a run would write over {run_dir / 'config.yaml'}; move it, or choose another")
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
     (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
     (["x.yaml", "--run_dir", "old"], "--run_dir: old has checkpoints up to step_00000020; add --resume"),
+    (["x.yaml", "--run_dir", "."], "--run_dir: a run would write over config.yaml; move it, or choose another"),
     (["x.yaml", "--run_dir"], "--run_dir requires an argument"),
     (["x.yaml", "--plan=perhaps"], 'unable to convert "perhaps" into bool'),
 ]  # fmt: skip
@@ -68,6 +69,7 @@ def here(tmp_path, monkeypatch, request):
     """An empty working directory with x.yaml, the quickstart, and a run `old` with checkpoints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text((request.config.rootpath / "configs" / "quickstart.yaml").read_text())
+    (tmp_path / "config.yaml").touch()  # of the user
     (tmp_path / "my.txt").write_text("To be, or not to be\n")
     for step in (10, 20):
         (tmp_path / "old" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
