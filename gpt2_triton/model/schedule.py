@@ -17,12 +17,14 @@ NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices:
 
 
 def cast(K: Any, operands: list[Any]) -> None:
-    """Cast a layer's four weights, or the head's; in bf16 there are none."""
-    values = [x8.value for x8 in operands]
-    if len(operands) == 4:
-        K.cast_weights(*operands, *values)
-    elif operands:
-        K.cast_operand(*operands, *values)
+    """Cast a layer's four weights; in bf16 there are none."""
+    if operands:
+        K.cast_weights(*operands, *(x8.value for x8 in operands))
+
+
+def cast_head(K: Any, operands: list[Any]) -> None:
+    for x8 in operands:
+        K.cast_operand(x8, x8.value)
 
 
 def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
@@ -41,7 +43,7 @@ def head(K: Any, A: Any, m: Any, acc: bool) -> None:
     a = m.a
     A.final_norm(K, m)
     if not acc:
-        cast(K, m.fp8_weights[m.L])
+        cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
     K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
     for r in m.head_chunks():
@@ -59,7 +61,7 @@ def head_loss(K: Any, A: Any, m: Any) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
     A.final_norm(K, m)
-    cast(K, m.fp8_weights[m.L])
+    cast_head(K, m.fp8_weights[m.L])
     K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
