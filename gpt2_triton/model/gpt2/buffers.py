@@ -44,7 +44,7 @@ class LayerActs:
     fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")
     fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", again="block",
                            only="bf16")
-    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # branch_grads: odd i
+    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx[i], odd i: view.py
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
     dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True,
