@@ -1,9 +1,8 @@
-"""eval/hellaswag.py and eval/perplexity.py are the commands of the same names; eval/lm_eval.sh prints its usage."""
+"""What sample, hellaswag and perplexity print and refuse; eval/lm_eval.sh."""
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,6 @@ from gpt2_triton.commands.app import main
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
-QUESTION = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
-
-
-def run(script, *words, cwd):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "eval" / script, *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("hellaswag", ["--data", "questions.jsonl"]), ("perplexity", [str(FIXTURES / "val.bin"), "--tokens", "32"])],
-)
-def test_script_prints_and_writes_what_the_command_does(tmp_path, monkeypatch, capsys, name, words):
-    (tmp_path / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
-    monkeypatch.chdir(tmp_path)
-    words = [str(FIXTURES / "run"), *words, "--json"]
-    assert main(tools, [name, *words, "command.json"]) == 0
-    ran = run(f"{name}.py", *words, "script.json", cwd=tmp_path)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == capsys.readouterr().out
-    assert (tmp_path / "script.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
 def test_stdout_of_sample_is_the_text_alone(capsys):
@@ -52,14 +28,6 @@ def test_stdout_of_sample_is_the_text_alone(capsys):
 def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
     assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"
-
-
-@pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
-def test_script_reports_a_mistake_in_one_line_and_names_itself_in_its_help(tmp_path, name):
-    ran = run(f"{name}.py", cwd=tmp_path)
-    assert (ran.returncode, ran.stderr) == (2, "error: Parameter CHECKPOINT requires an argument; see --help\n")
-    lines = run(f"{name}.py", "--help", cwd=tmp_path).stdout.splitlines()
-    assert lines[0].startswith(f"Usage: eval/{name}.py [OPTIONS] CHECKPOINT") and lines[2].startswith("Print a model's")
 
 
 @pytest.mark.parametrize(("begin", "more"), [("<|begin_of_text|>", ",add_bos_token=True"), ("<|endoftext|>", "")])
