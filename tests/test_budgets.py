@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
-    "tests/commands": 1481,
+    "tests/commands": 1451,
     "tests/config": 650,
     "tests/data": 818,
     "tests/data/prepare": 1053,
