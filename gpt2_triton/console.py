@@ -34,7 +34,8 @@ def silent(is_silent: bool = True) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Let both streams escape what they cannot encode; call it first."""
+    """Open missing streams on /dev/null, and let both escape what they cannot encode; call it first."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in ASCII or Latin-1

@@ -1,4 +1,4 @@
-"""Standard streams that are full or that nobody reads: a run ends as it would, and a command without a traceback."""
+"""Standard streams that are closed or full: a run ends as it would, and a command without a traceback."""
 
 import json
 import os
@@ -53,6 +53,7 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
     [
         ('{ "$@"; echo $? >&2; } | (exec <&-)', 141, b""),
         ('"$@" > /dev/full; echo $? >&2', 2, b"error: output: No space left on device; make room\n"),
+        ('"$@" >&-; echo $? >&2', 0, b""),
     ],
 )
 @pytest.mark.parametrize("words", ["train.py configs/quickstart.yaml --print_config".split(), ["-c", PRINTS_MUCH]])

@@ -19,3 +19,5 @@ def test_memory_of_this_machine_is_that_of_the_rank_s_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu=0: (1, 100 + gpu))
     monkeypatch.setenv("LOCAL_RANK", "6")
     assert device.memory_bytes(None) == 102
+    monkeypatch.delenv("LOCAL_RANK")
+    assert device.memory_bytes(None) == 100
