@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = {
-    "gpt2_triton": 964,  # the ground: errors, console, device, files, the API
+    "gpt2_triton": 965,  # the ground: errors, console, device, files, the API
     "gpt2_triton/checkpoint": 1598,
     "gpt2_triton/commands": 1236,
     "gpt2_triton/config": 1084,
@@ -35,13 +35,13 @@ BUDGETS = {
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
-    "tests/commands": 1451,
+    "tests/commands": 1452,
     "tests/config": 650,
     "tests/data": 818,
     "tests/data/prepare": 1053,
     "tests/distributed": 536,
     "tests/gpu": 791,
-    "tests/ground": 338,
+    "tests/ground": 340,
     "tests/inference": 636,
     "tests/kernels": 4331,
     "tests/model": 2407,
