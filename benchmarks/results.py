@@ -244,7 +244,7 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
     from benchmarks.speed.energy import power_limit
 
     gpu, gpus = torch.cuda.get_device_name(), device.count()
-    kinds = [key for key, known in device.GPUS.items() if any(part in gpu for part in known.device_names)]
+    kinds = [key for key, known in device.GPUS.items() if device.is_called(gpu, *known.device_names)]
     if not kinds:
         raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name")
     meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())

@@ -5,6 +5,7 @@ The table has peak speeds, for the model flops utilisation (MFU), and memory, fo
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,9 +49,14 @@ GPUS = {
 def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
     """Return the key of a GPU given by key or by torch's name, as "rtx 4090"; ConfigError lists the keys."""
     for key, gpu in known.items():
-        if name.lower() == key or any(part.lower() in name.lower() for part in gpu.device_names):
+        if name.lower() == key or is_called(name, *gpu.device_names):
             return key
     raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}")
+
+
+def is_called(name: str, *parts: str) -> bool:
+    """Return whether torch's name has a part as whole words, not before "Laptop": a GH200 is no H200."""
+    return re.search(rf"(?<!\w)({'|'.join(map(re.escape, parts))})(?!\w| Laptop)", name, re.IGNORECASE) is not None
 
 
 def present() -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpt2_triton.device import architecture
+from gpt2_triton.device import architecture, is_called
 from gpt2_triton.errors import ConfigError
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
     def names(self, gpu: str) -> bool:
         """Return whether the table was made for the GPU of this name."""
-        return self.gpu in gpu
+        return is_called(gpu, self.gpu)
 
 
 def read_table(file: Traversable) -> Table:

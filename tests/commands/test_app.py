@@ -55,6 +55,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--run_dir", "old", "--resume=may"], 'Invalid value "may" for --resume'),
     (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
     (["x.yaml", "--plan", "--gpu", "v100"], "--gpu: unknown GPU v100; known are a100-40"),
+    (["x.yaml", "--plan", "--gpu", "gh200"], "--gpu: unknown GPU gh200; known are a100-40"),
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
     (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
     (["x.yaml", "--run_dir", "old"], "--run_dir: old has checkpoints up to step_00000020; add --resume"),

@@ -18,6 +18,7 @@ from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
 
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
+LAPTOP = "NVIDIA GeForce RTX 4090 Laptop GPU"
 
 
 def test_tables_are_package_data():
@@ -135,6 +136,7 @@ def test_a_gpus_own_table_comes_before_its_architectures():
     [
         ("NVIDIA H200", "9.0", None),
         ("NVIDIA L40S", "8.9", "no launch parameters for NVIDIA L40S: using rtx4090's"),
+        (LAPTOP, "8.9", f"no launch parameters for {LAPTOP}: using rtx4090's"),
         ("NVIDIA A100-SXM4-80GB", "8.0", "launch parameters are not measured on NVIDIA A100-SXM4-80GB: using a100's"),
     ],
 )

@@ -86,7 +86,8 @@ def test_logger_writes_no_mfu_for_an_unknown_gpu(tmp_path, capsys, monkeypatch):
 
 def test_peak_flops_are_those_of_the_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for name, tflops in (("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756), ("Tesla T4", None)):
+    others = dict.fromkeys(("Tesla T4", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU"))
+    for name, tflops in {"NVIDIA H200": 989.4, "NVIDIA H100 PCIe": 756, **others}.items():
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
         assert device.peak_flops() == (tflops and tflops * 1e12)
 
