@@ -44,14 +44,25 @@ GPUS = {
     "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
+UNKNOWN = "unknown"  # architecture of that
 
 
 def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
-    """Return the key of a GPU given by key or by torch's name, as "rtx 4090"; ConfigError lists the keys."""
+    """Return the key of a GPU given by key or by torch's name, as "rtx 4090", or a SIZE; ConfigError lists the keys."""
+    if known is GPUS and SIZE.fullmatch(name):
+        return name
     for key, gpu in known.items():
         if name.lower() == key or is_called(name, *gpu.device_names):
             return key
-    raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}")
+    size = "; or give its memory, as 24GiB" if known is GPUS else ""
+    raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}{size}")
+
+
+def gpu_of(key: str | None) -> Gpu:
+    """Return the GPU of a key or SIZE; of None an h200."""
+    size = SIZE.fullmatch(key or "h200")
+    return Gpu((), UNKNOWN, 0.0, float(size[1])) if size else GPUS[key or "h200"]
 
 
 def is_called(name: str, *parts: str) -> bool:
@@ -168,10 +179,10 @@ def peak_flops() -> float | None:
 
 
 def memory_bytes(name: str | None) -> int:
-    """Return bytes of memory: of the GPU `name` in the table, else of this rank's GPU, else of an h200."""
+    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU, else of an h200."""
     if name is None and present():
         return torch.cuda.mem_get_info(local_gpu())[1]
-    return int(GPUS[name or "h200"].memory * 2**30)
+    return int(gpu_of(name).memory * 2**30)
 
 
 def free_and_total_bytes(device: str) -> tuple[int, int]:

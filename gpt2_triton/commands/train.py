@@ -58,7 +58,7 @@ def train(
         config: A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
         data: Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
         plan: Print the memory that the run needs and the largest batch that fits a GPU, and stop.
-        gpu: GPU of --plan, such as 4090; an unknown name lists all. By default this machine's GPU, else an h200.
+        gpu: GPU of --plan, such as 4090 (an unknown name lists all) or 24GiB. By default this machine's, else an h200.
         gpus: Number of GPUs of --plan; by default parallel.gpus, or 1.
         print_config: Print the value of every key as YAML and stop.
         run_dir: Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
@@ -80,6 +80,8 @@ def train(
     from gpt2_triton import device  # imports torch
 
     gpu = gpu and device.find_gpu(gpu)
+    if device.gpu_of(gpu).architecture == device.UNKNOWN:
+        print(f"assumed: a GPU of {gpu} that has what the run asks for; train.precision auto takes bf16")
     if text:
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
     else:
@@ -164,7 +166,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
     own = device.present() and not gpu
     where = f"the GPU {gpu}" if gpu else "this GPU" if own else "the GPU h200 (--gpu names another)"
-    architecture = device.architecture() if own else device.GPUS[gpu or "h200"].architecture
-    if config.train.precision == "fp8":
+    architecture = device.architecture() if own else device.gpu_of(gpu).architecture
+    if config.train.precision == "fp8" and architecture != device.UNKNOWN:
         device.require_fp8(where, architecture)
     return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)

@@ -54,7 +54,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--resume", "True"], "; --resume takes nothing, or must"),
     (["x.yaml", "--run_dir", "old", "--resume=may"], 'Invalid value "may" for --resume'),
     (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
-    (["x.yaml", "--plan", "--gpu", "v100"], "--gpu: unknown GPU v100; known are a100-40"),
+    (["x.yaml", "--plan", "--gpu", "v100"], "mi355x, 7900xtx; or give its memory, as 24GiB"),
     (["x.yaml", "--plan", "--gpu", "gh200"], "--gpu: unknown GPU gh200; known are a100-40"),
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
     (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
@@ -306,6 +306,15 @@ def test_plan_says_what_the_precision_auto_is(here, capsys):
         assert main(train_app, [*words, *gpu]) == 0
         assert f"\ntrain.precision auto: {chosen} (" in (text := capsys.readouterr().out)
         assert ("amax" in text) == (chosen == "fp8")
+
+
+def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
+    for precision in ("auto", "fp8"):
+        words = ["x.yaml", "--plan", "--gpu", "24gib", "--train.precision", precision, "--train.dtype", "bf16"]
+        assert main(train_app, words) == 0
+        first, *_, last = (text := capsys.readouterr().out).splitlines()
+        assert first.startswith("assumed: a GPU of 24gib") and ": fits the GPU 24gib of 24.00 GiB\n" in text
+        assert last.startswith("train.precision auto: bf16") == (precision == "auto")
 
 
 def test_plan_says_that_most_of_the_vocabulary_has_no_token(here, capsys):
