@@ -109,3 +109,15 @@ def prepare_pretokenized(
     from gpt2_triton.data.prepare import pretokenized
 
     pretokenized.download(name, out or Path("data") / Path(name).name, shards)
+
+
+@app.command(name="nanogpt")
+def prepare_nanogpt(folder: Path, /, *, out: Out = Path("data/nanogpt")) -> None:
+    """Make shards of nanoGPT's train.bin and val.bin; the same command resumes a stopped preparation.
+
+    Args:
+        folder: Folder of the two files, of GPT-2's tokens.
+    """
+    from gpt2_triton.data.prepare import nanogpt
+
+    nanogpt.prepare_nanogpt(folder, out)

@@ -4,7 +4,7 @@ A text names a key, an option or a command, then other units or values.  "none: 
 """
 
 NANOGPT = {
-    "dataset": "data.train and data.val: token shards, not a folder's name",
+    "dataset": "data.train and data.val: token shards, which prepare nanogpt makes of its folder",
     "gradient_accumulation_steps": "train.total_batch_tokens, in tokens of all GPUs: "
     "gradient_accumulation_steps * batch_size * block_size",
     "block_size": "train.seq_len, at most model.block_size",

@@ -142,7 +142,7 @@ def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
     if dtype is None:
         expected = " or ".join(f"{known} {number}" for known, number in FORMATS)
         what = f"it begins with {magic} {version}; llm.c's shards begin with {expected}, nanoGPT's have no header"
-        raise DataError(f"{path}: not a shard: {what}; {PREPARE}")
+        raise DataError(f"{path}: not a shard: {what}; {PREPARE}, of nanoGPT's with `prepare nanogpt DIR`")
     if count < 1 or state.st_size != HEADER_BYTES + dtype.itemsize * count:
         raise DataError(f"{path}: wrong size: {state.st_size:,} bytes, and {count:,} tokens by its header; {todo}")
     return dtype, count, state

@@ -107,8 +107,8 @@ def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
     if command.inline or name in PARSED:
         assert _parses(command.words)
         return
-    for download in ("dataset.prepare_dataset", "pretokenized.download"):  # run in tests/data/prepare
-        monkeypatch.setattr(f"gpt2_triton.data.prepare.{download}", lambda *arguments, **named: None)
+    for made in ("dataset.prepare_dataset", "pretokenized.download", "nanogpt.prepare_nanogpt"):  # tests/data/prepare
+        monkeypatch.setattr(f"gpt2_triton.data.prepare.{made}", lambda *arguments, **named: None)
     for option in ("--out", "-o", "--json"):  # in a directory of this test: one that is not empty would be refused
         if option in words:
             at = words.index(option) + 1

@@ -9,7 +9,7 @@ import fcntl
 import functools
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,11 +33,11 @@ Place = dict[str, Any]  # {"state": the source before a batch, "skip": tokens of
 
 
 class Batch(NamedTuple):
-    """Text that one process tokenises at a time."""
+    """Text that one process tokenises at a time, or tokens."""
 
     split: str  # of its shards; the batches of a split follow each other
     state: Any  # of the source before this batch, for JSON
-    pieces: list[tuple[bool, str]]  # whether the delimiter comes first, and text
+    pieces: Sequence[tuple[bool, str | np.ndarray]]  # whether the delimiter comes first, and text or tokens
 
     @property
     def characters(self) -> int:
@@ -77,6 +77,15 @@ def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens
         return False
 
 
+def build_splits(source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int, log: Log) -> Path:
+    """Build as `build` does, of a source of both splits; say how many tokens each has."""
+    if build(source, recipe, out_dir, tokens, workers, log):
+        shards = read_record(out_dir / RECORD)["shards"]
+        train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
+        log(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
+    return out_dir
+
+
 def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> None:
     tokenizer = get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
     shards, places = _resume(recipe, out_dir, log)
@@ -85,7 +94,7 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
     _record_progress(out_dir, recipe, shards, places)
     start = places[-1] or {"state": None, "skip": 0}
     before = start["state"] or 0 if source.unit == "characters" else done
-    title = f"tokenising {source.name}"
+    title = f"preparing {source.name}"
     with paired_map(workers) as run, Progress(title, source.size, source.unit, before) as progress:
         tokenised = run(functools.partial(tokenize, recipe["tokenizer"]), source.batches(start["state"]))
         for name, tokens, place in _cut(source, shards, tokenised, start["skip"], progress):
@@ -108,7 +117,7 @@ def tokenize(tokenizer: str, batch: Batch) -> np.ndarray:
     """Return the tokens of a batch, as its tokenizer's `encode` does."""
     coder, parts = get_tokenizer(tokenizer), []
     for delimited, text in batch.pieces:
-        tokens = coder.encode(text)
+        tokens = coder.encode(text) if isinstance(text, str) else text
         parts.append(np.insert(tokens, 0, coder.delimiter) if delimited else tokens)
     return np.concatenate(parts)
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Log, ShardRecords, count_tokens
+from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Log, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import DataError
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
@@ -101,11 +100,7 @@ def prepare_texts(
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
     source = _Texts(texts, size, cut, recipe["shard_tokens"])
     fewest = size if recipe["tokenizer"] == "bytes" else size // 5  # tokens, so that no disk with room is refused
-    if build.build(source, recipe, out_dir, fewest, workers, log):
-        shards = read_record(out_dir / RECORD)["shards"]
-        train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
-        log(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
-    return out_dir
+    return build.build_splits(source, recipe, out_dir, fewest, workers, log)
 
 
 class _Texts:

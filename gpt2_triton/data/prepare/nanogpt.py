@@ -1,0 +1,59 @@
+"""nanoGPT's train.bin and val.bin, GPT-2's tokens as uint16 without a header, as a data directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_triton.console import Progress, command_line, print_line
+from gpt2_triton.data.prepare import build
+from gpt2_triton.data.prepare.build import Batch, Log, ShardRecords
+from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.errors import DataError
+from gpt2_triton.files import sha256
+
+
+def prepare_nanogpt(folder: Path, out_dir: Path, log: Log = print_line) -> Path:
+    """Write the tokens of folder/train.bin and folder/val.bin into out_dir."""
+    if (meta := folder / "meta.pkl").exists():
+        todo = f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
+        raise DataError(f"{meta}: the tokens beside it are characters, not GPT-2's; {todo}")
+    files = {split: folder / f"{split}.bin" for split in ("train", "val")}
+    tokens = {split: _map(path) for split, path in files.items()}
+    size = sum(map(len, tokens.values()))
+    with Progress(f"reading {folder}", 2 * size, "bytes") as progress:
+        rows = [{"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()]
+    recipe = dict(tokenizer="gpt2", shard_tokens=build.SHARD_TOKENS, source=rows)
+    return build.build_splits(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1, log)
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.memmap(path, "<u2", mode="r")
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror}; name the folder of train.bin and val.bin") from None
+    except ValueError:  # numpy's
+        size = f"{path.stat().st_size:,} bytes, expected 2 for each token"
+        raise DataError(f"{path}: wrong size: {size}; copy it again") from None
+
+
+class _Tokens:
+    """Tokens of train and val as a Source; a state is the number of batches before one."""
+
+    unit = "tokens"
+
+    def __init__(self, name: str, size: int | None, tokens: dict[str, np.ndarray]):
+        self.name, self.size, self._tokens = name, size, tokens
+
+    def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
+        return f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin", build.SHARD_TOKENS
+
+    def batches(self, state: int | None) -> Iterator[Batch]:
+        step = build.BATCH_CHARS
+        places = [(split, i) for split, tokens in self._tokens.items() for i in range(0, len(tokens), step)]
+        for number, (split, first) in [*enumerate(places)][state or 0 :]:
+            tokens = self._tokens[split][first : first + step]
+            if (largest := tokens.max()) >= GPT2Tokenizer.vocab_size:
+                what = f"a token {largest} after the first {first:,}, GPT-2 has {GPT2Tokenizer.vocab_size:,}"
+                raise DataError(f"{self.name}/{split}.bin: {what}; give other files")
+            yield Batch(split, number, [(False, tokens)])

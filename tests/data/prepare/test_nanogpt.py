@@ -1,0 +1,65 @@
+"""nanoGPT's train.bin and val.bin become shards of the same tokens; other files are refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gpt2_triton.commands import tools as app
+from gpt2_triton.commands.app import main
+from gpt2_triton.data.prepare import build
+from gpt2_triton.data.prepare.nanogpt import prepare_nanogpt
+from gpt2_triton.data.shards import map_tokens, open_shards
+from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "get_tokenizer", lambda name: GPT2Tokenizer(None))  # its merges may need a network
+    for split, count in (("train", 2500), ("val", 300)):
+        np.random.default_rng(count).integers(0, 50257, count).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    return tmp_path
+
+
+def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, capsys):
+    monkeypatch.setattr(build, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(build, "BATCH_CHARS", 300)
+    out, write = folder / "out", build.write_shard
+
+    def stop(path, tokens):
+        if path.name == "train_000001.bin":
+            raise KeyboardInterrupt
+        write(path, tokens)
+
+    monkeypatch.setattr(build, "write_shard", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_nanogpt(folder, out)
+    monkeypatch.setattr(build, "write_shard", write)
+    assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
+    said = f"resuming after 1 finished shards, 1,000 tokens\nprepared {out}: 4 shards, 2,500 tokens to train on, 300 "
+    assert capsys.readouterr().out.startswith(said)
+    for split, shards in (("train", 3), ("val", 1)):
+        paths = sorted(out.glob(f"{split}_*.bin"))
+        tokens = np.concatenate([map_tokens(path) for path in paths])
+        assert len(paths) == shards and tokens.tobytes() == (folder / f"{split}.bin").read_bytes()
+    assert json.loads((out / "shards.json").read_text())["tokenizer"] == "gpt2"
+    assert prepare_nanogpt(folder, out) == out and "is prepared already" in capsys.readouterr().out
+
+
+def test_other_files_than_nanogpts_are_refused(folder):
+    def refusal():
+        with pytest.raises(DataError) as error:
+            prepare_nanogpt(folder, folder / "out")
+        return str(error.value)
+
+    with pytest.raises(DataError, match="nanoGPT's have no header; make shards .*`prepare nanogpt DIR`$"):
+        open_shards(str(folder / "train.bin"), 50257, 8)
+    np.array([3, 50257], "<u2").tofile(folder / "val.bin")
+    assert "val.bin: a token 50257 after the first 0, GPT-2 has 50,257;" in refusal()
+    (folder / "val.bin").write_bytes(b"odd")
+    assert "val.bin: wrong size: 3 bytes, expected 2 for each token" in refusal()
+    (folder / "val.bin").unlink()
+    assert "val.bin: cannot read: No such file" in refusal()
+    (folder / "meta.pkl").touch()
+    assert "meta.pkl: the tokens beside it are characters" in refusal()
