@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = {
-    "gpt2_triton": 965,  # the ground: errors, console, device, files, the API
+    "gpt2_triton": 982,  # the ground: errors, console, device, files, the API
     "gpt2_triton/checkpoint": 1598,
-    "gpt2_triton/commands": 1236,
+    "gpt2_triton/commands": 1250,
     "gpt2_triton/config": 1084,
     "gpt2_triton/data": 878,
-    "gpt2_triton/data/prepare": 1082,
+    "gpt2_triton/data/prepare": 1145,
     "gpt2_triton/distributed": 666,
     "gpt2_triton/inference": 499,
     "gpt2_triton/kernels": 4058,
@@ -35,18 +35,18 @@ BUDGETS = {
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
-    "tests/commands": 1452,
+    "tests/commands": 1462,
     "tests/config": 650,
     "tests/data": 818,
-    "tests/data/prepare": 1053,
+    "tests/data/prepare": 1118,
     "tests/distributed": 536,
     "tests/gpu": 791,
     "tests/ground": 340,
     "tests/inference": 636,
-    "tests/kernels": 4331,
+    "tests/kernels": 4333,
     "tests/model": 2407,
     "tests/support": 1887,
-    "tests/training": 1969,
+    "tests/training": 1970,
     "gpt2_triton/model/llama": 230,
 }
 
