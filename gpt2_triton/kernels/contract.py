@@ -17,7 +17,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+WORKSPACE = ("scratch", "rowsum")  # outputs without a meaning of their own
 LAUNCHERS: dict[str, Callable[..., None]] = {}  # every function with a contract, by name
+TRACE: list[tuple[str, tuple, tuple]] | None = None  # a list while launches are recorded: (launcher, outputs, inputs)
 
 _ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+~]*)")
 
@@ -49,7 +51,7 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
 
 
 def contract(line: str) -> Callable:
-    """Register a launcher, and check shapes on each call."""
+    """Register a launcher, check shapes on each call, and record calls while TRACE is a list."""
     outs, ins = (_ARGUMENT.findall(side) for side in line.partition("<-")[::2])
     arguments = outs + ins
 
@@ -60,6 +62,8 @@ def contract(line: str) -> Callable:
         @functools.wraps(launcher)
         def call(*args: Any, **keywords: Any) -> None:
             _check(launcher.__name__, arguments, args)
+            if TRACE is not None:
+                TRACE.append((launcher.__name__, args[: len(outs)], args[len(outs) : len(arguments)]))
             launcher(*args, **keywords)
 
         call.outputs = len(outs)
