@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gpt2_triton.console import print_line
 from gpt2_triton.files import write_atomic
 
 METRICS, RUN = "metrics.jsonl", "run.json"
@@ -28,9 +29,22 @@ def null_non_finite(record: Record) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records, without a last line that a crash cut short."""
+    """Return the records, without a last line that a crash cut short, and without damaged ones, with a warning."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+        lines = [line for line in file if line.endswith("\n")]
+    records = [_record(line) for line in lines if line.strip()]
+    if damaged := records.count(None):
+        what = f"{damaged} of {len(records):,} lines are damaged and left out, the first is line"
+        print_line(f"warning: {path}: {what} {records.index(None) + 1:,}", error=True)
+    return [record for record in records if record is not None]
+
+
+def _record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:

@@ -123,6 +123,17 @@ def test_logger_of_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn
     assert not list((tmp_path / "parts").glob(".*"))
 
 
+def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
+    run(tmp_path, range(1, 9))
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    lines[1], lines[4] = lines[1][:20] + lines[1], '"text"'
+    (tmp_path / METRICS).write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 3, 3, 5, 6, 6, 7, 8]
+    warning = f"warning: {tmp_path / METRICS}: 2 of 10 lines are damaged and left out, the first is line 2\n"
+    assert capsys.readouterr().err == warning
+
+
 def test_statistics_lose_undone_steps_also_if_they_are_turned_off(tmp_path):
     first = Logger(tmp_path, config(stats_every=1))
     for step in (1, 2, 3):
