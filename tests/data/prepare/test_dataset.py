@@ -34,6 +34,7 @@ SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(build, "BATCH_CHARS", BATCH)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
 
 
 @pytest.fixture(scope="module")
