@@ -45,6 +45,7 @@ def trained(monkeypatch):
     def train(config, run_dir, *_):
         configs.append(config)
         (run_dir / "config.yaml").write_text(config.to_yaml())
+        (run_dir / "metrics.jsonl").touch()
         return 0
 
     monkeypatch.setattr(trainer, "train", train)
