@@ -56,7 +56,8 @@ def settings(
 ) -> Config:
     """Return the configuration of a run on the text `own`, on this machine or on GPUs of the name `gpu`.
 
-    run_dir     a run to resume: its configuration replaces the recipe, and nothing is chosen again
+    run_dir     a run to resume: its configuration replaces the recipe, and nothing is chosen again; data.allow_changed
+                is for one start
     prepare     print what was chosen, and make the shards unless they exist
     summary     print what was chosen
     """
@@ -71,7 +72,7 @@ def settings(
         measured = text.measure_text(own.data, workers, documents.Reading(own.field))
         documents.require_all(measured.notes, own.strict)
         if run_dir and (run_dir / "config.yaml").is_file():
-            recipe, picked, source = run_dir / "config.yaml", {}, None
+            recipe, picked, source = run_dir / "config.yaml", {"data.allow_changed": "false"}, None
             continued = Config.load(recipe, given, gpus)
             tokenizer: str = continued.data.tokenizer
             look_in(tokenizer, run_dir)

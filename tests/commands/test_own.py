@@ -225,10 +225,11 @@ def test_folders_globs_and_several_files(here, trained):
 def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     """Also on another machine, and where the rules of a later version would pick other keys."""
     argv = ["own", "--data", "my.txt", "--run_dir", "run"]
-    assert main(app, [*argv, "--optim.lr", "5e-4"]) == 0
+    assert main(app, [*argv, "--optim.lr", "5e-4", "--data.allow_changed", "true"]) == 0
     monkeypatch.setattr(own.own_text, "choose", lambda *arguments: {})
     assert main(app, [*argv, "--resume", "--eval.every", "3"]) == 0
-    assert trained[1] == trained[0].replace(eval={"every": 3}) and trained[1].optim.lr == 5e-4
+    assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})  # which is for one start
+    assert trained[1].optim.lr == 5e-4
 
 
 def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):
