@@ -70,8 +70,8 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
-    overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     own.require_data(config, data)
+    overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, strict) if data else None
     if not text and (field != "text" or strict):
         raise ConfigError("--field, --strict: go with --data and the recipe own; leave them out")

@@ -33,7 +33,8 @@ def find(given: str | Path) -> Path:
             return directory() / f"{path}.yaml"
         if os.path.isfile(path / "config.yaml"):
             return path  # read_yaml says how to continue a run
-        raise ConfigError(f"{path}: neither a file nor a recipe{known_recipes(path.name)}")
+        todo = f"; give a folder of text to own, as --data {path}" if path.is_dir() else known_recipes(path.name)
+        raise ConfigError(f"{path}: neither a file nor a recipe{todo}")
     if path.stem in known and not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")
     return path
