@@ -280,8 +280,8 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        command = f"iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > {shlex.quote(f'{path.stem}.utf8.txt')}"
-        todo = f"`{command}` converts it; ENCODING is often CP1252 or UTF-16"
+        old, new = (shlex.quote(str(file)) for file in (path, path.with_suffix(".utf8.txt")))
+        todo = f"`iconv -f ENCODING -t utf-8 {old} > {new}` converts it (often CP1252 or UTF-16); then move the old one"
         raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
 
 
