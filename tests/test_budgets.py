@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "gpt2_triton": 982,  # the ground: errors, console, device, files, the API
     "gpt2_triton/checkpoint": 1598,
-    "gpt2_triton/commands": 1250,
-    "gpt2_triton/config": 1084,
+    "gpt2_triton/commands": 1251,
+    "gpt2_triton/config": 1085,
     "gpt2_triton/data": 878,
     "gpt2_triton/data/prepare": 1145,
     "gpt2_triton/distributed": 666,
@@ -35,7 +35,7 @@ BUDGETS = {
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
-    "tests/commands": 1463,
+    "tests/commands": 1464,
     "tests/config": 650,
     "tests/data": 818,
     "tests/data/prepare": 1119,
