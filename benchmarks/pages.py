@@ -238,7 +238,7 @@ def hours(record: Record) -> str:
     ways = {"AdamW": 1.0, f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": REPORTED}
     if found := ratio.measured(runs, noise):
         factor = sorted([found[0], *ratio.bounds(runs)])[1]
-        ways[f"Muon, {factor:.2f} times fewer, which suffice for 1B here"] = factor
+        ways[f"Muon, {factor:.2f} times fewer, enough at 1B tokens here"] = factor
     keys = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
     speeds = {name: key for name, key in keys.items() if key in figures}
     rows = []

@@ -2,8 +2,8 @@
 
 A run is a pure function of its configuration, its data, and the kind and number of its GPUs.  Each step takes the next
 samples, in one order for all ranks, even after a rewind.  A step's rounding noise depends only on (seed, step).  Only
-the time fields of the logs depend on the clock, and train.max_minutes.  A run that stops after any step and resumes
-from its checkpoint therefore gives the bytes of an unbroken run.
+the time fields of the logs, and a stop by train.max_minutes, depend on the clock.  A run that stops after any step and
+resumes from its checkpoint therefore gives the bytes of an unbroken run.
 """
 
 import contextlib
