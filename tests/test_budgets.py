@@ -63,4 +63,4 @@ def test_every_directory_has_a_budget():
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_a_room_stays_within_its_budget(room):
-    assert lines(ROOT / room) <= BUDGETS[room]
+    assert lines(ROOT / room) <= BUDGETS[room], "delete lines, or first raise the budget in a commit of its own"
