@@ -306,8 +306,6 @@ def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
     wide, narrow = (poisoned(M, N, dtype=BF16) for _ in range(2))
     for bias, add in ((None, None), (b, None), (b, res)):
         hopper_matmul_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
-        epilogue = "" if add is None else "add"
-        hopper_matmul.matmul(
-            narrow, a, w, bias, w_is_nk=w_is_nk, epilogue=epilogue, res=add, pre=None, gelu_out=None, part=None
-        )
+        none = dict.fromkeys(("pre", "gelu_out", "part", "rope")) | dict(T=1, rotated_columns=0)
+        hopper_matmul.matmul(narrow, a, w, bias, w_is_nk=w_is_nk, epilogue="add" if add is res else "", res=add, **none)
         assert torch.equal(wide, narrow)
