@@ -102,6 +102,7 @@ def second_writer(i: Injection) -> None:
 
 
 FULL = Fault(lambda i: i.hold("full"), REFUSED)
+DEAD_WANDB = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
 TABLE = {
     "kill a rank": Fault(kill_rank, ENDED_BY_SIGNAL),
     "kill all": Fault(kill_all, ENDED_BY_SIGNAL),
@@ -116,10 +117,5 @@ TABLE = {
     "file deleted": Fault(delete_file, ENDED_BY_SIGNAL),
     "line cut": Fault(cut_line, ENDED_BY_SIGNAL),
     "second writer": Fault(second_writer, {2, 1}),  # of the first, if the second has the directory before it
-    "dead wandb": Fault(
-        lambda i: time.sleep(0),
-        set(),
-        env={"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
-        keys=("--log.wandb", "online"),
-    ),
+    "dead wandb": Fault(lambda i: time.sleep(0), set(), env=DEAD_WANDB, keys=("--log.wandb", "online")),
 }
