@@ -387,8 +387,7 @@ def losses() -> dict[str, Any]:
                 if pair and pair.half_width is not None:
                     value = dict(mean=round(pair.mean, 5), half_width=round(pair.half_width, 5), pairs=pair.pairs)
                     found |= {f"pairs.{key}.{name}.{part}": number for part, number in value.items()}
-    meta = dict(files="benchmarks/losses/*.jsonl", devices=sorted(devices), commits=sorted(commits))
-    return {"meta": meta} | found
+    return {"meta": dict(files="benchmarks/losses/*.jsonl", devices=sorted(devices), commits=sorted(commits))} | found
 
 
 def slug(arm: str) -> str:
