@@ -7,7 +7,7 @@ from collections.abc import Sequence
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once; the default of Triton before 3.10
 
 from gpt2_triton.kernels import step_io
-from gpt2_triton.kernels.adamw import adamw
+from gpt2_triton.kernels.adamw import adamw, look_ahead
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.classifier import (
     classifier_dx,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
-from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
+from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, STEP, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
@@ -58,3 +58,33 @@ def adamw(
         w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
         STOCHASTIC=stochastic, RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "start", "stop"])
+def _look_ahead_kernel(
+    w_ptr, low_ptr, d_ptr, step_in_ptr, step_key_ptr, n, first, start, stop, factor, alpha,
+    BEFORE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    i = at + tl.arange(0, BLOCK)
+    w, d = load_weights(w_ptr, low_ptr, i, i < n), tl.load(d_ptr + i, mask=i < n, other=0.0)
+    if BEFORE:
+        step = tl.load(step_key_ptr + STEP)
+        beta = tl.where((step >= start) & (step < stop), factor * tl.load(step_in_ptr + LR), 0.0)
+        words = random_words(step_key_ptr, first + at, STOCHASTIC, BLOCK) >> 16  # the update takes the lower half
+        store_weights(w + beta * d, w_ptr, low_ptr, i, i < n, words, STOCHASTIC)
+        w = -(d + w)
+    tl.store(d_ptr + i, d + alpha * w, mask=i < n)
+
+
+@contract("w[n] low[n]?+ d[n] <- step_in[8] step_key[4]")
+def look_ahead(
+    w: Tensor, low: Tensor | None, d: Tensor, step_in: Tensor, step_key: Tensor, first: int, start: int, stop: int,
+    factor: float, alpha: float, before: bool,
+) -> None:  # fmt: skip
+    """EMA-Nesterov (https://arxiv.org/abs/2605.25395) around the step: `before` it w += beta * d, beta = factor * lr in
+    steps start to stop - 1, else 0; after it d += alpha * (w - w before both - d).  Between, d has d - alpha * (d + w).
+    """
+    n, stochastic = w.numel(), dtype_name(w) == "bf16" and low is None
+    row, given = tuned("adamw", dtype_name(w), BLOCK=n), (step_in, step_key, n, first, start, stop, factor, alpha)
+    _look_ahead_kernel[(triton.cdiv(n, row["BLOCK"]),)](w, low, d, *given, BEFORE=before, STOCHASTIC=stochastic, **row)

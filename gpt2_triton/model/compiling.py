@@ -26,6 +26,7 @@ def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple
 
 def _make_calls(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> None:
     model.initialise(model.config.train.seed)
+    model._look_ahead()
     for with_stats in (False, True) if model.stats_recorder else (False,):
         for acc in (False, True)[: model.shape.accumulation]:
             model._forward_backward(acc, with_stats, True)

@@ -65,6 +65,7 @@ def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, 
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
+    d["Nd"] = d["Nt"] * (config.optim.lookahead > 0)
     shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]

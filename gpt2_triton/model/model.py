@@ -107,6 +107,8 @@ class Model:
         io = self.K.step_io
         self.state.step_out[io.STOPPING.value].copy_(self._step.step_in[io.STOP.value], non_blocking=True)
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
+        if self.train_view.lookahead:
+            self._run(self._look_ahead)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
         """Run a packed micro-batch: the `first` replaces the gradients, others add, the `last` sends them."""
@@ -159,6 +161,11 @@ class Model:
         schedule.head(K, self.A.schedule, view, acc)
         self.A.schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
+
+    def _look_ahead(self) -> None:  # to where the step takes its gradients; between steps the weights are not ahead
+        for given in self.train_view.lookahead:
+            self.K.look_ahead(*given, True)
+        self.train_view.comm.gather_params()
 
     def _update(self, with_stats: bool) -> None:
         self._observe(with_stats, False)

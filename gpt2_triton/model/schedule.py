@@ -115,6 +115,8 @@ def update(K: Any, m: Any) -> None:
     if m.matrices:
         update_matrices(K, m)
         m.comm.gather_after_update(m.L)  # the last layer's bucket
+    for given in m.lookahead:
+        K.look_ahead(*given, False)
 
 
 def update_matrices(K: Any, m: Any) -> None:

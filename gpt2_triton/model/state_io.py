@@ -6,6 +6,7 @@ params   N         State.params, without the padding between buckets
 m        N         State.m
 v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
+ahead    N         State.ahead
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
 history  A, 16     State.history, likewise
@@ -26,6 +27,7 @@ EQUAL = {"window", "scale", "history"}  # on all ranks
 def state_buffers(s: State) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by the names of its tensors."""
     buffers = dict(params=s.params, m=s.m, v=s.v, low=s.master_low, window=s.window, scale=s.scale, history=s.history)
+    buffers["ahead"] = s.ahead
     return {name: flat for name, flat in buffers.items() if flat is not None}
 
 
@@ -78,7 +80,7 @@ def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> No
 def state_digest(s: State, dims: dict[str, int]) -> str:
     """Return the sha256 of the weights in flat order, and of the moments if every rank holds all of them."""
     digest, buffers = hashlib.sha256(), state_buffers(s)
-    names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
+    names = ["params"] if dims["zero"] else ["params", "m", "v", "low", "ahead"]
     for name in (name for name in names if name in buffers):
         for p in sharding.updated_shards(dims | dict(zero=0), 0):
             if (at := _start(name, p)) is not None:

@@ -87,6 +87,7 @@ class State:
     master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")   # the 16 lower bits of fp32 masters
     m:          Tensor = buf("Nt",     "m",   "embed..between",   "optimizer")
     v:          Tensor = buf("Nv",     "v",   "embed..between",   "optimizer")
+    ahead:      Tensor = buf("Nd",     "f32", "embed..between",   "optimizer")   # d of adamw.look_ahead; Nd: Nt or 0
     orth:       Tensor = buf("No",     "act", "update",           "optimizer")   # Muon's x of each class: muon.py
     orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # the next x, of one class
     gram:       Tensor = buf("Nc",     "act", "update",           "optimizer")

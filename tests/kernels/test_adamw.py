@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.adamw import adamw
+from gpt2_triton.kernels.adamw import adamw, look_ahead
 from gpt2_triton.kernels.device_math import join_master, split_master
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
@@ -227,3 +227,45 @@ def test_adamw_with_masters_has_the_bits_of_fp32(rng, n):
         assert torch.equal(run.bits(), exact.bits())
         assert torch.equal(run.m, exact.m) and torch.equal(run.v, exact.v)
     assert error(run.w, exact.w) < 2.0**-8
+
+
+# ---- lookahead ----
+
+
+@storages
+@pytest.mark.parametrize("step, ahead", [(2, False), (3, True), (9, True), (10, False)])
+def test_look_ahead_moves_weights_in_its_window_and_d_by_a_hundredth_of_the_displacement(rng, storage, step, ahead):
+    """Steps 3 to 9; between the calls an update adds u.  bf16 rounds with the upper halves of the words of the step."""
+    n, lr, factor = 1003, 0.02, 30.0
+    one, d, u = Adam(rng(n), storage), 0.01 * rng(n), 0.01 * rng(n)
+    row, nan = torch.tensor([lr, *[float("nan")] * 7], device=DEVICE), float("nan")
+    if storage == "master":
+        one.w, one.low = split(rng(n))
+    key = torch.tensor([step, SEED & 0x7FFFFFFF, SEED >> 31, 0], dtype=torch.int32, device=DEVICE)
+    given = row, key, 64, 3, 10, factor, 0.01
+    before, mean = values(one).clone(), d.clone()
+    look_ahead(one.w, one.low, d, *given, True)
+    want = before + ahead * (row[0] * factor) * mean
+    if storage == "bf16" and DEVICE == "cpu":  # a GPU rounds product and sum once
+        assert torch.equal(one.bits(), rounded(want, SEED, 64, step, shift=16))
+    assert error(values(one), want) < (4e-3 if storage == "bf16" else 2e-7)  # half an ulp, up to a whole one
+    assert ahead or torch.equal(values(one), before)
+    row.fill_(nan)  # the second call reads neither rate nor step
+    one.w, one.low = (one.w + u.to(one.w.dtype), None) if one.low is None else split(values(one) + u)
+    look_ahead(one.w, one.low, d, *given, False)
+    exact = mean.double() + 0.01 * (values(one).double() - before.double() - mean.double())
+    assert (d - exact).abs().max() < 1e-8  # roundings of numbers up to 0.05
+
+
+def split(w):
+    """Return fp32 weights as bf16 and the 16 lower bits."""
+    one = Adam(w, "master")
+    bits = w.view(torch.int32)
+    one.low = (bits << 16 >> 16).to(torch.int16)
+    one.w = ((bits - one.low.int()) >> 16).to(torch.int16).view(torch.bfloat16)
+    return one.w, one.low
+
+
+def values(one):
+    """Return the weights in fp32."""
+    return one.w.float() if one.low is None else one.bits().view(torch.float32)

@@ -23,7 +23,7 @@ from tests.conftest import DEVICE
 from tests.model.test_sharding import SIZES
 from tests.support import ranks, reference
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, F64, batches, exact_model, train_steps
+from tests.support.models import EXACT, F64, batches, exact_model, packed, train_steps
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 
@@ -160,6 +160,28 @@ def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
     assert not torch.equal(saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]]))
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_lookahead_is_an_outer_step_around_the_optimizer(name):
+    """Steps 1 and 2 of 4 are ahead (0.16 and 0.76 of all); a step's displacement begins behind the lookahead."""
+    optim = MUON | dict(name=name, schedule="linear", warmup=2)
+    plain, model = exact_model(optim=optim), exact_model(optim=optim | dict(lookahead=0.6))
+    model.state.ahead.zero_()
+    params, lr = plain.state.params, [step_inputs(i, plain.config)[kernels.step_io.LR] for i in range(4)]
+    prev, d = params.clone(), torch.zeros_like(params)
+    for step in range(4):
+        params.add_(d, alpha=0.6 * float(lr[step]) / optim["lr"] * (step in (1, 2)))
+        for each in (plain, model):
+            each.begin_step(step_inputs(step, each.config), step, 1)
+            for micro, batch in enumerate(packed(each.config, 2, seed=step)):
+                each.micro_step(batch, first=micro == 0)
+            assert each.end_step().result().applied
+        d.lerp_(params - prev, 0.01)
+        prev = params.clone()
+        # the gradient's roundings grow: AdamW divides by small roots, Muon multiplies small singular values
+        assert max_error(model.state.params, params) < 1e-11 and max_error(model.state.ahead, d) < 1e-9
+    assert d.abs().max() > 1e-5
+
+
 def test_skipped_step_changes_no_byte_of_the_state():
     model = exact_model(optim=MUON)
     train_steps(model, 1)
@@ -245,7 +267,8 @@ def backward(model, step, micro):
 def after_two_updates(zero, group):
     """Return what this rank saves after two updates of two micro-steps each, as arrays, and its spans."""
     train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
-    config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
+    optim = MUON | dict(lookahead=0.6)  # ahead from step 1 of 4 on
+    config = tiny_config(model=EXACT["model"], train=train, optim=optim, parallel=dict(zero=zero))
     model = Model(config, reference, "cpu", dtypes=F64, group=group)
     model.arena.zero_()
     model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1

@@ -11,7 +11,7 @@ FP8 = {"cast_operand", "cast_weights", "check_amax", "roll_scales", "fp8_stats"}
 LLAMA = {"matmul_rope", "matmul_swiglu", "rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "swiglu_bwd"}  # model/test_llama.py
 MUON = {name for name in LAUNCHERS if name.startswith("muon_")}  # kernels/test_muon.py
 # only launchers call column_sums, and only ZeRO-2 calls add_partials
-NO_STEP = STATISTICS | FP8 | LLAMA | MUON | {"fill", "normal_init", "column_sums", "add_partials"}
+NO_STEP = STATISTICS | FP8 | LLAMA | MUON | {"fill", "look_ahead", "normal_init", "column_sums", "add_partials"}
 
 
 class WrappedKernels:

@@ -351,6 +351,15 @@ def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor,
     w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + eps) + decay * w))
 
 
+def look_ahead(w, low, d, step_in, step_key, first, start, stop, factor, alpha, before):
+    if before:
+        ahead = d * factor * step_in[io.LR] * bool(start <= step_key[io.STEP] < stop)
+        d.copy_((1 - alpha) * d - alpha * w)
+        w.copy_(w + ahead)
+    else:
+        d.copy_(d + alpha * w)
+
+
 # ---- Muon ----
 
 
