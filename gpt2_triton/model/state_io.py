@@ -6,7 +6,6 @@ params   N         State.params, without the padding between buckets
 m        N         State.m
 v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
-ahead    N         State.ahead
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
 history  A, 16     State.history, likewise

@@ -54,9 +54,11 @@ BF16: dict[str, dict[str, object]] = dict(
 )
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
-    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16")),
+    "bf16, recompute": dict(
+        memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16", lookahead=0.6)
+    ),
     "bf16, dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln")),
-    "bf16, muon": dict(optim=dict(name="muon")),
+    "bf16, muon": dict(optim=dict(name="muon", lookahead=0.6)),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
@@ -65,7 +67,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     ),
     "fp32": dict(train=dict(dtype="fp32"), optim=dict(master="none")),
     "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
-    "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
+    "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none", lookahead=0.6)),
     "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
     "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
     "fp8, llama": dict(train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
