@@ -174,6 +174,7 @@ class OptimConfig(ConfigSection):
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
+    normuon_beta2: OptionalFloat = kept(None, "decay of NorMuon's second moment; null: plain Muon", ge=0, lt=1)
     weight_decay: OptionalFloat = free(0.1, "decoupled weight decay of matrices and embeddings; null with tau", ge=0)
     embed_decay: OptionalFloat = free(None, "decay of embeddings and an untied head; null as for matrices", ge=0)
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)

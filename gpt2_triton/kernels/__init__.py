@@ -38,6 +38,7 @@ from gpt2_triton.kernels.matmul import (
 from gpt2_triton.kernels.muon import (
     muon_apply,
     muon_gram,
+    muon_lines,
     muon_momentum,
     muon_normalise,
     muon_normalise_scratch,
@@ -66,6 +67,7 @@ def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int
         classifier_fwd_scratch(Rc, Vp, head),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),
+        *(count * max(rows, columns) for rows, columns, count in matrices),  # muon_lines
         *(muon_normalise_scratch(count, rows, columns) for rows, columns, count in matrices),
         *(matmul_dw_scratch(rows, head, (Vp, C)) for rows in (Rc, R % Rc or Rc)),
         *(matmul_dw_scratch(R, products, *sizes) for sizes in layer),

@@ -261,3 +261,44 @@ def muon_update(
         w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first, distance, decay, scale,
         STOCHASTIC=dtype == "bf16" and low is None, **row,
     )  # fmt: skip
+
+
+@triton.jit
+def _lines_kernel(
+    v_ptr, x_ptr, squares_ptr, step_out_ptr, x_stride, rank, ranks, alpha, SCALE: tl.constexpr, TALL: tl.constexpr,
+    LINES: tl.constexpr, LENGTH: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v_ptr += matrix * LINES
+    if matrix % ranks != rank:
+        tl.store(v_ptr + i, tl.zeros((BLOCK,), tl.float32), mask=i < LINES)
+        return
+    j, every = tl.arange(0, BLOCK_L), tl.arange(0, ALL)
+    squares_ptr, x_ptr = squares_ptr + matrix // ranks * LINES, x_ptr + matrix // ranks * x_stride
+    at = x_ptr + (i[:, None] * LENGTH + j[None, :] if TALL else i[:, None] + j[None, :] * LINES)
+    inside = (i < LINES)[:, None] & (j < LENGTH)[None, :]
+    x, v = tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(v_ptr + i, mask=i < LINES, other=1.0)
+    if SCALE:
+        before = tl.load(squares_ptr + every, mask=every < LINES, other=0.0)
+        after = before / tl.maximum(tl.load(v_ptr + every, mask=every < LINES, other=1.0), 1e-10)
+        factor = tl.sqrt(tl.sum(before, 0) / tl.maximum(tl.sum(after, 0), 1e-20) / tl.maximum(v, 1e-10))
+        tl.store(at, (x * factor[:, None]).to(x_ptr.dtype.element_ty), mask=inside)
+    else:
+        square = tl.sum(x * x, 1) / LENGTH
+        tl.store(squares_ptr + i, square, mask=i < LINES)
+        v = tl.where(tl.load(step_out_ptr + APPLY) == 0.0, v, v + alpha * (square - v))
+        tl.store(v_ptr + i, v, mask=i < LINES)
+
+
+@contract("v[n,S] x[k,M,N]~ scratch[*] <- step_out[*]")
+def muon_lines(v: Tensor, x: Tensor, scratch: Tensor, step_out: Tensor, rank: int, ranks: int, beta2: float) -> None:
+    """NorMuon (https://arxiv.org/abs/2510.05491): divide each line of x by the root of v, the mean of its past mean
+    squares, and keep each matrix's Frobenius norm.  Lines lie along the shorter side: rows of a square or tall matrix,
+    columns of a wide one.  Of n matrices x has those of `rank`; v of the others becomes 0.
+    """
+    lines, length = max(x.shape[1:]), min(x.shape[1:])
+    sides = lines, length, next_power_of_2(lines), 16, next_power_of_2(length)
+    for scale in (False, True):
+        given = v, x, scratch, step_out, x.stride(0), rank, ranks, 1.0 - beta2, scale, x.shape[1] == lines, *sides
+        _lines_kernel[(triton.cdiv(lines, 16), len(v))](*given, num_warps=8)

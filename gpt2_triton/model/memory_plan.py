@@ -66,6 +66,7 @@ def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, 
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
     shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
+    d["Nu"] = d["L"] * sum(max(r, c) * n for r, c, n in shapes) * (config.optim.normuon_beta2 is not None)
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)

@@ -46,6 +46,7 @@ class MatrixClass(NamedTuple):
     scale: float  # factor on the orthogonalised x
     parts: list[range]
     momentum: float
+    lines: Tensor | None  # [matrices, longer side], NorMuon's v
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
@@ -54,7 +55,7 @@ def matrix_classes(
 ) -> Iterator[MatrixClass]:
     """Yield the classes of the layers' matrices, in the flat order; `orth` has each directly after the one before."""
     L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
-    layer, before = sharding.buckets(dims)[1], 0
+    layer, before, lines = sharding.buckets(dims)[1], 0, state.lines
     share = layer.padded // ranks if zero else layer.length
     shard = sharding.owned_shards(dims, rank)[1]
     moments, grads = (shard.moment, shard.grad) if zero else (layer.start, layer.start)
@@ -77,7 +78,9 @@ def matrix_classes(
             gram=state.gram[: k * c * c].view(k, c, c), poly=state.poly[: k * c * c].view(k, c, c),
             first=layer.first + at, distance=layer.length,
             decay=decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
+            lines=None if lines is None else lines[: L * count * max(rows, columns)].view(L * count, -1),
         )  # fmt: skip
+        lines = None if lines is None else lines[L * count * max(rows, columns) :]
         before += size
 
 

@@ -132,6 +132,10 @@ def update_matrices(K: Any, m: Any) -> None:
             K.muon_poly(c.poly, c.gram, *p[1:])
             K.muon_apply(y, x, c.poly, p[0])
             x, y = y, x
+    if s.lines is not None:
+        for c in m.matrices:
+            K.muon_lines(c.lines, c.owned, a.scratch, s.step_out, *m.normuon)
+        m.comm.all_reduce_scalars(s.lines)
     m.comm.deliver_matrices(m.matrices)
     for c in m.matrices:
         if c.x.numel():  # with many ranks some own no part of a class

@@ -9,6 +9,7 @@ low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
 history  A, 16     State.history, likewise
+lines    Nu        State.lines, likewise with optim.normuon_beta2
 """
 
 import hashlib
@@ -20,12 +21,13 @@ from torch import Tensor
 from gpt2_triton.model import sharding
 from gpt2_triton.model.tables import Part, State
 
-EQUAL = {"window", "scale", "history"}  # on all ranks
+EQUAL = {"window", "scale", "history", "lines"}  # on all ranks
 
 
 def state_buffers(s: State) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by the names of its tensors."""
     buffers = dict(params=s.params, m=s.m, v=s.v, low=s.master_low, window=s.window, scale=s.scale, history=s.history)
+    buffers["lines"] = s.lines
     return {name: flat for name, flat in buffers.items() if flat is not None}
 
 

@@ -87,6 +87,7 @@ class State:
     master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")   # the 16 lower bits of fp32 masters
     m:          Tensor = buf("Nt",     "m",   "embed..between",   "optimizer")
     v:          Tensor = buf("Nv",     "v",   "embed..between",   "optimizer")
+    lines:      Tensor = buf("Nu",     "f32", "embed..between",   "optimizer")   # v of muon_lines, all matrices
     orth:       Tensor = buf("No",     "act", "update",           "optimizer")   # Muon's x of each class: muon.py
     orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # the next x, of one class
     gram:       Tensor = buf("Nc",     "act", "update",           "optimizer")

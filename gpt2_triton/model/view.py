@@ -62,6 +62,7 @@ class ModelView:
     norm_grads: list[Tensor]  # the gradients that this rank squares and sums for the norm
     updates: list[UpdateSpan]
     matrices: list[muon.MatrixClass]  # empty without Muon
+    normuon: tuple[int, int, float | None]  # rank, ranks, beta2
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Any]]  # of each layer, then the head's
     fp8_again: list[list[Any]]  # fp8 weights of each layer that the backward pass casts again
@@ -104,6 +105,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)),
+        normuon=(rank, d["ranks"], optim.normuon_beta2),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ CHANGES = {  # a value of each kept key that config_of does not have
     | dict(arch="llama", n_kv_head=1, n_inner=96, norm_eps=1e-6, rope_theta=1e4, rope_factor=8.0, tied=False),
     "data": dict(tokenizer="gpt2", seed=1, windows="shifted"),
     "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
-    "optim": dict(name="muon", master="fp32", m="bf16", v="bf16"),
+    "optim": dict(name="muon", master="fp32", m="bf16", v="bf16", normuon_beta2=0.95),
 }
 FATAL = [f"{section}.{name}" for section, values in CHANGES.items() for name in values]
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]

@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
     "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16")),
     "bf16, dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln")),
-    "bf16, muon": dict(optim=dict(name="muon")),
+    "bf16, muon": dict(optim=dict(name="muon", normuon_beta2=0.95)),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),

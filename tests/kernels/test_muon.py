@@ -9,6 +9,7 @@ from gpt2_triton.kernels import muon
 from gpt2_triton.kernels.muon import (
     muon_apply,
     muon_gram,
+    muon_lines,
     muon_momentum,
     muon_normalise,
     muon_normalise_scratch,
@@ -211,3 +212,36 @@ def test_wrong_sizes_are_refused():
         muon_gram(torch.zeros(2, 64, 64, device=DEVICE), x)
     with pytest.raises(ValueError, match="muon_gram: x is"):
         muon_gram(torch.zeros(2, 32, 32, device=DEVICE), x.mT)
+
+
+# ---- NorMuon ----
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("rank, ranks", [(0, 1), (1, 3)])
+def test_lines_are_divided_by_the_roots_of_their_second_moments(rng, shape, dtype, rank, ranks):
+    """By plain torch in float64: rows of a square or tall matrix, columns of a wide one; norms stay as they are."""
+    n, (M, N), k = 5, shape, len(range(rank, 5, ranks))
+    x, v = every_other(k, M, N, dtype=dtype), rng(n, max(M, N)).abs() / max(M, N)
+    x.copy_(rng(k, M, N) * torch.exp(rng(k, M, 1) + rng(k, 1, N)) / math.sqrt(max(M, N)))
+    before, scratch = x.double(), poisoned(k * max(M, N))
+    along = -1 if M >= N else -2
+    want_v = torch.zeros_like(v, dtype=torch.float64)
+    want_v[rank::ranks] = 0.9 * v[rank::ranks].double() + 0.1 * (before**2).mean(along)
+    want = before / want_v[rank::ranks].sqrt().unsqueeze(along)
+    want *= (before.norm(dim=(1, 2)) / want.norm(dim=(1, 2)))[:, None, None]
+    muon_lines(v, x, scratch, step_row()[0], rank, ranks, 0.9)
+    assert error(v, want_v) < 1e-6 and error(x, want) < TOLERANCE[dtype]
+    assert not v[[i for i in range(n) if i % ranks != rank]].any()
+    assert torch.allclose(x.double().norm(dim=(1, 2)), before.norm(dim=(1, 2)), rtol=TOLERANCE[dtype])
+
+
+def test_lines_of_zeros_stay_zeros_and_a_skipped_step_keeps_v(rng):
+    x, v = torch.zeros(2, 48, 80, device=DEVICE), torch.zeros(2, 80, device=DEVICE)
+    x[1, :, 3:] = rng(48, 77)
+    muon_lines(v, x, poisoned(160), step_row()[0], 0, 1, 0.95)
+    assert not x[0].any() and not x[1, :, :3].any() and x.isfinite().all() and v[1, 3:].all()
+    kept, x[0] = v.clone(), float("nan")
+    muon_lines(v, x, poisoned(160), step_row(applied=0.0)[0], 0, 1, 0.95)
+    assert torch.equal(v, kept)

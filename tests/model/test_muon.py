@@ -80,21 +80,33 @@ def test_smaller_singular_values_grow_but_do_not_pass_one(s):
 MUON = dict(name="muon", lr=0.01, clip=0.5, embed_lr=2.0)
 
 
-def muon_step(matrices, momenta, lr, decay):
-    """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers."""
-    for w, m in zip(matrices, momenta, strict=True):
+def muon_step(matrices, momenta, lr, decay, moments=None, beta2=0.0):
+    """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers.
+    NorMuon if `moments` is a dict, which gets the second moments of each matrix [out, in].
+    """
+    for i, (w, m) in enumerate(zip(matrices, momenta, strict=True)):
         m.mul_(0.95).add_(w.grad, alpha=0.05)
         x = 0.95 * m + 0.05 * w.grad
         x = x / (1.02 * x.norm())
         for a, b, c in POLAR_EXPRESS:
             x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+        if moments is not None:
+            along = 1 if w.shape[0] >= w.shape[1] else 0
+            mean = (x * x).mean(along, keepdim=True)
+            moments.setdefault(i, torch.zeros_like(mean)).lerp_(mean, 1 - beta2)
+            y = x / moments[i].sqrt()
+            x = y * x.norm() / y.norm()
         w.sub_(lr * (0.2 * max(w.shape) ** 0.5 * x + decay * w))
 
 
 @pytest.mark.slow
-def test_two_updates_equal_those_of_pytorch():
+@pytest.mark.parametrize("beta2", [None, 0.95])
+def test_two_updates_equal_those_of_pytorch(beta2):
     """With torch's AdamW for the rest; q, k, v are apart; momentum moves once in a step of two micro-steps."""
-    model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
+    model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5, normuon_beta2=beta2))
+    second = None if beta2 is None else [{} for _ in range(12)]
+    if beta2:
+        model.state.lines.zero_()
     assert model.shape.accumulation == 2
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 2)
@@ -113,12 +125,12 @@ def test_two_updates_equal_those_of_pytorch():
         # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
         assert got[step][:2] == pytest.approx((loss.item(), norm.item()), rel=1e-5), step
         with torch.no_grad():
-            for w, m in zip(inner, momenta, strict=True):
+            for n, (w, m) in enumerate(zip(inner, momenta, strict=True)):
                 heads = 3 if w.shape[0] == 3 * w.shape[1] else 1
                 parts, grads = w.detach().chunk(heads), w.grad.chunk(heads)
                 for part, grad in zip(parts, grads, strict=True):
                     part.grad = grad
-                muon_step(parts, m.chunk(heads), o.lr, model.config.weight_decay)
+                muon_step(parts, m.chunk(heads), o.lr, model.config.weight_decay, second and second[n], beta2)
         adamw.step()
         for _, w, _ in listed:
             w.grad = None
@@ -245,7 +257,8 @@ def backward(model, step, micro):
 def after_two_updates(zero, group):
     """Return what this rank saves after two updates of two micro-steps each, as arrays, and its spans."""
     train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
-    config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
+    optim = MUON | dict(normuon_beta2=0.95)
+    config = tiny_config(model=EXACT["model"], train=train, optim=optim, parallel=dict(zero=zero))
     model = Model(config, reference, "cpu", dtypes=F64, group=group)
     model.arena.zero_()
     model.state.params[: model.dims["Vp"] * model.dims["C"]] = 0.1

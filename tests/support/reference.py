@@ -378,6 +378,20 @@ def muon_apply(out, x, poly, a):
     out.copy_(a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x))
 
 
+def muon_lines(v, x, scratch, step_out, rank, ranks, beta2):
+    own = v[rank::ranks].clone()
+    v.zero_()
+    tall = x.shape[1] >= x.shape[2]
+    squares = (x * x).mean(2 if tall else 1)
+    own = beta2 * own + (1 - beta2) * squares if step_out[io.APPLY] != 0 else own
+    v[rank::ranks] = own
+    root = own.clamp(min=1e-10).sqrt()
+    out = x / (root[:, :, None] if tall else root[:, None, :])
+    if len(x):
+        norms = (torch.linalg.matrix_norm(each)[:, None, None] for each in (x, out))
+        x.copy_(out * (next(norms) / next(norms).clamp(min=1e-10)))
+
+
 def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, scale):
     if step_out[io.APPLY] != 0:
         w.copy_(w - step_in[io.LR] * (scale * x + decay * w))

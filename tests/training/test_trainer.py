@@ -122,7 +122,16 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbrok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str)
+@pytest.mark.parametrize(
+    "optim, dropout",
+    [
+        (dict(master="none"), 0.1),
+        (dict(master="fp32", v="bf16"), 0),
+        (dict(master="none", name="muon", normuon_beta2=0.95), 0),
+        (dict(master="fp32", name="muon", normuon_beta2=0.95), 0),
+    ],
+    ids=str,
+)
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
     """Noise and masks are keyed by (seed, step, element), so a resumed run draws the same."""
     sections = dict(model=dict(n_layer=1, dropout=dropout), optim=optim)
@@ -134,6 +143,8 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
         train(config, broken, resume=False)
     assert train(config, broken, resume=True) == 0
     assert final_bytes(broken) == final_bytes(whole)
+    saved = load_checkpoint(find_checkpoint(whole))[1]
+    assert ("normuon_beta2" in optim) == ("lines" in saved and bool(saved["lines"].any()))
 
 
 @pytest.mark.slow
