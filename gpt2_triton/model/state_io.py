@@ -9,7 +9,6 @@ low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
 scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
 history  A, 16     State.history, likewise
-lines    Nu        State.lines, likewise with optim.normuon_beta2
 """
 
 import hashlib

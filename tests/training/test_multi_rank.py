@@ -199,10 +199,19 @@ def test_statistics_of_ranks_equal_those_of_one_rank(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim, zeros", [(dict(v="bf16"), (1, 0)), (dict(master="fp32"), (1, 1))], ids=str)
+@pytest.mark.parametrize(
+    "optim, zeros",
+    [
+        (dict(v="bf16"), (1, 0)),
+        (dict(master="fp32"), (1, 1)),
+        (dict(name="muon", normuon_beta2=0.95), (1, 0)),
+        (dict(name="muon", normuon_beta2=0.95, master="fp32"), (0, 2)),
+    ],
+    ids=str,
+)
 def test_two_runs_of_two_ranks_give_the_same_bytes(tmp_path, optim, zeros):
     """bf16 with noise, in moments too, and masters.  gloo adds two numbers alike at every stage, so stages agree."""
-    config = dict(train=dict(dtype="bf16", steps=1), optim=optim)
+    config = dict(train=dict(dtype="bf16", steps=3 if "name" in optim else 1), optim=optim)
     runs = [tmp_path / name for name in ("one", "other")]
     for run, zero in zip(runs, zeros, strict=True):
         assert run_job(2, config_of(zero, **config), run) == 0
@@ -220,7 +229,7 @@ def signal_rank_1(config, run, resume=False):
 
 @pytest.fixture(scope="module", params=["adamw", "muon"])
 def optim(request):
-    return dict(name=request.param)
+    return dict(name=request.param) | (dict(normuon_beta2=0.95) if request.param == "muon" else {})
 
 
 @pytest.fixture(scope="module")
