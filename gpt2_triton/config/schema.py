@@ -176,6 +176,7 @@ class OptimConfig(ConfigSection):
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
     weight_decay: OptionalFloat = free(0.1, "decoupled weight decay of matrices and embeddings; null with tau", ge=0)
     embed_decay: OptionalFloat = free(None, "decay of embeddings and an untied head; null as for matrices", ge=0)
+    cautious_decay: bool = free(False, "decay only the elements that the update moves towards 0")
     tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept("none", "none: bf16 weights, rounded stochastically; fp32: 16 bits more")

@@ -23,7 +23,7 @@ from gpt2_triton.kernels.weights import load_weights, random_words, store_moment
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, lr_factor,
-    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    alpha1, alpha2, eps, CAUTIOUS: tl.constexpr, STOCHASTIC: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -41,7 +41,7 @@ def _adamw_kernel(
     store_moment(v, v_ptr, i, mask, words)
     m_correction = tl.load(step_in_ptr + M_CORRECTION)
     v_correction = tl.load(step_in_ptr + V_CORRECTION)
-    w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
+    w -= adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps, CAUTIOUS)
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
@@ -49,6 +49,7 @@ def _adamw_kernel(
 def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
     step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
+    cautious: bool = False,
 ) -> None:  # fmt: skip
     """Update w, m, v and low in place; `first`, a multiple of 4, is the flat index of w[0] in the model."""
     n = w.numel()
@@ -56,5 +57,5 @@ def adamw(
     row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
         w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
-        STOCHASTIC=stochastic, RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
+        CAUTIOUS=cautious, STOCHASTIC=stochastic, RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
     )  # fmt: skip

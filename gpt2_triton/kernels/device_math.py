@@ -114,15 +114,20 @@ def adamw_moments(m, v, g, alpha1, alpha2):
 
 
 @triton.jit
-def decayed_update(w, update, lr, decay):
-    """Return what is subtracted from w: the optimizer's update and w's decay, both times lr."""
+def decayed_update(w, update, lr, decay, CAUTIOUS: tl.constexpr):
+    """Return what is subtracted from w: the optimizer's update and w's decay, both times lr.
+
+    CAUTIOUS: w decays only where the update does not move it away from 0 (https://arxiv.org/abs/2510.12402).
+    """
+    if CAUTIOUS:
+        decay = tl.where(update * w >= 0.0, decay, 0.0)
     return lr * (update + decay * w)
 
 
 @triton.jit
-def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
+def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps, CAUTIOUS: tl.constexpr):
     """Return what AdamW subtracts from w, given the new m and v."""
-    return decayed_update(w, m * m_correction / (tl.sqrt(v * v_correction) + eps), lr, decay)
+    return decayed_update(w, m * m_correction / (tl.sqrt(v * v_correction) + eps), lr, decay, CAUTIOUS)
 
 
 @triton.jit

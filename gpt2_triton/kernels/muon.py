@@ -231,7 +231,7 @@ def muon_apply(out: Tensor, x: Tensor, poly: Tensor, a: float) -> None:
 @triton.jit(do_not_specialize=["first"])
 def _update_kernel(
     w_ptr, low_ptr, x_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, w_stride, low_stride, x_stride, first, distance,
-    decay, scale, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    decay, scale, CAUTIOUS: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -244,7 +244,7 @@ def _update_kernel(
         low_ptr += layer * low_stride
     w = load_weights(w_ptr, low_ptr, i, mask)
     x = tl.load(x_ptr + layer * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    w -= decayed_update(w, scale * x, tl.load(step_in_ptr + LR), decay)
+    w -= decayed_update(w, scale * x, tl.load(step_in_ptr + LR), decay, CAUTIOUS)
     words = random_words(step_key_ptr, first + layer * distance + at, STOCHASTIC, BLOCK)
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
@@ -252,12 +252,12 @@ def _update_kernel(
 @contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[*] step_in[8] step_key[4]")
 def muon_update(
     w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
-    first: int, distance: int, decay: float, scale: float,
+    first: int, distance: int, decay: float, scale: float, cautious: bool = False,
 ) -> None:  # fmt: skip
-    """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat index first + l * distance."""
+    """Update w (and low) by decayed_update(w, scale * x); w[l, 0] has the flat index first + l * distance."""
     (L, n), dtype, row = w.shape, dtype_name(w), _flat_row(w)
     low_stride = 0 if low is None else low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first, distance, decay, scale,
-        STOCHASTIC=dtype == "bf16" and low is None, **row,
+        CAUTIOUS=cautious, STOCHASTIC=dtype == "bf16" and low is None, **row,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS:
 def _parameter_stats_kernel(
     out_ptr, w_ptr, m_ptr, v_ptr, x_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, lr_factor, scale,
     alpha1, alpha2, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    CAUTIOUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -74,7 +74,7 @@ def _parameter_stats_kernel(
         w = tl.load(w_ptr + i, mask=mask, other=0.0).to(tl.float32)
         if x_ptr is not None:
             x = tl.load(x_ptr + i, mask=i < written, other=0.0).to(tl.float32)
-            update = decayed_update(w, scale * x, lr, decay)
+            update = decayed_update(w, scale * x, lr, decay, CAUTIOUS)
         else:
             m = tl.load(m_ptr + i, mask=mask, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
@@ -82,7 +82,7 @@ def _parameter_stats_kernel(
             m, v = adamw_moments(m, v, g, alpha1, alpha2)
             m_correction = tl.load(step_in_ptr + M_CORRECTION)
             v_correction = tl.load(step_in_ptr + V_CORRECTION)
-            update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
+            update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps, CAUTIOUS)
         weights += w * w
         updates += update * update
     out = out_ptr + tl.program_id(0)
@@ -132,7 +132,7 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
 @contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[8]")
 def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
-    decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
+    decay: float, lr_factor: float, beta1: float, beta2: float, eps: float, cautious: bool = False,
 ) -> None:  # fmt: skip
     """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
 
@@ -143,19 +143,20 @@ def parameter_stats(
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
         out, w, m, v, None, g, step_out, step_in, n, decay, lr_factor, 0.0, *alphas, eps,
-        PARTS=P, BLOCK=block, num_warps=4,
+        CAUTIOUS=cautious, PARTS=P, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 @contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[8]")
 def muon_stats(
-    out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float
-) -> None:
+    out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float,
+    cautious: bool = False,
+) -> None:  # fmt: skip
     """out = parameter_stats of weights that Muon updates: lr * (scale * x + decay * w)."""
     n, P = w.numel(), out.shape[1]
     _parameter_stats_kernel[(P,)](
         out, w, None, None, x, g, step_out, step_in, n, decay, 1.0, scale, 0.0, 0.0, 0.0,
-        PARTS=P, BLOCK=_block(n, 1024), num_warps=4,
+        CAUTIOUS=cautious, PARTS=P, BLOCK=_block(n, 1024), num_warps=4,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def update(K: Any, m: Any) -> None:
         if len(p.w):  # with many ranks the last ranks own no part of a small bucket
             m.observe.adamw(p)
             step = s.step_out, s.step_in, s.step_key
-            K.adamw(p.w, p.m, p.v, p.low, p.g, *step, p.first, p.decay, p.lr_factor, *m.betas_eps)
+            K.adamw(p.w, p.m, p.v, p.low, p.g, *step, p.first, p.decay, p.lr_factor, *m.betas_eps, m.cautious)
         m.comm.gather_after_update(p.bucket)
     if m.matrices:
         update_matrices(K, m)
@@ -137,4 +137,4 @@ def update_matrices(K: Any, m: Any) -> None:
         if c.x.numel():  # with many ranks some own no part of a class
             m.observe.muon(c)
             step = s.step_out, s.step_in, s.step_key
-            K.muon_update(c.w, c.low, c.x, *step, c.first, c.distance, c.decay, c.scale)
+            K.muon_update(c.w, c.low, c.x, *step, c.first, c.distance, c.decay, c.scale, m.cautious)

@@ -90,13 +90,14 @@ class StatsRecorder(Observer):
         s, p = self._view.s, span
         for out, r in self._parts(p.first, len(p.w)):
             parts = p.w[r], p.m[r], p.v[r], p.g[r], s.step_out, s.step_in
-            self._K.parameter_stats(out, *parts, p.decay, p.lr_factor, *self._view.betas_eps)
+            self._K.parameter_stats(out, *parts, p.decay, p.lr_factor, *self._view.betas_eps, self._view.cautious)
 
     def muon(self, matrices: Any) -> None:
         s, c = self._view.s, matrices
         for l in range(len(c.w)):
             for out, r in self._parts(c.first + l * c.distance, c.w.shape[1]):
-                self._K.muon_stats(out, c.w[l, r], c.x[l, r], c.g[l, r], s.step_out, s.step_in, c.decay, c.scale)
+                parts = c.w[l, r], c.x[l, r], c.g[l, r], s.step_out, s.step_in
+                self._K.muon_stats(out, *parts, c.decay, c.scale, self._view.cautious)
 
     def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield the row of par_stats and the slice of each parameter among n elements from flat index `first` on."""

@@ -58,6 +58,7 @@ class ModelView:
     Rc: int
     recompute: list[Recompute]  # of each layer
     betas_eps: tuple[float, float, float]
+    cautious: bool  # decay only where the update agrees with the weight in sign
     comm: Communicator  # to the other ranks
     norm_grads: list[Tensor]  # the gradients that this rank squares and sums for the norm
     updates: list[UpdateSpan]
@@ -100,7 +101,8 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         branch_bias_grads=[None, *(b for pair in biases for b in pair)], branch_grads=branch_grads,
         norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
         L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=model.recompute,
-        betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=model.comm, grads_sharded=d["zero"] == 2,
+        betas_eps=(optim.beta1, optim.beta2, optim.eps), cautious=optim.cautious_decay,
+        comm=model.comm, grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)),

@@ -10,6 +10,7 @@ from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.device_math import join_master, split_master
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
+from tests.support import reference
 from tests.support.helpers import error, poisoned, require_same_bits
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
@@ -23,11 +24,14 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 class Adam:
     """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
 
-    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0, moments=torch.float32):
+    def __init__(
+        self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0, moments=torch.float32, cautious=False
+    ):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
         self.low = torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
         self.m, self.v = (torch.zeros(len(w), dtype=moments, device=DEVICE) for _ in range(2))
         self.seed, self.first, self.decay, self.lr_factor, self.t = seed, first, decay, lr_factor, 0
+        self.cautious = cautious
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
@@ -36,7 +40,8 @@ class Adam:
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(*state, g, step_out, step_in, key, self.first, self.decay, self.lr_factor, BETA1, BETA2, EPSILON)
+        scaling = self.decay, self.lr_factor, BETA1, BETA2, EPSILON, self.cautious
+        adamw(*state, g, step_out, step_in, key, self.first, *scaling)
         self.t = t
         return self
 
@@ -79,6 +84,28 @@ def test_adamw_matches_torch_over_ten_steps(rng, n, decay):
     assert error(ours.w, leaf.detach()) < 2e-6  # ten roundings to fp32, and those of m and v
     # 1 - beta2 of an fp32 beta2 has a relative error of up to 6e-7
     assert error(ours.m, state["exp_avg"]) < 2e-6 and error(ours.v, state["exp_avg_sq"]) < 4e-6
+
+
+@storages
+def test_cautious_adamw_decays_only_where_the_update_agrees_with_the_weight(rng, storage):
+    """The first update has the gradient's sign: so each element has the bits of a run with the decay or without."""
+    w, g = rng(1001, dtype=torch.bfloat16), rng(1001)
+    g[::7], w[::5] = 0, 0
+    ours, plain, none = (Adam(w, storage, decay=d, cautious=c).step(g) for d, c in ((3, True), (3, False), (0, False)))
+    agree = g * w >= 0
+    assert torch.equal(ours.bits(), torch.where(agree, plain.bits(), none.bits()))
+    assert 300 < agree.sum() < 800 and not torch.equal(plain.bits(), none.bits())
+
+
+def test_cautious_adamw_equals_its_reference_over_three_steps(rng):
+    w = rng(1001)
+    ours, exact = Adam(w, "fp32", decay=3.0, cautious=True), [w.double(), *torch.zeros(2, 1001).double().to(DEVICE)]
+    for t in (1, 2, 3):
+        ours.step(g := rng(1001), 1e-2)
+        step_in = torch.tensor([1e-2, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t)], dtype=torch.float64)
+        step_out = torch.ones(4, dtype=torch.float64)
+        reference.adamw(*exact, None, g.double(), step_out, step_in, None, 0, 3.0, 1.0, BETA1, BETA2, EPSILON, True)
+    assert error(ours.w, exact[0]) < 2e-6  # as without
 
 
 @storages

@@ -162,12 +162,12 @@ def test_momentum_in_bf16_is_rounded_as_adamw_rounds(rng):
         assert torch.equal(m[l].view(torch.int16), rounded(exact_m[l], 5, first, 3, shift=16))
 
 
-def updated(w, x, storage, first=64, applied=1.0):
+def updated(w, x, storage, first=64, applied=1.0, decay=0.1, cautious=False):
     """Return the weights, and their lower bits, after an update of them."""
     w = w.to(F32 if storage == "fp32" else BF16, copy=True)
     low = torch.zeros(w.shape, dtype=torch.int16, device=DEVICE) if storage == "master" else None
     step_out, step_in = step_row(lr=0.02, applied=applied)
-    muon_update(w, low, x, step_out, step_in, key(), first, 4096, 0.1, 8.0)
+    muon_update(w, low, x, step_out, step_in, key(), first, 4096, decay, 8.0, cautious)
     return w, low
 
 
@@ -185,6 +185,19 @@ def test_update_is_rounded_as_adamw_rounds(rng, storage):
         bits = ((w_new.view(torch.int16).int() << 16) | (low.int() & 0xFFFF)) - (low < 0).int() * 0x10000
         w_new = bits.view(F32)
     assert error(w_new, want) < TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "master"])
+def test_cautious_update_decays_only_where_it_agrees_with_the_weight(rng, storage):
+    w, x = rng(2, 700, dtype=BF16), rng(2, 700) / 30
+    x[:, ::7], w[:, ::5] = 0, 0
+    runs = [updated(w, x, storage, decay=decay, cautious=c) for decay, c in ((3.0, True), (3.0, False), (0.0, False))]
+    for ours, plain, none in zip(*runs, strict=True):
+        assert ours is None or torch.equal(ours, torch.where(x * w.float() >= 0, plain, none))
+    assert not torch.equal(runs[1][0], runs[2][0])
+    want = w.double()
+    reference.muon_update(want, None, x.double(), *(t.double() for t in step_row(lr=0.02)), *FLAT, 3.0, 8.0, True)
+    assert error(runs[0][0], want) < (TOLERANCE[F32] if storage == "fp32" else 2.0**-7)
 
 
 @pytest.mark.parametrize("cut", [4, 512])

@@ -80,7 +80,7 @@ def test_smaller_singular_values_grow_but_do_not_pass_one(s):
 MUON = dict(name="muon", lr=0.01, clip=0.5, embed_lr=2.0)
 
 
-def muon_step(matrices, momenta, lr, decay):
+def muon_step(matrices, momenta, lr, decay, cautious=False):
     """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers."""
     for w, m in zip(matrices, momenta, strict=True):
         m.mul_(0.95).add_(w.grad, alpha=0.05)
@@ -88,20 +88,24 @@ def muon_step(matrices, momenta, lr, decay):
         x = x / (1.02 * x.norm())
         for a, b, c in POLAR_EXPRESS:
             x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
-        w.sub_(lr * (0.2 * max(w.shape) ** 0.5 * x + decay * w))
+        decaying = (x * w >= 0) if cautious else 1.0
+        w.sub_(lr * (0.2 * max(w.shape) ** 0.5 * x + decay * decaying * w))
 
 
 @pytest.mark.slow
-def test_two_updates_equal_those_of_pytorch():
+@pytest.mark.parametrize("cautious", [False, True])
+def test_two_updates_equal_those_of_pytorch(cautious):
     """With torch's AdamW for the rest; q, k, v are apart; momentum moves once in a step of two micro-steps."""
-    model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
+    embed_decay = 0.0 if cautious else 0.5  # torch has no cautious AdamW
+    keys = dict(tau=0.03, adamw_lr=0.004, embed_decay=embed_decay, cautious_decay=cautious)
+    model = exact_model(optim=MUON | keys)
     assert model.shape.accumulation == 2
     d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
     got = train_steps(model, 2)
     listed = list(torch_reference.tensors(params, d))
     inner = [w for name, w, decay in listed if decay and "[" in name]
     other = [w for name, w, decay in listed if not decay]
-    groups = [dict(params=[params.wte, params.wpe], lr=2 * o.adamw_lr, weight_decay=0.5)]
+    groups = [dict(params=[params.wte, params.wpe], lr=2 * o.adamw_lr, weight_decay=embed_decay)]
     groups += [dict(params=other, lr=o.adamw_lr, weight_decay=0)]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=o.eps)
     momenta = [torch.zeros_like(w) for w in inner]
@@ -118,7 +122,7 @@ def test_two_updates_equal_those_of_pytorch():
                 parts, grads = w.detach().chunk(heads), w.grad.chunk(heads)
                 for part, grad in zip(parts, grads, strict=True):
                     part.grad = grad
-                muon_step(parts, m.chunk(heads), o.lr, model.config.weight_decay)
+                muon_step(parts, m.chunk(heads), o.lr, model.config.weight_decay, cautious)
         adamw.step()
         for _, w, _ in listed:
             w.grad = None
@@ -158,6 +162,18 @@ def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
         train_steps(model, 1)
     assert first.state_digest() == second.state_digest()
     assert not torch.equal(saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]]))
+
+
+def test_cautious_decay_reaches_matrices_and_embeddings():
+    """Their decay at rate 1e-3 is 1 percent a step, so that it shows in both."""
+    models = [exact_model(optim=MUON | dict(lr=1e-3, weight_decay=10.0, cautious_decay=c)) for c in (False, True)]
+    for model in models:
+        train_steps(model, 1)
+    plain, cautious = (model.train_view.w for model in models)
+    for name in ("wte", "qkvw", "fcprojw"):
+        a, b = (torch.cat([t.flatten() for t in (found if isinstance(found, list) else [found])]) for found in
+                (getattr(plain, name), getattr(cautious, name)))  # fmt: skip
+        assert 0.3 < (a == b).double().mean() < 0.7 and (b.abs() >= a.abs()).all(), name
 
 
 def test_skipped_step_changes_no_byte_of_the_state():

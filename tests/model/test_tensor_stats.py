@@ -55,21 +55,22 @@ def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
     assert finish(out) == (pytest.approx(rest.square().sum().item(), rel=SUMS), rest.abs().max().item(), 3)
 
 
+@pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize("applied", [1.0, 0.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_update_stats_are_of_the_update(rng, optimizer, applied):
+def test_update_stats_are_of_the_update(rng, optimizer, applied, cautious):
     """A step of Muon that is skipped has no x: what is there is of another buffer."""
     n, w, g, out = 5000, rng(1, 5000), rng(1, 5000), poisoned(5, stats_parts())
     step_in = torch.tensor([1e-2, 2.0, 3.0, *[0] * 5], device=DEVICE)
     step = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE), step_in
     key, before = torch.zeros(4, dtype=torch.int32, device=DEVICE), w.double()
     if optimizer == "adamw":
-        m, scaling = 0.01 * rng(n), (0.1, 2.0, 0.9, 0.95, 1e-8)  # decay, lr_factor, betas, eps
+        m, scaling = 0.01 * rng(n), (0.1, 2.0, 0.9, 0.95, 1e-8, cautious)  # decay, lr_factor, betas, eps
         v = m.square() + 1e-3
         parameter_stats(out, w[0], m, v, g[0], *step, *scaling)
         K.adamw(w[0], m, v, None, g[0], *step, key, 0, *scaling)
     else:
-        x, scaling = rng(1, n) / 50, (0.1, 3.0)  # decay and scale
+        x, scaling = rng(1, n) / 50, (0.1, 3.0, cautious)  # decay and scale
         x[:, ::3] = x[:, ::3] if applied else float("nan")
         muon_stats(out, w[0], x[0], g[0], *step, *scaling)
         K.muon_update(w, None, x, *step, key, 0, 0, *scaling)

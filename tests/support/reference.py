@@ -340,7 +340,7 @@ def skip_outliers(step_out, window, z, step_in):
         step_out[io.APPLY] = 0.0
 
 
-def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor, beta1, beta2, eps):
+def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor, beta1, beta2, eps, cautious=False):
     """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
     if step_out[io.APPLY] == 0:
         return
@@ -348,7 +348,13 @@ def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor,
     grad = g * step_out[io.CLIP_FACTOR]
     m.copy_(m + (1 - beta1) * (grad - m))
     v.copy_(v + (1 - beta2) * (grad * grad - v))
-    w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + eps) + decay * w))
+    update = m * m_correction / ((v * v_correction).sqrt() + eps)
+    w.copy_(w - lr * (update + decay * _decaying(w, update, cautious)))
+
+
+def _decaying(w, update, cautious):
+    """Return w, or zeros where the update has the other sign."""
+    return w.where(update * w >= 0, torch.zeros_like(w)) if cautious else w
 
 
 # ---- Muon ----
@@ -378,9 +384,9 @@ def muon_apply(out, x, poly, a):
     out.copy_(a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x))
 
 
-def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, scale):
+def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, scale, cautious=False):
     if step_out[io.APPLY] != 0:
-        w.copy_(w - step_in[io.LR] * (scale * x + decay * w))
+        w.copy_(w - step_in[io.LR] * (scale * x + decay * _decaying(w, x, cautious)))
 
 
 # ---- statistics: partial results, of which the first has everything ----
@@ -395,15 +401,15 @@ def tensor_stats(out, x, acc):
     out[:, 0] = torch.stack([previous[0] + squares, previous[1].maximum(size.max()), previous[2] + bad])
 
 
-def parameter_stats(out, w, m, v, g, step_out, step_in, decay, lr_factor, beta1, beta2, eps):
+def parameter_stats(out, w, m, v, g, step_out, step_in, decay, lr_factor, beta1, beta2, eps, cautious=False):
     new, first, second = w.clone(), m.clone(), v.clone()
-    adamw(new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps)
+    adamw(new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps, cautious)
     _give_stats(out, w, new, g)
 
 
-def muon_stats(out, w, x, g, step_out, step_in, decay, scale):
+def muon_stats(out, w, x, g, step_out, step_in, decay, scale, cautious=False):
     new = w.clone()
-    muon_update(new, None, x, step_out, step_in, None, 0, 0, decay, scale)
+    muon_update(new, None, x, step_out, step_in, None, 0, 0, decay, scale, cautious)
     _give_stats(out, w, new, g)
 
 
