@@ -87,7 +87,7 @@ def tokens(s: Sizes) -> Tensor:
 def classifier(s: Sizes) -> Iterator[Comparison]:
     lnf, wte, targets = randn(s.R, s.C), randn(s.Vp, s.C, scale=0.1), tokens(s).flatten()
     wte[s.V :], targets[5] = 0, -1
-    step_in = torch.tensor([0, 0, 0, 1 / 4, 0, 0, 0, 0], dtype=F32, device=DEVICE)
+    step_in = torch.tensor([0, 0, 0, 1 / 4, 0, 0, 0, 0, 0], dtype=F32, device=DEVICE)
     (zt, losses, rs, ks), dwte = empty32(4, s.R), empty32(s.Vp, s.C)
     p, lns, dln = empty(s.R, s.Vp), empty(s.R, s.C), empty(s.R, s.C)
     K.classifier_target(zt, lnf, wte, targets)
@@ -123,7 +123,7 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
 
 def reductions(s: Sizes) -> Iterator[Comparison]:
     g, losses, stats, sumsq = randn(s.updated, dtype=F32), 5 + randn(s.R, dtype=F32), empty32(4), empty32(1)
-    step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
+    step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0, 0], dtype=F32, device=DEVICE)
     K.loss_sum(stats[:1], losses, step_in)
     scale = step_in[K.step_io.LOSS_SCALE.value]
     K.sum_squares(sumsq, scratch(s), g)
@@ -149,7 +149,7 @@ def our_adamw(w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float)
     m, v = torch.zeros(w.numel(), device=DEVICE), torch.zeros(w.numel(), device=DEVICE)
     stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
     for t, g in enumerate(gradients, start=1):
-        row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
+        row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0, lr]
         step_in = torch.tensor(row, dtype=F32, device=DEVICE)
         step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
         K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)

@@ -43,6 +43,10 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         yield "optim.tau", f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other"
     if o.adamw_lr and o.name == "adamw":
         yield "optim.adamw_lr", "goes with optim.name muon; set optim.lr, which is AdamW's without Muon"
+    if o.adamw_decay_frac and (o.name == "adamw" or o.schedule not in ("wsd", "trapezoid")):
+        yield "optim.adamw_decay_frac", "goes with optim.name muon, and optim.schedule wsd or trapezoid; set it to null"
+    if o.decay_power != 1 and o.schedule != "trapezoid":
+        yield "optim.decay_power", f"goes with optim.schedule trapezoid, got {o.schedule}; set it to 1"
     if o.master == "fp32" and t.dtype == "fp32":
         yield "optim.master", "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16"
     if t.precision == "fp8" and t.dtype == "fp32":

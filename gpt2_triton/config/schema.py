@@ -170,6 +170,10 @@ class OptimConfig(ConfigSection):
     schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free("cosine", "learning rate after warmup")
     final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
     wsd_decay_frac: float = free(0.2, "fraction of the steps in which wsd and trapezoid decay", gt=0, le=1)
+    decay_power: float = free(1.0, "exponent of trapezoid's decay; above 1 it falls sooner and ends flatter", gt=0)
+    adamw_decay_frac: OptionalFloat = free(
+        None, "fraction of the steps in which AdamW beside Muon decays; null is wsd_decay_frac", gt=0, le=1
+    )
     beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)

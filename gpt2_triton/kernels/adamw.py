@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
-from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
+from gpt2_triton.kernels.step_io import ADAMW_LR, APPLY, CLIP_FACTOR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
@@ -30,7 +30,7 @@ def _adamw_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK
     i = at + tl.arange(0, BLOCK)
     mask = i < n
-    lr = tl.load(step_in_ptr + LR) * lr_factor
+    lr = tl.load(step_in_ptr + ADAMW_LR) * lr_factor
     w = load_weights(w_ptr, low_ptr, i, mask)
     g = tl.load(g_ptr + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
     m = tl.load(m_ptr + i, mask=mask, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def _adamw_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[*] step_in[8] step_key[4]")
+@contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[*] step_in[9] step_key[4]")
 def adamw(
     w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
     step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,

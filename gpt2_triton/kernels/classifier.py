@@ -231,7 +231,7 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     return R * (sums + parts * triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
 
 
-@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
+@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[9]")
 def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None,
     rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,

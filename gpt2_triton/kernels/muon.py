@@ -249,7 +249,7 @@ def _update_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[*] step_in[8] step_key[4]")
+@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[*] step_in[9] step_key[4]")
 def muon_update(
     w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
     first: int, distance: int, decay: float, scale: float,

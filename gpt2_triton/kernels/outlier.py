@@ -43,7 +43,7 @@ def _skip_outliers_kernel(step_out_ptr, window_ptr, z_ptr, step_in_ptr, SIZE: tl
     tl.store(step_out_ptr + APPLY, apply)
 
 
-@contract("step_out[*]+ window[2,W]+ z[2] <- step_in[8]")
+@contract("step_out[*]+ window[2,W]+ z[2] <- step_in[9]")
 def skip_outliers(step_out: Tensor, window: Tensor, z: Tensor, step_in: Tensor) -> None:
     """Write z, the z-scores of step_out's loss and norm, 0 while the window fills; clear step_out[APPLY] if one is
     above its limit in step_in (limit 0: never).

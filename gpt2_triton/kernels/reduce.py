@@ -106,7 +106,7 @@ def sum_squares_scratch(n: int) -> int:
     return triton.cdiv(n, flat_block(n, SUM_BLOCK))
 
 
-@contract("out[1] <- losses[R] step_in[8]")
+@contract("out[1] <- losses[R] step_in[9]")
 def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
@@ -115,7 +115,7 @@ def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     )
 
 
-@contract("step_out[*] <- sumsq[1] step_in[8]")
+@contract("step_out[*] <- sumsq[1] step_in[9]")
 def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
     """Write step_out's NORM, CLIP_FACTOR (1 if CLIP is 0) and APPLY (1 if norm and loss are finite, else 0)."""
     _clip_factor_kernel[(1,)](step_out, sumsq, step_in)

@@ -1,6 +1,6 @@
 """Indices into the small device rows through which the host and the kernels exchange the numbers of a step.
 
-step_in   fp32[8], written by the host before the step
+step_in   fp32[9], written by the host before the step
 step_out  fp32[6], read by the host after it
 step_key  int32[4], written by the host: the Philox key of rounding noise and dropout; ROW before each micro-step
 
@@ -18,7 +18,8 @@ CLIP = tl.constexpr(4)  # largest gradient norm; 0: none
 LOSS_LIMIT = tl.constexpr(5)  # largest z-score of the loss; 0: none
 NORM_LIMIT = tl.constexpr(6)  # the same for the norm
 STOP = tl.constexpr(7)  # 1 if this rank received a signal; STOPPING is the sum over ranks
-STEP_IN = 8
+ADAMW_LR = tl.constexpr(8)  # before lr_factor; LR is that of Muon's matrices
+STEP_IN = 9
 
 LOSS = tl.constexpr(0)
 NORM = tl.constexpr(1)  # of the gradient, before clipping

@@ -17,7 +17,7 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update, decayed_update
 from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full
-from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
+from gpt2_triton.kernels.step_io import ADAMW_LR, APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
@@ -60,7 +60,7 @@ def _parameter_stats_kernel(
     updates = tl.zeros((BLOCK,), tl.float32)
     applied = tl.load(step_out_ptr + APPLY)  # 0: the step is skipped, and there is neither an update nor an x
     written = tl.where(applied == 1.0, n, 0)  # elements of x
-    lr = tl.load(step_in_ptr + LR) * lr_factor * applied
+    lr = tl.load(step_in_ptr + (ADAMW_LR if x_ptr is None else LR)) * lr_factor * applied
     factor = tl.load(step_out_ptr + CLIP_FACTOR)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -129,7 +129,7 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
     _fp8_stats_kernel[(P,)](out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
 
 
-@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[8]")
+@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[9]")
 def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
@@ -147,7 +147,7 @@ def parameter_stats(
     )  # fmt: skip
 
 
-@contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[8]")
+@contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[9]")
 def muon_stats(
     out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float
 ) -> None:

@@ -103,7 +103,7 @@ class State:
     act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")  # see tensor_stats.py
     par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
     fp8_stats:  Tensor = buf("As 2 P", "f32", "embed..between",   "statistics")
-    step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
+    step_in:    Tensor = buf("9",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
     step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # see kernels/step_io.py
     batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")      # packed by data/packing.py
 

@@ -6,7 +6,8 @@
     cosine      low + (lr - low) * (1 + cos(pi * r)) / 2                r = (step - W) / (N - W)
     linear      lr - (lr - low) * r                                     the same r
     wsd         lr until D, then low + (lr - low) * (1 - sqrt(q))       q = (step - D) / (N - D)
-    trapezoid   lr until D, then lr - (lr - low) * q                    the same q
+    trapezoid   lr until D, then low + (lr - low) * (1 - q)^decay_power the same q
+AdamW beside Muon has its own D if adamw_decay_frac is given.
 r and q would be 1 at step N, so the last step, N - 1, is a little above low.  All curves but trapezoid are as in
 llm.c.
 """
@@ -21,8 +22,8 @@ from gpt2_triton.config.schema import OptimConfig
 from gpt2_triton.kernels import step_io as io
 
 
-def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
-    """Return the learning rate of a step, 0 <= step < steps."""
+def learning_rate(step: int, optim: OptimConfig, steps: int, adamw: bool = False) -> float:
+    """Return the learning rate of a step, 0 <= step < steps; `adamw`: with AdamW's decay, before its factors."""
     assert 0 <= step < steps
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
@@ -32,11 +33,12 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
         return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * r))
     if optim.schedule == "linear":
         return optim.lr - (optim.lr - low) * r
-    decay_start = (1 - optim.wsd_decay_frac) * steps
+    frac = optim.adamw_decay_frac if adamw and optim.adamw_decay_frac else optim.wsd_decay_frac
+    decay_start = (1 - frac) * steps
     if optim.schedule == "constant" or step < decay_start:
         return optim.lr
     q = (step - decay_start) / (steps - decay_start)
-    return low + (optim.lr - low) * (1 - {"wsd": math.sqrt(q), "trapezoid": q}[optim.schedule])
+    return low + (optim.lr - low) * {"wsd": 1 - math.sqrt(q), "trapezoid": (1 - q) ** optim.decay_power}[optim.schedule]
 
 
 def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
@@ -55,7 +57,7 @@ def step_inputs(step: int, config: Config) -> np.ndarray:
     """Return the fp32 row step_in, with the elements that kernels/step_io.py names; STOP is 0."""
     o, limits, t = config.optim, config.train, step + 1
     row = np.zeros(io.STEP_IN, np.float32)
-    row[io.LR] = learning_rate(step, o, config.train.steps)
+    row[io.LR], row[io.ADAMW_LR] = (learning_rate(step, o, config.train.steps, adamw) for adamw in (False, True))
     row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
     row[io.LOSS_SCALE], row[io.CLIP] = 1.0 / config.train.step_tokens, o.clip
     row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = limits.skip_loss_z, limits.skip_norm_z

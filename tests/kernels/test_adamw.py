@@ -31,7 +31,7 @@ class Adam:
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
-        step_in = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
+        step_in = [nan, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan, lr]
         step_out, step_in = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], step_in))
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)

@@ -54,7 +54,7 @@ def scratch(R, Vp, dtype):
 
 
 def step_in():
-    return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 4, device=DEVICE)
+    return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 5, device=DEVICE)
 
 
 def target_logits(lnf, wte, targets):

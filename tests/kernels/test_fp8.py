@@ -425,7 +425,7 @@ def test_the_head_s_gradients_equal_float64(n, rng):
     lnf, wte, targets = head_operands(rng)
     p, rowsum, _ = exponentials(lnf, wte, targets, n)
     lns = Fp8(lnf.rows[:0], operand(R, C, dtype=E5M2).columns, poisoned(1), None, True)[:n]
-    step_in = torch.tensor([float("nan")] * 3 + [1 / 3000] + [float("nan")] * 4, device=DEVICE)
+    step_in = torch.tensor([float("nan")] * 3 + [1 / 3000] + [float("nan")] * 5, device=DEVICE)
     plain, results = poisoned(n, C, dtype=BF16), []
     whole = rowsum.clone()
     whole[:n] *= units(rowsum[2 * n : 3 * n])

@@ -46,7 +46,7 @@ def every_other(*shape, dtype=F32):
 
 def step_row(lr=0.0, factor=1.0, applied=1.0):
     nan = float("nan")
-    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor([lr, *[nan] * 7], device=DEVICE)
+    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor([lr, *[nan] * 8], device=DEVICE)
 
 
 def key(seed=5, step=3):

@@ -21,7 +21,7 @@ class Device:
 
     def __init__(self, loss_limit=0.0, norm_limit=0.0, size=SIZE):
         self.window = torch.zeros(2, size + 1, device=DEVICE)
-        self.step_in = torch.tensor([math.nan] * 5 + [loss_limit, norm_limit, math.nan], device=DEVICE)
+        self.step_in = torch.tensor([math.nan] * 5 + [loss_limit, norm_limit, math.nan, math.nan], device=DEVICE)
 
     def judge(self, loss, norm, finite=1.0):
         step_out, z = torch.tensor([loss, norm, 0.5, finite], device=DEVICE), poisoned(2)

@@ -24,7 +24,7 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])  # 
 
 def step_in_row(scale=NAN, clip=NAN):
     """Return step_in with NaN where loss_sum and clip_factor must not read."""
-    return torch.tensor([NAN, NAN, NAN, scale, clip, NAN, NAN, NAN], device=DEVICE)
+    return torch.tensor([NAN, NAN, NAN, scale, clip, NAN, NAN, NAN, NAN], device=DEVICE)
 
 
 @accumulate

@@ -23,7 +23,7 @@ from tests.conftest import DEVICE
 from tests.model.test_sharding import SIZES
 from tests.support import ranks, reference
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, F64, batches, exact_model, train_steps
+from tests.support.models import EXACT, F64, batches, exact_model, packed, train_steps
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 
@@ -158,6 +158,25 @@ def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
         train_steps(model, 1)
     assert first.state_digest() == second.state_digest()
     assert not torch.equal(saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]]))
+
+
+def test_adamw_with_a_decay_of_its_own_has_its_own_rate():
+    """In the second of two steps AdamW's rate is halved: the matrices are those of a run without."""
+    optim = MUON | dict(schedule="trapezoid", wsd_decay_frac=0.5, decay_power=1.5)
+    models = [
+        exact_model(optim=optim | own, train=EXACT["train"] | dict(steps=4)) for own in ({}, dict(adamw_decay_frac=1))
+    ]
+    before = {name: getattr(models[0].train_view.w, name).clone() for name in ("wte", "lnw")}
+    for model in models:
+        model.begin_step(step_inputs(1, model.config), 0, 1)
+        for micro, batch in enumerate(packed(model.config, 2)):
+            model.micro_step(batch, first=micro == 0)
+        assert model.end_step().result().applied
+    same, own = (model.train_view.w for model in models)
+    assert all(torch.equal(a, b) for a, b in zip(same.qkvw, own.qkvw, strict=True))
+    for name, start in before.items():
+        part = (getattr(own, name) - start) / (getattr(same, name) - start)
+        assert part[torch.isfinite(part)].sub(0.75**1.5).abs().max() < 1e-6, name
 
 
 def test_skipped_step_changes_no_byte_of_the_state():

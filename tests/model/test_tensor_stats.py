@@ -60,7 +60,8 @@ def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
 def test_update_stats_are_of_the_update(rng, optimizer, applied):
     """A step of Muon that is skipped has no x: what is there is of another buffer."""
     n, w, g, out = 5000, rng(1, 5000), rng(1, 5000), poisoned(5, stats_parts())
-    step_in = torch.tensor([1e-2, 2.0, 3.0, *[0] * 5], device=DEVICE)
+    lr = (1e-2, math.nan) if optimizer == "muon" else (math.nan, 1e-2)
+    step_in = torch.tensor([lr[0], 2.0, 3.0, *[0] * 5, lr[1]], device=DEVICE)
     step = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE), step_in
     key, before = torch.zeros(4, dtype=torch.int32, device=DEVICE), w.double()
     if optimizer == "adamw":

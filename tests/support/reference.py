@@ -344,7 +344,11 @@ def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor,
     """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
     if step_out[io.APPLY] == 0:
         return
-    lr, m_correction, v_correction = step_in[io.LR] * lr_factor, step_in[io.M_CORRECTION], step_in[io.V_CORRECTION]
+    lr, m_correction, v_correction = (
+        step_in[io.ADAMW_LR] * lr_factor,
+        step_in[io.M_CORRECTION],
+        step_in[io.V_CORRECTION],
+    )
     grad = g * step_out[io.CLIP_FACTOR]
     m.copy_(m + (1 - beta1) * (grad - m))
     v.copy_(v + (1 - beta2) * (grad * grad - v))

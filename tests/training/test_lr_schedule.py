@@ -8,6 +8,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import OptimConfig
+from gpt2_triton.kernels import step_io as io
 from gpt2_triton.training.lr_schedule import changes_on_resume, learning_rate, step_inputs
 
 STEPS, WARMUP, LR = 1000, 100, 6e-4
@@ -35,6 +36,30 @@ def test_learning_rate_in_the_middle_of_the_decay(schedule, halfway):
 def test_learning_rate_is_constant_then_falls_with_the_square_root_or_linearly(schedule, fallen):
     lrs = curve(schedule, final_frac=0.1, wsd_decay_frac=0.2)
     assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - fallen))
+
+
+def test_trapezoid_falls_with_a_power_of_what_is_left():
+    """From 0.2 of the steps on: a quarter and three quarters of the way down, low is a tenth of lr."""
+    lrs = curve("trapezoid", final_frac=0.1, wsd_decay_frac=0.8, decay_power=1.5)
+    assert set(lrs[WARMUP:200]) == {LR}
+    assert [lrs[400], lrs[800]] == pytest.approx([0.1 * LR + 0.9 * LR * left**1.5 for left in (0.75, 0.25)])
+    start, low = (1 - 0.8) * STEPS, 0.1 * LR
+    plain = [low + (LR - low) * (1 - (step - start) / (STEPS - start)) for step in range(200, STEPS)]
+    assert curve("trapezoid", final_frac=0.1, wsd_decay_frac=0.8)[200:] == plain  # every bit
+
+
+def test_adamw_beside_muon_decays_over_its_own_part_of_the_steps():
+    optim = dict(name="muon", lr=LR, warmup=WARMUP, schedule="trapezoid", wsd_decay_frac=0.8, decay_power=1.2)
+    train = dict(steps=STEPS)
+    config = Config.model_validate(dict(optim=optim | dict(adamw_decay_frac=0.4), train=train))
+    both = Config.model_validate(dict(optim=optim, train=train))
+    for step, left in ((50, None), (150, 1.0), (600, 1.0), (700, 0.75), (900, 0.25)):
+        row, same = step_inputs(step, config), step_inputs(step, both)
+        assert same[io.LR] == same[io.ADAMW_LR] == row[io.LR]
+        assert row[io.ADAMW_LR] == (row[io.LR] if left is None else pytest.approx(LR * left**1.2))
+    for wrong in (dict(name="adamw"), dict(schedule="cosine", decay_power=1.0)):
+        with pytest.raises(ValueError, match="optim.adamw_decay_frac: goes with optim.name muon"):
+            Config.model_validate(dict(optim=optim | dict(adamw_decay_frac=0.4) | wrong, train=train))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
@@ -97,7 +122,7 @@ def test_step_inputs_are_the_rounded_closed_forms():
     config = Config.model_validate(dict(optim=dict(clip=0.5), train=dict(total_batch_tokens=1 << 18)))
     row = step_inputs(2, config)
     lr = learning_rate(2, config.optim, config.train.steps)
-    assert row.dtype == np.float32 and row.shape == (8,)
+    assert row.dtype == np.float32 and row.shape == (9,)
     # each is rounded to float32 once
-    want = np.float32([lr, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 2**-18, 0.5, 0, 0, 0])
+    want = np.float32([lr, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 2**-18, 0.5, 0, 0, 0, lr])
     assert np.array_equal(row, want)
