@@ -23,7 +23,7 @@ def ring():
 
 
 def begin(step, previous):
-    step.begin(previous, np.zeros(8, np.float32), [0, 0, 0, 0])
+    step.begin(previous, np.zeros(9, np.float32), [0, 0, 0, 0])
 
 
 def end(step, step_out=(2.0, 3.0, 1.0, 1.0, 9.0, 0.0)):
@@ -64,7 +64,7 @@ def test_time_between_steps_does_not_count_when_none_is_in_flight(clock):
 def test_buffers_of_a_step_in_flight_are_not_reused():
     """The ring returns a step again only when its result has been read; until then its inputs stay."""
     model, config = tiny_model()
-    rows = np.arange(8 * (STEPS + 1), dtype=np.float32).reshape(-1, 8)
+    rows = np.arange(9 * (STEPS + 1), dtype=np.float32).reshape(-1, 9)
     in_flight = []
     for i in range(STEPS):
         model.begin_step(rows[i], step=i, seed=5)
