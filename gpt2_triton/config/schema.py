@@ -130,10 +130,9 @@ class DataConfig(ConfigSection):
 
 class TrainConfig(ConfigSection):
     steps: int = free(19560, "optimizer steps", ge=1, le=1 << 40)
-    # The micro-batch may change, since the tokens of a step may not.
     batch_size: int = free(64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20)
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
-    total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
+    total_batch_tokens: OptionalInt = free(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
