@@ -107,9 +107,9 @@ def scale(_: Figures) -> Any:
         middle, low, high = zip(*(fit.ratio(x) for x in millions), strict=True)
         tokens.plot(millions, middle, color=color, lw=1.4, label=size)
         tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
-    for axes, title, at in (loss, "validation loss", "upper right"), (tokens, "AdamW's tokens / Muon's", "lower left"):
+    for axes, title, to in (loss, "validation loss", "upper right"), (tokens, "AdamW's tokens / Muon's", "lower left"):
         axes.set(title=title, xlabel="million tokens", xscale="log")
-        finish(axes, at)
+        finish(axes, to)
         axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at)
     tokens.set(yscale="log", ylim=(0.25, 8))
     tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)

@@ -24,15 +24,10 @@ class AsyncCheckpointer:
         self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.newest: Path | None = None  # the last checkpoint that this start wrote
         self.failed_step: int | None = None  # set by `wait`; equal on all ranks
 
     def save(
-        self,
-        step: int,
-        shard: dict[str, list[Tensor]],
-        state: dict[str, Any],
-        before: Callable[[], None] = lambda: None,
+        self, step: int, shard: dict[str, list[Tensor]], state: dict[str, Any], before: Callable[[], None] | None = None
     ) -> None:
         """Copy this rank's shard, and let a thread call `before` and write it; nothing if this state is saved."""
         self.wait()
@@ -54,12 +49,15 @@ class AsyncCheckpointer:
                 flat[start : start + piece.numel()].copy_(piece.view(-1))
                 start += piece.numel()
 
-    def _write(self, step: int, state: dict[str, Any], before: Callable[[], None]) -> None:
+    def _write(self, step: int, state: dict[str, Any], before: Callable[[], None] | None) -> None:
         self._written = None
         try:
-            before()
-            self.newest = save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
+            if before:
+                before()
+            path = save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
             self._written = step, state
+            if self._control.rank == 0:
+                print_line(f"checkpoint {path}")
         except Exception as error:  # raised or reported by the thread that waits
             self._error = error
 

@@ -169,7 +169,7 @@ class OptimConfig(ConfigSection):
     warmup: int = free(700, "steps of linear warmup", ge=0)
     schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free("cosine", "learning rate after warmup")
     final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
-    wsd_decay_frac: float = free(0.2, "fraction of the steps in which wsd (1 - sqrt) and trapezoid (linear) decay", gt=0, le=1)
+    wsd_decay_frac: float = free(0.2, "fraction of steps in which wsd (1 - sqrt), trapezoid (linear) decay", gt=0, le=1)
     beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)

@@ -155,8 +155,6 @@ class Trainer:
         if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a due rewind
             self._save(step)
         self._wait_for_save(raise_errors=True)
-        if self.checkpointer.newest:
-            self.log.info(f"checkpoint {self.checkpointer.newest}")
         if not stopping or step >= self.config.train.steps:
             return 0
         received = max(self.control.all_gather(self.signals.received))

@@ -199,14 +199,14 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
 def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        train(run_config(model=dict(vocab_size=600)), tmp_path, resume=False)
+        stop_after(patch, 2)
+        train(run_config(model=dict(vocab_size=600), checkpoint=dict(every=1)), tmp_path, resume=False)
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
-    note = "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
-    assert note in lines[:5]
-    assert lines[-2] == f"checkpoint {find_checkpoint(tmp_path)}"
-    assert lines[-1] == f"stopped after step 1; the same command with --run_dir {tmp_path} --resume continues"
+    assert "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?" in lines[:5]
+    saved = [f"checkpoint {tmp_path / 'checkpoints'}/step_0000000{step}" for step in (1, 2)]
+    assert saved == [line for line in lines if line.startswith("checkpoint ")] and lines[-2] == saved[-1]
+    assert lines[-1] == f"stopped after step 2; the same command with --run_dir {tmp_path} --resume continues"
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
