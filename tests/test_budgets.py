@@ -31,7 +31,7 @@ BUDGETS = {
     "tests/benchmarks": 360,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 603,
-    "tests/benchmarks/speed": 340,
+    "tests/benchmarks/speed": 348,
     "tests/benchmarks/tune": 276,
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
