@@ -77,7 +77,7 @@ def steps(
     *keys: Keys,
     runs: Runs = Runs(),
     steps: Annotated[int, Parameter(validator=Number(gte=6))] = 30,
-    baseline: Literal["torch", "muon", "torchao", "none"] = "torch",
+    baseline: Literal["torch", "chunks", "muon", "torchao", "none"] = "torch",
     optim: Literal["adamw", "muon", "adamw,muon"] = "adamw",
     json: Path | None = None,
 ) -> int:
@@ -86,8 +86,8 @@ def steps(
     Args:
         keys: Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
         steps: Steps per run, at least 6; the first five are not counted.
-        baseline: What runs beside gpt2_triton.  torch: PyTorch.  muon: also PyTorch with torch.optim.Muon.  torchao:
-            PyTorch, and PyTorch with torchao's fp8, tensorwise and rowwise.  none: nothing.
+        baseline: What runs beside gpt2_triton.  torch: PyTorch.  chunks: also with the loss in chunks.  muon: also with
+            torch.optim.Muon.  torchao: also with torchao's fp8, tensorwise and rowwise.  none: nothing.
         optim: optim.name of gpt2_triton; adamw,muon runs both.
         json: File for the figures of the runs.
     """

@@ -83,12 +83,12 @@ class Pair:
 
 def pytorch(size: str) -> list[Kind]:
     """Return the kinds of PyTorch's steps."""
-    model, optimizer = torch_gpt2.build(size)
+    model, optimizers = torch_gpt2.build(size)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compiled, batch = torch.compile(ddp), torch_gpt2.batch_of(size, SIZES[size].batch, None)
 
     def together(steps: int) -> list[float]:
-        return torch_gpt2.run_steps(compiled, optimizer, batch, steps)[0]
+        return torch_gpt2.run_steps(compiled, optimizers, batch, steps)[0]
 
     def alone(steps: int) -> list[float]:
         with ddp.no_sync():

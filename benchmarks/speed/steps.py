@@ -33,9 +33,11 @@ class Program(NamedTuple):
 
 
 PYTORCH = Program("PyTorch", "benchmarks.speed.torch_gpt2")
+CHUNKED = Program("PyTorch chunks", PYTORCH.module, ("--chunks", "8"))
 TORCH_MUON = Program("PyTorch muon", PYTORCH.module, ("--optim", "muon"))
 TORCHAO = [Program(f"torchao {r}", PYTORCH.module, ("--fp8", r)) for r in ("tensorwise", "rowwise")]
-BASELINES = dict(none=[], torch=[PYTORCH], muon=[PYTORCH, TORCH_MUON], torchao=[PYTORCH, *TORCHAO])
+BASELINES = dict(none=[], torch=[PYTORCH], chunks=[PYTORCH, CHUNKED])
+BASELINES |= dict(muon=[PYTORCH, TORCH_MUON], torchao=[PYTORCH, *TORCHAO])
 
 
 def ours(work: Work) -> Program:

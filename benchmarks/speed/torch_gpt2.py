@@ -7,7 +7,8 @@ no host synchronisation between steps.  Prints one JSON line.
 
 --fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built for the installed
 torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.  --weights fp32 computes
-under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.
+under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.  --chunks 8 never holds more than
+an eighth of GPT-2's logits, and computes them again in the backward pass.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
@@ -46,6 +48,8 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
+    chunks = 1
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, Vp = config.n_embd, config.padded_vocab
@@ -62,36 +66,31 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.view(-1))
+        rows, of = self.ln_f(x).flatten(0, 1), targets.view(-1)
+        if self.chunks == 1:
+            return F.cross_entropy(self.head(rows), of)
+        parts = zip(rows.chunk(self.chunks), of.chunk(self.chunks))
+        losses = [checkpoint(self.loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / of.numel()
+
+    def loss(self, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(rows), targets, reduction="sum")
 
 
-def build(size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(size: str, optim: str = "adamw") -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Return a model in bf16 and its optimizers: AdamW; with `muon` torch.optim.Muon for the matrices of the layers."""
     torch.manual_seed(0)
     config = work_of(size).config().model
     model = (GPT2 if config.arch == "gpt2" else Llama)(config).cuda().bfloat16()
-    return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
-
-
-class MuonAndAdamW:
-    """torch.optim.Muon for the matrices of the layers, AdamW as in `build` for the rest."""
-
-    def __init__(self, model: nn.Module) -> None:
-        inside = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
-        rest = [p for name, p in model.named_parameters() if name not in inside]
-        self.muon = torch.optim.Muon(inside.values(), lr=3e-4, weight_decay=0.1)
-        self.adamw = torch.optim.AdamW(rest, lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adamw.step()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
+    inside = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
+    inside = inside if optim == "muon" else {}
+    rest = [p for name, p in model.named_parameters() if name not in inside]
+    adamw = torch.optim.AdamW(rest, lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
+    return model, [adamw, *([torch.optim.Muon(inside.values(), lr=3e-4, weight_decay=0.1)] if inside else ())]
 
 
 def run_steps(
-    model: Any, optimizer: Any, batch: tuple[Tensor, Tensor], steps: int, micro_steps: int = 1
+    model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], steps: int, micro_steps: int = 1
 ) -> tuple[list[float], Tensor]:
     """Run steps; return the milliseconds of each and the last loss."""
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32)
@@ -104,8 +103,9 @@ def run_steps(
                     loss = model(*batch)
                 (loss / micro_steps).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             mark.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:])], loss
@@ -126,23 +126,20 @@ def batch_of(size: str, batch: int, seq_len: int | None) -> tuple[Tensor, Tensor
     return ids, targets
 
 
-def main(
-    size: str, batch: int, steps: int, start: float, fp8: str | None, optim: str, weights: str, micro_steps: int,
-    seq_len: int | None,
-) -> None:  # fmt: skip
-    model, adamw = build(size)
-    if weights == "fp32":
+def main(a: argparse.Namespace) -> None:
+    model, optimizers = build(a.size, a.optim)
+    model.chunks = a.chunks
+    if a.weights == "fp32":
         model.float()
-    optimizer = MuonAndAdamW(model) if optim == "muon" else adamw
-    if fp8:
-        in_float8(model, fp8)
-    compiled, tokens = torch.compile(model), batch_of(size, batch, seq_len)
-    run = functools.partial(run_steps, compiled, optimizer, tokens, micro_steps=micro_steps)
+    if a.fp8:
+        in_float8(model, a.fp8)
+    compiled, tokens = torch.compile(model), batch_of(a.size, a.batch, a.seq_len)
+    run = functools.partial(run_steps, compiled, optimizers, tokens, micro_steps=a.micro_steps)
     run(1)
-    first_step = time.time() - start
+    first_step = time.time() - a.start
     run(4)
     with Power() as power:
-        times, loss = run(steps - 5)
+        times, loss = run(a.steps - 5)
     ms = statistics.median(times)
     report = dict(ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30)
     print(json.dumps(report | dict(first_step=first_step, loss=loss.item())), flush=True)
@@ -158,5 +155,6 @@ if __name__ == "__main__":
     parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast")
     parser.add_argument("--micro_steps", type=int, default=1, help="batches in a step")
+    parser.add_argument("--chunks", type=int, default=1, help="pieces in which GPT-2's loss is computed")
     parser.add_argument("--seq_len", type=int, help="tokens of a sequence; by default the size's")
-    main(**vars(parser.parse_args()))
+    main(parser.parse_args())

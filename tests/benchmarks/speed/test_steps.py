@@ -38,6 +38,14 @@ def test_torch_model_has_as_many_parameters(size):
     assert sum(p.numel() for p in model.parameters()) == config.n_params
 
 
+def test_torch_s_loss_in_chunks_has_the_same_gradient():
+    model, grads = torch_gpt2.GPT2(ModelConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=256, block_size=64)), []
+    ids, targets = torch.randint(256, (2, 3, 40))
+    for model.chunks in (1, 7):
+        grads += torch.autograd.grad(model(ids, targets), model.wte.weight)
+    torch.testing.assert_close(*grads)
+
+
 NAMES = ("qkv", "attproj", "fc", "fcproj")
 
 
