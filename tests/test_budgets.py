@@ -28,7 +28,7 @@ BUDGETS = {
     "benchmarks/speed": 1118,
     "benchmarks/tune": 621,
     "tests": 1114,
-    "tests/benchmarks": 360,
+    "tests/benchmarks": 370,
     "tests/benchmarks/accuracy": 131,
     "tests/benchmarks/losses": 603,
     "tests/benchmarks/speed": 348,
