@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks import pages, pictures
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
-from benchmarks.speed.steps import PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
+from benchmarks.speed.steps import CHUNKED, PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.errors import ConfigError, DataError
@@ -155,8 +155,8 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         ]
         return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
 
-    def torchao(size: str) -> list[Part]:
-        return [step("peer", size, slug(program.name), program, 70) for program in TORCHAO]
+    def peers(size: str, *programs: Program) -> list[Part]:
+        return [step("peer", size, slug(program.name), program, 70) for program in (*programs, *TORCHAO)]
 
     def muon(arm: str, program: Program, more: int) -> Part:
         program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
@@ -167,14 +167,14 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     d, *rest = (group(size) for size in sizes)
     levels = (step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS)
     return [
-        [*d, *levels, *torchao(first)],
+        [*d, *levels, *peers(first, CHUNKED)],
         *rest[:1],
         [
             step("steps", "llama:1b", "bf16", ours(work_of("llama:1b")), 15),
             step("steps", "llama:1b", "fp8", fp8("llama:1b"), 15),
             step("steps", "llama:1b", "torch", PYTORCH, 60),
             part("ops.llama_1b.bf16", 60, operations, "llama:1b", ()),
-            *torchao("llama:1b"),
+            *peers("llama:1b"),
         ],
         [
             muon("bf16", ours(work_of(first, optim="muon")), 15),
@@ -284,7 +284,7 @@ class Measuring:
                 raise
 
     def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
-        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[1]}"
+        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[-2]}"  # a size's, or a first step's
         if begin + part.seconds > min(end, self.end):
             print(f"{part.key}: left for another run, because it takes about {part.seconds} s", flush=True)
             return
@@ -328,7 +328,7 @@ def run(
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
     one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi", "multi_first_step"} else {}
-    several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 else {}
+    several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 and {*kinds} & {"multi", "multi_first_step"} else {}
 
     def missing(group: list[Part], section: dict[str, Any]) -> list[Part]:
         todo = [part for part in group if part.key.partition(".")[0] in kinds]

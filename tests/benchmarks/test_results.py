@@ -221,6 +221,15 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
     assert measured(groups, joint, "--parts", "step")[0] == 2
 
 
+def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measured):
+    caches = dict.fromkeys(("first_step.d12", "steps.d12.bf16", "ops.d12.fp8"), "")
+    measures = {key: lambda _, env, key=key: dict(ms=caches.update({key: env["TRITON_CACHE_DIR"]})) for key in caches}
+    groups = [[results.Part(key, 1, measures[key]) for key in caches]]
+    _, record = measured(groups, [], "--parts", "first_step,steps,ops")
+    first, steps, ops = caches.values()
+    assert first != steps == ops and record.keys() == {"h100"}
+
+
 def test_an_interrupt_leaves_all_other_parts(measured):
     def interrupted(limit, env):
         calls.append(limit)
@@ -240,7 +249,7 @@ def test_parts_have_different_keys_and_kinds_that_can_be_named():
     groups = [[part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")]
     keys = [*sum(groups, []), *(part.key for part in results.joint_parts(["d12"], 2))]
     peers = [(key.split(".")[1], group) for group in groups for key in group if key.startswith(("peer", "levels"))]
-    assert len(peers) == 9 and all(f"steps.{size}.torch" in group for size, group in peers)  # `speed` compares them
+    assert len(peers) == 10 and all(f"steps.{size}.torch" in group for size, group in peers)  # `speed` compares them
     assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
