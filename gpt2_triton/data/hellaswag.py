@@ -11,7 +11,9 @@ choose the ending with the smallest sum (acc), or with the smallest sum / length
 
 import hashlib
 import itertools
+import os
 import re
+import tempfile
 import urllib.request
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
@@ -27,7 +29,7 @@ from gpt2_triton.files import sha256, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
-CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in the user's home
+CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in $HOME; a container may have none
 ENDINGS = 4
 TODO = f"get it with `curl -LO {URL}` for --data FILE; a run takes eval.hellaswag_data, or eval.hellaswag_every 0"
 
@@ -66,7 +68,7 @@ def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: 
 
 def downloaded() -> Path:
     """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
-    target = Path.home() / CACHED
+    target = Path(os.environ.get("HOME") or tempfile.gettempdir(), CACHED)
     if target.is_file() and sha256(target) == SHA256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +76,7 @@ def downloaded() -> Path:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
     except (OSError, HTTPException) as error:  # a cut connection raises HTTPException
-        why = getattr(error, "reason", None) or error
-        raise DataError(f"{URL}: cannot download: {why}; try again; else {TODO}") from error
+        raise DataError(f"{URL}: cannot download: {getattr(error, 'reason', error)}; try again; else {TODO}") from error
     if (found := hashlib.sha256(data).hexdigest()) != SHA256:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {TODO}")
     write_atomic(target, data)
@@ -111,8 +112,7 @@ def _questions(
 
 def clean(text: str) -> str:
     """Remove WikiHow's mark-up as lm-evaluation-harness does."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 STYLES: dict[str, Callable[[Sequence[Example], Tokenizer], Questions]] = {"completion": completion, "harness": harness}

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import tempfile
 import urllib.request
 from http.client import IncompleteRead
 from urllib.error import URLError
@@ -37,7 +38,11 @@ def answers(tmp_path, monkeypatch):
     return found
 
 
-def test_download_happens_once_and_replaces_a_damaged_file(answers, tmp_path):
+@pytest.mark.parametrize("home", [True, False])
+def test_download_happens_once_and_replaces_a_damaged_file(answers, tmp_path, monkeypatch, home):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not home:  # as a container's user may be
+        monkeypatch.delenv("HOME")
     target = tmp_path / hellaswag.CACHED
     target.parent.mkdir(parents=True)
     target.write_bytes(b"damaged")
