@@ -134,7 +134,7 @@ def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
     """Return type and number of a shard's tokens, and its file's state; DataError if its header or size is wrong."""
     with open(path, "rb", buffering=0) as file:
         header, state = file.read(HEADER_BYTES), os.fstat(file.fileno())
-    todo = "it was cut off or overwritten: copy or prepare it again"
+    todo = "it was cut off or overwritten: copy or prepare it again (in a clone: git lfs pull)"
     if len(header) < HEADER_BYTES:
         raise DataError(f"{path}: no header in {state.st_size:,} bytes; {todo}")
     magic, version, count = struct.unpack_from("<3i", header)

@@ -26,6 +26,7 @@ from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
 READ_BYTES = 1 << 20
+POINTER = b"version https://git-lfs.github.com/"  # stands for a file that Git LFS has not fetched
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
@@ -166,6 +167,9 @@ def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
         rows = _parquet_rows(path, how.field) if ending == ".parquet" else _json_rows(path, ending == ".json")
         texts = texts_of_rows(rows, how.field, notes)
     try:
+        with open(path, "rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise DataError(f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it")
         for where, begins, text in texts:
             for i, part in enumerate(clean(where, text, how, notes)):
                 document += begins or i > 0
@@ -221,8 +225,7 @@ def _ending(path: Path) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    ending = path.suffix.lower()
-    if ending == ".zst":
+    if (ending := path.suffix.lower()) == ".zst":
         import pyarrow
 
         return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))

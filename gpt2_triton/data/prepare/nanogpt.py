@@ -33,8 +33,7 @@ def _map(path: Path) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}; name the folder of train.bin and val.bin") from None
     except ValueError:  # numpy's
-        size = f"{path.stat().st_size:,} bytes, expected 2 for each token"
-        raise DataError(f"{path}: wrong size: {size}; copy it again") from None
+        raise DataError(f"{path}: {path.stat().st_size:,} bytes, expected 2 for each token; copy it again") from None
 
 
 class _Tokens:

@@ -46,9 +46,8 @@ def download(name: str, out_dir: Path, shards: int | None = None, log: Log = pri
         known = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
         raise DataError(f"prepare pretokenized: unknown data {name!r}; choose {known}")
     info = repository(repo, None, OFFLINE, files_metadata=True)
-    files = _choose(repo, info.siblings, shards)
     with disk_errors(out_dir):
-        rows = _download_missing(repo, info.sha, files, out_dir)
+        rows = _download_missing(repo, info.sha, _choose(repo, info.siblings, shards), out_dir)
     log(f"prepared {out_dir}: {len(rows)} shards, {count_tokens(rows):,} tokens")
     return out_dir
 

@@ -77,11 +77,11 @@ def prepare_text(
     documents.report(notes, log)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
+    recipe |= how._asdict()
 
     def texts() -> Iterator[Text]:
         return (((i, n), text) for i, (path, _) in enumerate(files) for n, text in documents.read(path, how, {}))
 
-    recipe |= how._asdict()
     return prepare_texts(texts, characters, recipe, Path(out_dir), _processes(files, workers), log)
 
 
@@ -98,9 +98,8 @@ def prepare_texts(
     if not 0 < cut < size:
         what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
-    source = _Texts(texts, size, cut, recipe["shard_tokens"])
     fewest = size if recipe["tokenizer"] == "bytes" else size // 5  # tokens, so that no disk with room is refused
-    return build.build_splits(source, recipe, out_dir, fewest, workers, log)
+    return build.build_splits(_Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers, log)
 
 
 class _Texts:

@@ -125,10 +125,12 @@ def test_text_never_overwrites_other_data(tmp_path, text_file):
 def test_text_refuses_files_that_are_not_text(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")
+    (tmp_path / "lfs.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
     for name, message in (
         ("missing.txt", "no such file; give"),
         ("empty.txt", ".*no text, but empty files: 1, first .*empty.txt; give files with text"),
         ("latin.txt", r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 .*latin.txt > .*latin.utf8.txt` "),
+        ("lfs.txt", "a pointer of Git LFS, not the text; `git lfs pull` "),
     ):
         with pytest.raises(DataError, match=f"{name}[:,]? ?{message}"):
             prepare_text([tmp_path / name], tmp_path / "out", "bytes")
@@ -237,14 +239,11 @@ def test_text_reads_files_folders_and_globs_alike(tmp_path):
     assert [row["sha256"] for row in record["source"]] == [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (b"{", "line 3: not JSON: Expecting property name"),
-        (b'{"text": "\\ud83d"}', "line 3: half a character: .*surrogates not allowed; correct"),
-        (b'{"text": "\xe9"}', "line 3: not UTF-8: byte 0xe9"),
-    ],
-)
+@pytest.mark.parametrize("line, message", [
+    (b"{", "line 3: not JSON: Expecting property name"),
+    (b'{"text": "\\ud83d"}', "line 3: half a character: .*surrogates not allowed; correct"),
+    (b'{"text": "\xe9"}', "line 3: not UTF-8: byte 0xe9"),
+])  # fmt: skip
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_text_names_a_bad_line(tmp_path, line, message, suffix):
     data, path = jsonl("a") + b"\n" + line + b"\n" + jsonl("b"), tmp_path / f"x{suffix}"
