@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/chaos": 629,
     "tests/checkpoint": 2129,
     "tests/commands": 1464,
-    "tests/config": 651,
+    "tests/config": 650,
     "tests/data": 823,
     "tests/data/prepare": 1119,
     "tests/distributed": 536,

@@ -225,7 +225,7 @@ class LogConfig(ConfigSection):
     every: int = free(1, "steps between logged steps", ge=1)
     stats_every: int = free(0, "steps between statistics of tensors; also of the last step; 0 never", ge=0)
     wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
-    wandb_project: OptionalText = free(None, "W&B project, else $WANDB_PROJECT, gpt2_triton", pattern=r"^[^/\\#?%:]+$")
+    wandb_project: OptionalText = free(None, "W&B project; null is $WANDB_PROJECT, else gpt2_triton", min_length=1)
 
 
 class ParallelConfig(ConfigSection):

@@ -69,8 +69,7 @@ class Logger:
         lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.train.step_tokens
         ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
-        times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
-        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
+        record = dict(step=step, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, mfu=mfu, tokens=step * tokens)
         record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
         record |= {} if applied else {"skipped": True}
         self._write(record | ({"outlier": True} if result.outlier else {}))

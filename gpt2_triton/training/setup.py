@@ -193,9 +193,8 @@ def open_log(
         return NullLogger()
     where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
     state, planned, t = start.state, model.plan.total, config.train
-    about = describe_start(
-        model.config, model.shape, planned, where, state.step, model.has_fp8 and not model.calibrated
-    )
+    calibrates = model.has_fp8 and not model.calibrated
+    about = describe_start(model.config, model.shape, planned, where, state.step, calibrates)
     about["notes"] = start.notes
     if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)

@@ -30,6 +30,10 @@ def starting(
         yield run_dir
         return
     check_run_dir(run_dir, resume)
+    project = config.log.wandb_project or os.environ.get("WANDB_PROJECT", "")
+    if config.log.wandb != "disabled" and (wrong := sorted({*project} & {*"/\\#?%:"})):
+        todo = "choose another name; WANDB_ENTITY names a team"
+        raise ConfigError(f"log.wandb_project or WANDB_PROJECT: W&B refuses {' '.join(wrong)} in {project!r}; {todo}")
     for split in (config.data.train, config.data.val):
         require_tokenizer(split, config.data.tokenizer)
     with creating_run_dir(name, run_dir) as path:

@@ -16,7 +16,7 @@ from gpt2_triton.console import print_line
 from gpt2_triton.training.metrics import METRICS, Record
 
 START_SECONDS = 20.0  # wandb.init waits so long for a server, and may add 10
-FINISH_SECONDS = 60.0  # wandb.finish sends the last rows for so long
+END_SECONDS = 60.0  # wandb.finish sends the last rows for so long
 
 
 class WandbLogger:
@@ -47,9 +47,7 @@ class WandbLogger:
             mode=mode,
             config=config.to_dict() | {"run": about},
             allow_val_change=True,  # a resumed run may have other optimizer or evaluation settings
-            settings=wandb.Settings(
-                init_timeout=START_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True
-            ),
+            settings=wandb.Settings(init_timeout=START_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True),
         )
 
     def log(self, record: Record) -> None:

@@ -15,7 +15,6 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("data: {align: document}", {}, "x.yaml:1: data.align: unknown key; it was removed: it ended 0.07 higher"),
     ("", {"data.align": "document"}, "data.align: unknown key; it was removed: it ended"),
     ("eval: {tasks: piqa}", {}, "x.yaml:1: eval.tasks: unknown key; it was removed: `eval/lm_eval.sh"),
-    ("", {"log.wandb_project": "my/team"}, "log.wandb_project: String should match pattern '^[^/"),
     ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
     ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
     ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),

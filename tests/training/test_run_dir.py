@@ -67,9 +67,6 @@ def test_directory_inside_checkpoints_belongs_to_their_run(tmp_path):
         path = tmp_path / "run" / "checkpoints" / inside
         with pytest.raises(ConfigError, match=f"^--run_dir: {path} is inside the run {tmp_path / 'run'}; "):
             check_run_dir(path, True)
-
-
-def test_directory_of_that_name_may_hold_runs(tmp_path):
-    write(tmp_path / "checkpoints" / "a" / "checkpoints", 10)
+    write(tmp_path / "checkpoints" / "a" / "checkpoints", 10)  # a directory of that name may hold runs
     for free in ("checkpoints", "checkpoints/a", "checkpoints/new"):
         check_run_dir(tmp_path / free, True)

@@ -1,4 +1,4 @@
-"""The start of a run: fp8 is refused on a GPU that has none."""
+"""The start of a run: fp8 is refused on a GPU that has none, and so is a project that W&B would refuse."""
 
 from pathlib import Path
 
@@ -17,13 +17,18 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(device, "architecture", lambda: "8.0")
     refused = "train.precision: fp8 needs .*, {} is 8.0; set it to bf16"
-    with (
-        pytest.raises(ConfigError, match=refused.format("NVIDIA A100")),
-        starting(
-            Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16"))), tmp_path / "run", resume=False
-        ),
-    ):
+    config = Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16")))
+    with pytest.raises(ConfigError, match=refused.format("NVIDIA A100")), starting(config, tmp_path / "run", False):
         pass
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=refused.format("this GPU")):
         train(Path("gpt2_124m"), "--train.precision", "fp8", plan=True)
+
+
+def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
+    for project, variable in (("a/b", "other"), (None, "a/b")):
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+        config = Config.model_validate(dict(log=dict(wandb="offline", wandb_project=project)))  # old runs may have one
+        with pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"), starting(config, tmp_path / "run", False):
+            pass
+    assert not (tmp_path / "run").exists()

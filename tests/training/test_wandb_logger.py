@@ -34,10 +34,8 @@ def wandb(monkeypatch, tmp_path):
     """wandb with a key and without a home directory; its process ends with the test."""
     module = pytest.importorskip("wandb")
     module.teardown()
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")
+    for name, value in dict(API_KEY="x" * 40, SILENT="1", CONFIG_DIR=f"{tmp_path}/home", X_DISABLE_STATS="1").items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     yield module
     module.teardown()
 
@@ -107,7 +105,7 @@ def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
 
 @pytest.mark.slow
 def test_server_that_dies_during_the_run_does_not_delay_its_end(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 1.0)
+    monkeypatch.setattr(wandb_logger, "END_SECONDS", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
     logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
     server.broken = True
