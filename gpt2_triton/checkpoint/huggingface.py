@@ -93,7 +93,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory}: is a LoRA adapter; merge it (peft's merge_and_unload), and save the model")
     files = [*directory.glob("*.safetensors")]
     if len(files) != 1:
-        todo = "name another directory, or convert a pickle (.bin) by save_pretrained of transformers"
+        todo = "name the directory of one (in a Hub cache: snapshots/COMMIT), or convert a .bin by save_pretrained"
         raise CheckpointError(f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; {todo}")
     return files
 
