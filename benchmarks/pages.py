@@ -57,7 +57,7 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.meta.{key}": value for key, value in section["meta"].items()}
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
-        tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.train.step_tokens
+        tokens = found[f"recipe.{name}.tokens"] = config.train.tokens(config.train.steps)
         size, arm = f"d{config.model.n_layer}", "bf16" if config.train.precision == "bf16" else "fp8"  # auto: fp8 here
         ms = found.get(f"{MACHINE}.steps.{size}.{arm}.ms")
         if ms and config.train.seq_len == T and config.model.vocab_size > 50_000:

@@ -54,10 +54,10 @@ class Agreement(NamedTuple):
 def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
     """Return a configuration for each of bf16 and two kinds of fp8: bf16 storage, `batches` micro-batches per step."""
     arms = {"bf16": ("bf16", "none"), "fp8, head in bf16": ("fp8", "head"), "fp8": ("fp8", "none")}
-    train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
+    train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "ramp": 0}
     return {
         name: saved.replace(
-            train=train | {"precision": precision},
+            train=train | {"dtype": "bf16", "precision": precision},
             fp8={"keep_bf16": keep},
             optim={"master": "none", "name": "adamw"},
             memory={"recompute": "none"},

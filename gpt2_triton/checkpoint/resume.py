@@ -21,7 +21,7 @@ SHOWN = 10  # files in a table
 LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "model.dropout": 0.0, "optim.name": "adamw"}
 LATER_KEYS |= {"optim.m": "fp32", "optim.v": "fp32", "model.arch": "gpt2", "model.n_kv_head": None}
 LATER_KEYS |= {"model.n_inner": None, "model.norm_eps": 1e-5, "model.rope_theta": 5e5, "model.rope_factor": 1.0}
-LATER_KEYS |= {"model.tied": True}
+LATER_KEYS |= {"model.tied": True, "train.ramp": 0}
 
 
 def read(

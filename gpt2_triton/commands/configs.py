@@ -28,7 +28,7 @@ def table() -> str:
     loaded = {name: Config.load(name) for name in recipes.names()}
     rows = [f"{'recipe':22}{'parameters':>10}{'tokens':>9}"]
     for name, config in sorted(loaded.items(), key=lambda item: (item[0] != recipes.OWN, item[1].n_params)):
-        tokens = config.train.steps * config.train.step_tokens
+        tokens = config.train.tokens(config.train.steps)
         sizes = ("by text", "by text") if name == recipes.OWN else (format_count(config.n_params), format_count(tokens))
         about = recipes.find(name).read_text(encoding="utf-8").partition(":")[0].removeprefix("# ")
         rows.append(f"{name:22}{sizes[0]:>10}{sizes[1]:>9}  {about}")

@@ -34,7 +34,8 @@ def plan_report(
         "",
         f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
         f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
-        f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
+        f"{shape.micro_batch} sequences of {config.train.seq_len:,}"
+        + (f"; half as many in the first {config.train.ramp:,} steps" if config.train.ramp else ""),
         *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
         f"parameters {config.n_params:,}",
         *notes,

@@ -30,11 +30,11 @@ OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0
 class Curves(NamedTuple):
     name: str
     records: list[dict[str, Any]]
-    tokens_per_step: float
+    tokens: np.ndarray  # [2, n]: numbers of steps, and the tokens of so many
 
     def points(self, key: str) -> np.ndarray:
         """Return (tokens, value) [n, 2] of the steps that have a value."""
-        found = [(r["step"] * self.tokens_per_step, r[key]) for r in self.records if r.get(key) is not None]
+        found = [(np.interp(r["step"], *self.tokens), r[key]) for r in self.records if r.get(key) is not None]
         return np.array(found, np.float64).reshape(-1, 2)
 
     def summary(self) -> str:
@@ -57,10 +57,10 @@ def read_run(path: Path) -> Curves:
     if not file.is_file():
         raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
     records = read_metrics(file)
-    tokens = [r["tokens"] / r["step"] for r in records if r.get("loss") is not None]
-    if not tokens:
+    tokens = [(0, 0), *((r["step"], r["tokens"]) for r in records if r.get("loss") is not None)]
+    if len(tokens) == 1:
         raise ConfigError(f"{file}: holds no step with a loss yet; plot it after one")
-    return Curves(file.resolve().parent.name, records, tokens[0])
+    return Curves(file.resolve().parent.name, records, np.transpose(tokens))
 
 
 def read_curve(name: str) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
     t, e, warmup = config.train, config.eval, config.optim.warmup
     if warmup > t.steps:
         yield "optim.warmup", f"{warmup} steps of warmup are more than train.steps {t.steps}; lower it"
+    if t.ramp > t.steps:
+        yield "train.ramp", f"{t.ramp} half steps are more than train.steps {t.steps}; lower it"
     if e.every and 0 < e.tokens < t.seq_len:
         yield "eval.tokens", f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens"
     if config.checkpoint.best == "val_loss" and not e.every:

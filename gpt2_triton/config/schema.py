@@ -134,6 +134,7 @@ class TrainConfig(ConfigSection):
     batch_size: int = free(64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20)
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
     total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
+    ramp: int = kept(0, "first steps, of half as many tokens; train.steps counts them too", ge=0, le=1 << 40)
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
@@ -152,7 +153,16 @@ class TrainConfig(ConfigSection):
 
     @property
     def step_tokens(self) -> int:
+        """Tokens of a step after the ramp."""
         return self.total_batch_tokens or self.batch_size * self.seq_len
+
+    def step_divisor(self, step: int) -> int:
+        """Return 2 for the half steps of the ramp, which come first, and 1 for others; `step` counts from 0."""
+        return 2 if step < self.ramp else 1
+
+    def tokens(self, steps: int) -> int:
+        """Return the tokens of the first `steps` steps."""
+        return (2 * steps - min(steps, self.ramp)) * self.step_tokens // 2
 
 
 class Fp8Config(ConfigSection):

@@ -16,7 +16,7 @@ class StepShape:
 
     gpus: int  # processes, one per GPU
     micro_batch: int  # sequences of one forward and backward pass: batch_size, or all that a GPU has in a step if fewer
-    accumulation: int  # micro-steps per step
+    accumulation: int  # micro-steps per step after the ramp
     zero: int  # the ZeRO stage in use; 0 on one GPU
 
     @staticmethod
@@ -29,24 +29,25 @@ class StepShape:
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
-        micro_batch = min(t.batch_size, rows)
+        micro_batch = min(t.batch_size, rows // t.step_divisor(0))
         return StepShape(gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0)
 
 
 def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) if the GPUs do not divide the step, or batch_size does not divide a GPU's sequences."""
     total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
-    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
+    share, half = t.seq_len * t.step_divisor(0), "half of " if t.ramp else ""
+    rows, rest = divmod(total, share * gpus)  # sequences of each GPU in the smallest step
     if rest:
-        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
-        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
+        fitting = " or ".join(str(n * share * gpus) for n in (rows, rows + 1) if n)
+        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}{half and ' times 2, for train.ramp'}"
         todo = ""
-        if several and total % t.seq_len == 0:  # a resume may change the GPUs, not the tokens of a step
-            todo = f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, "
+        if several and total % share == 0:  # a resume may change the GPUs, not the tokens of a step
+            todo = f"start a number of GPUs that divides {total // share} sequences, or, in a new run, "
         yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
-        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
-        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        below = rows // t.batch_size * t.batch_size * share * gpus
+        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} ({half}total_batch_tokens {total})"
         wrong = f"{step} does not divide into batches of {t.batch_size}"
         yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"

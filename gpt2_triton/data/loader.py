@@ -155,7 +155,6 @@ class Prefetcher:
         self,
         loader: TrainLoader,
         micro_batch: int,
-        accumulation: int,
         vocab_size: int,
         first_sample: int = 0,
         pinned: bool = False,
@@ -164,7 +163,7 @@ class Prefetcher:
         head_row: int = 0,
     ):
         self._loader, self._rows = loader, (vocab_size, head_row)
-        self._micro_batch, self._accumulation, self._rank, self._ranks = micro_batch, accumulation, rank, ranks
+        self._micro_batch, self._rank, self._ranks = micro_batch, rank, ranks
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
         self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
@@ -195,15 +194,15 @@ class Prefetcher:
         self._returned = item
         return self._buffers[item]
 
-    def step(self, first_sample: int) -> Iterator[torch.Tensor]:
+    def step(self, first_sample: int, sequences: int) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of the step that begins with this sample, without the thread."""
-        for first in self.first_samples_of_step(first_sample):
+        for first in self.first_samples_of_step(first_sample, sequences):
             tokens = self._loader.batch(first, self._micro_batch)
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], *self._rows)
 
-    def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
+    def first_samples_of_step(self, first_sample: int, sequences: int) -> Iterator[int]:
         """Yield where each micro-batch of this rank begins, in the step that begins with global sample first_sample."""
-        return itertools.islice(self._first_samples(first_sample), self._accumulation)
+        return itertools.islice(self._first_samples(first_sample), sequences // (self._ranks * self._micro_batch))
 
     def close(self) -> None:
         """Stop the thread and wait for its end."""

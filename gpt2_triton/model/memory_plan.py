@@ -186,7 +186,7 @@ class Forecast(NamedTuple):
 
     def usable_batch(self, level: str) -> int:
         """Return the largest micro-batch that fits at a level and divides a GPU's sequences of a step, or 0."""
-        rows = self.shape.micro_batch * self.shape.accumulation
+        rows = self.shape.micro_batch * self.shape.accumulation // self.config.train.step_divisor(0)
         return next((batch for batch in range(min(self.levels[level][1], rows), 0, -1) if rows % batch == 0), 0)
 
     @property

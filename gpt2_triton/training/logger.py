@@ -63,20 +63,21 @@ class Logger:
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
         """Report a finished step, if it is due, last or skipped; `cause`: the first tensor that was not finite."""
         loss, norm, applied, seconds, z, _ = result
-        self._measure(seconds)
+        t = self.config.train
+        tokens = t.tokens(step) - t.tokens(step - 1)
+        self._measure(seconds / tokens)
         if step % self.config.log.every and step != self.steps and applied:
             return
-        lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.train.step_tokens
-        ms, tok_s = seconds * 1e3, tokens / seconds
+        lr, ms, tok_s = learning_rate(step - 1, self.config.optim, self.steps), seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
         times = {"ms": ms, "tok_s": tok_s, "mfu": mfu}
-        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": step * tokens}
+        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, **times, "tokens": t.tokens(step)}
         record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
         record |= {} if applied else {"skipped": True}
         self._write(record | ({"outlier": True} if result.outlier else {}))
         line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
         line += f" | mfu {mfu:.1%}" if mfu else ""
-        line += f" | eta {duration((self._mean_seconds or seconds) * (self.steps - step))}"
+        line += f" | eta {duration((self._mean_seconds or seconds / tokens) * (t.tokens(self.steps) - t.tokens(step)))}"
         not_finite = f"not finite{cause and ', first: '}{cause}"
         why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if result.outlier else not_finite
         self.info(line + ("" if applied else f" | skipped: {why}"))
@@ -89,7 +90,7 @@ class Logger:
         self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
 
     def _measure(self, seconds: float) -> None:
-        """Update the running mean of a step's time, for the eta; the first step compiles and does not count."""
+        """Update the running mean of a token's time, for the eta; the first step compiles and does not count."""
         if self._is_first_step:
             self._is_first_step = False
         else:

@@ -57,6 +57,6 @@ def step_inputs(step: int, config: Config) -> np.ndarray:
     row = np.zeros(io.STEP_IN, np.float32)
     row[io.LR] = learning_rate(step, o, config.train.steps)
     row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
-    row[io.LOSS_SCALE], row[io.CLIP] = 1.0 / config.train.step_tokens, o.clip
+    row[io.LOSS_SCALE], row[io.CLIP] = limits.step_divisor(step) / limits.step_tokens, o.clip
     row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = limits.skip_loss_z, limits.skip_norm_z
     return row

@@ -42,11 +42,11 @@ def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
 
 
 def find_non_finite_losses(
-    model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
+    model: Model, loader: TrainLoader, batches: Prefetcher, span: tuple[int, int], control: ControlGroup
 ) -> str:
-    """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
+    """Compute again the losses of a step, span (first sample, sequences); tell which are not finite.  For all ranks."""
     bad, rows, place = 0, 0, ""
-    for first in batches.first_samples_of_step(first_sample):
+    for first in batches.first_samples_of_step(*span):
         tokens = loader.batch(first, model.B)
         ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)

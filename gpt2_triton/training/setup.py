@@ -203,7 +203,7 @@ def open_log(
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
     sequences = data.train.windows.n
-    epochs = t.steps * t.step_tokens / t.seq_len / sequences
+    epochs = t.tokens(t.steps) / t.seq_len / sequences
     seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
     head = "" if config.fp8.keep_bf16 == "head" else " and the head"
     in_fp8 = [f"fp8: products of all layers{head}"] if model.has_fp8 else []

@@ -21,7 +21,7 @@ class StepQueue:
 
     def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
         """Launch a step over micro-batches of `batches`; `inputs` is the row of step_inputs."""
-        accumulation = self._model.shape.accumulation
+        accumulation = self._model.shape.accumulation // self._model.config.train.step_divisor(step)
         self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
         for micro in range(accumulation):
             packed = next(batches)

@@ -91,14 +91,14 @@ class Trainer:
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
-        self.sequences = self.config.train.step_tokens // self.config.train.seq_len  # of a step
+        self.sequences = self.config.train.step_tokens // self.config.train.seq_len  # of a step after the ramp
         self.queue = StepQueue(self.model, self.watchdog)
         self.batches = self._prefetch()
 
     def _prefetch(self) -> Prefetcher:
         """Return this rank's batches from the present sample on."""
         shape, group, m = self.model.shape, self.group, self.config.model
-        given = (self.data.train, shape.micro_batch, shape.accumulation, m.vocab_size, self.state.sample)
+        given = (self.data.train, shape.micro_batch, m.vocab_size, self.state.sample)
         return Prefetcher(*given, pinned=group.device != "cpu", rank=group.rank, ranks=group.size, head_row=m.head_row)
 
     # ---- the loop ----
@@ -177,15 +177,17 @@ class Trainer:
         result = self.queue.finish(running)
         if result is None:
             return False
+        divisor = self.config.train.step_divisor(self.state.step)
+        self.span = self.state.sample, self.sequences // divisor
         self.state.step += 1
-        self.state.sample += self.sequences
+        self.state.sample += self.span[1]
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
         self.log.step(self.state.step, result, self._first_non_finite() if is_searched else "")
         if (recorder := self.model.stats_recorder) and self._due(self.state.step, self.config.log.stats_every):
-            record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
+            record = recorder.read(self.queue.statistics, self.model.shape.accumulation // divisor, self.control)
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
         target = self._rewind_target()
         self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
@@ -194,7 +196,7 @@ class Trainer:
     def _first_non_finite(self) -> str:
         """Compute the last finished step's gradients again; name the first tensor that is not finite."""
         with self.watchdog.phase(SEARCHING):
-            batches = self.batches.step(self.state.sample - self.sequences)
+            batches = self.batches.step(*self.span)
             return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
 
     def _rewind_target(self) -> int:
@@ -211,8 +213,7 @@ class Trainer:
         """Compute again the losses of the last finished step; return in words which are not finite."""
         with self.watchdog.phase(SEARCHING):
             self.model.comm.gather_params()
-            first = self.state.sample - self.sequences
-            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
+            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, self.span, self.control)
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
@@ -237,7 +238,8 @@ class Trainer:
         """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step 0's inputs serve any step."""
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
-                batches = list(self.batches.step(self.state.sample))
+                sequences = self.sequences // self.config.train.step_divisor(0)
+                batches = list(self.batches.step(self.state.sample, sequences))
                 fp8.calibrate(self.model, batches, step_inputs(0, self.config))
             self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 

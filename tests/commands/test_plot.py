@@ -48,6 +48,15 @@ def panels(monkeypatch, tmp_path):
     return draw
 
 
+def test_a_ramp_is_drawn_over_its_tokens(panels, tmp_path):
+    """Steps 1 and 2 have half as many tokens as steps 3 and 4; step 3 is not logged."""
+    logged = [{"step": s, "loss": 3.0, "tokens": t} for s, t in ((1, 50), (2, 100), (4, 300))]
+    (run := tmp_path / "run").mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*logged, {"step": 3, "val_loss": 2.0}]))
+    line, dots, *_ = (line.get_xydata().tolist() for line in panels(run)["loss"].lines)
+    assert (line, dots) == ([[50, 3.0], [100, 3.0], [300, 3.0]], [[200, 2.0]])
+
+
 def test_runs_are_overlaid_over_tokens_and_named_in_the_legend(panels, tmp_path):
     drawn = panels(write_run(tmp_path / "short", 20), write_run(tmp_path / "long", 500, last=3.0))
     assert drawn.keys() == {"learning rate", "gradient norm", "tokens per second", "loss", "legend"}

@@ -74,6 +74,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model: {arch: llama, n_kv_head: 5}", {}, "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change"),
     ("model: {n_kv_head: 4}", {}, "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it"),
     ("", {"train.steps": "100"}, "optim.warmup: 700 steps of warmup are more than train.steps 100; lower it"),
+    ("", {"train.steps": "700", "train.ramp": "701"}, "train.ramp: 701 half steps are more than train.steps 700"),
     ("train: {rewind_after: 3}", {}, "x.yaml:1: train.rewind_after: there is no checkpoint to go back to"),
     ("", {"train.seq_len": "2048"}, "train.seq_len: 2048 is longer than model.block_size 1024"),
     ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256; set model.vocab_size or data.tok"),

@@ -140,6 +140,14 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     assert {*found.plan.buffers} <= {line.split(" ")[0] for line in lines}
 
 
+def test_plan_report_tells_the_smaller_steps_of_a_ramp():
+    """Twelve sequences fit, but a half step has six."""
+    config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=6, ramp=3))
+    report = plan_report(config, reference, 8 * GIB, StepShape.of(config), architecture="9.0")
+    assert "tokens of a step 192: 2 x 6 sequences of 16; half as many in the first 3 steps\n" in report
+    assert "; 6 is the largest that divides a step\n" in report
+
+
 def test_plan_report_names_the_largest_batch_that_divides_a_step():
     """Five of twelve sequences fit, so that batches of four can be used."""
     config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))

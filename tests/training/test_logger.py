@@ -48,6 +48,17 @@ def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_the_eta_counts_the_tokens_left(tmp_path, capsys):
+    """500 steps of half as many tokens and 500 others; the second step takes 0.1 s."""
+    logger = Logger(tmp_path, ramped := config().replace(train=dict(ramp=500)))
+    for step in (1, 2, 501):
+        logger.step(step, result(loss=4.0, norm=1.0, seconds=0.1 if step < 501 else 0.2))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("eta ")[2] for line in lines[1:]] == ["2m 30s", "1m 40s"]
+    assert lines[1].split(" | ")[5] == lines[2].split(" | ")[5] == "40,960 tok/s"
+    assert [r["tokens"] for r in read_metrics(tmp_path / METRICS)] == [ramped.train.tokens(s) for s in (1, 2, 501)]
+
+
 def test_logger_syncs_its_files(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
