@@ -111,7 +111,7 @@ def scale(_: Figures) -> Any:
         axes.set(title=title, xlabel="million tokens", xscale="log")
         finish(axes, to)
         axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at)
-    tokens.set(yscale="log", ylim=(0.25, 8))
+    tokens.set(yscale="log", ylim=(0.25, 8), ylabel="with 95% intervals")
     tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)
     tokens.minorticks_off()
     tokens.axhline(1, color="black", lw=0.8)
