@@ -8,9 +8,9 @@ The record has a section for each kind of machine (h100, or h100x2 for two GPUs)
 (benchmarks/losses).  A section holds `meta`, which describes machine and commit, and figures such as steps.d12.fp8.ms.
 benchmarks/pages.py explains the markers that `render` fills.
 
-`run` measures the missing figures of this machine's sections, and writes each part at once.  If the commit has changed,
-it empties a section first.  Parts are compared within a group, so one GPU measures a group in turn.  Several GPUs take
-groups from one queue, each with its share of the CPUs; then all of them train together.
+`run` measures the missing figures of this machine's sections, and writes each part at once.  If the commit, torch or
+Triton has changed, it empties a section first.  Parts are compared within a group, so one GPU measures a group in turn.
+Several GPUs take groups from one queue, each with its share of the CPUs; then all of them train together.
 """
 
 import json
@@ -35,6 +35,7 @@ from benchmarks.speed.steps import CHUNKED, PYTORCH, TORCHAO, Program, ours, run
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.errors import ConfigError, DataError
+from gpt2_triton.files import write_json
 from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
@@ -144,13 +145,13 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         return ours(work_of(size, None, level, "fp8", optim, keys))
 
     def group(size: str) -> list[Part]:
-        ends, torch_s = size in (first, "d48"), 20 if size == first else compile_s[size]
+        ends = size in (first, "d48")
         found = [
             step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
             *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
             step("steps", size, "fp8", fp8(size), more=8),
             *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
-            step("steps", size, "torch", PYTORCH, torch_s),
+            step("steps", size, "torch", PYTORCH, compile_s[size]),
             *([step("steps", size, "fp8_head", fp8(size, "--fp8.keep_bf16", "head"), more=4)] if ends else ()),
         ]
         return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
@@ -260,8 +261,9 @@ class Measuring:
         self.lock, self.caches = threading.Lock(), tempfile.TemporaryDirectory()
 
     def section(self, name: str, meta: dict[str, Any]) -> dict[str, Any]:
-        """Return a section of the record, emptied if its commit is another."""
-        if self.record.get(name, {}).get("meta", {}).get("commit") != meta["commit"]:
+        """Return a section of the record, emptied if its commit or a version is another."""
+        old = self.record.get(name, {}).get("meta", {})
+        if any(old.get(key) != meta[key] for key in ("commit", "torch", "triton")):
             self.record[name] = {"meta": meta}
         return self.record[name]
 
@@ -298,7 +300,7 @@ class Measuring:
         with self.lock:
             for key, value in found.items():
                 section[f"{part.key}.{key}"] = float(f"{value:.5g}") if isinstance(value, float) else value
-            write(self.record, self.out)
+            write_json(self.out, {name: figures for name, figures in self.record.items() if len(figures) > 1})
         print(f"{part.key}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -315,7 +317,7 @@ def run(
     """Measure the missing figures of this machine's sections; return 1 if a part failed.
 
     Args:
-        out: The record to continue.
+        out: The record; a part that it has is not measured again, so name another file to repeat one.
         parts: Comma-separated kinds of figures to measure.
         sizes: Comma-separated sizes of GPT-2; the first size has all parts.
         seconds: Time limit; a part that would exceed it is left for another run.
@@ -356,15 +358,10 @@ def read(path: Path = RECORD) -> pages.Record:
     return found
 
 
-def write(record: pages.Record, path: Path = RECORD) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
 @app.command(name="losses")
 def write_losses() -> None:
     """Fill the section of losses from benchmarks/losses/*.jsonl."""
-    write(read() | {"losses": losses()})
+    write_json(RECORD, read() | {"losses": losses()})
 
 
 def losses() -> dict[str, Any]:

@@ -172,13 +172,13 @@ def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
 def measured(monkeypatch, tmp_path):
     """measured(groups, joint, *words) runs parts on two GPUs, and returns the exit code and the record."""
     out = tmp_path / "record.json"
-    monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit=commit, gpus=2)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
 
-    def run(groups, joint, *words, commit="one"):
+    def run(groups, joint, *words, **meta):
+        monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit="one", gpus=2) | meta))
         monkeypatch.setattr(results, "parts_of", lambda sizes, gpu: groups)
         monkeypatch.setattr(results, "joint_parts", lambda sizes, gpus: joint)
-        code = main(results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", commit, *words])
+        code = main(results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", "one", *words])
         return code, json.loads(out.read_text()) if out.exists() else None
 
     return run
@@ -216,8 +216,9 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
     groups = [[part(bf16), part(fp8)], [part(ops)]]
     assert measured(groups, joint, "--parts", "steps")[0] == 0 and keys() == [fp8]
     code, record = measured(groups, joint, commit="two")
-    assert code == 0 and keys() == sorted([two, ops, bf16, fp8])
-    assert record["h100"]["meta"]["commit"] == "two"
+    assert code == 0 and keys() == sorted([two, ops, bf16, fp8]) and record["h100"]["meta"]["commit"] == "two"
+    code, record = measured(groups, [part(two, 60, fails=True)], commit="two", torch="2.12")
+    assert code == 1 and keys() == sorted([two, ops, bf16, fp8]) and record.keys() == {"h100"}
     assert measured(groups, joint, "--parts", "step")[0] == 2
 
 
@@ -285,8 +286,7 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
     assert {found[f"muon.d12.{arm}"]["tok_s"] for arm in ("bf16", "fp8", "torch")} == {1_310_720.0}
-    assert found["first_step.d12"] == dict(cold_s=3.0, warm_s=3.0)
-    assert found["first_step_compiled.d12"]["warm_s"] == 3.0
+    assert found["first_step.d12"] == dict(cold_s=3.0, warm_s=3.0) and found["first_step_compiled.d12"]["warm_s"] == 3.0
     assert found["peer.d12.torchao_rowwise"] == dict(absent="exit code 1")
     assert found["ops.d12.fp8"] == {"ms": 9.0, "floor_ms": 8.0, "joules": 6.0, "matmul.ms": 5.0, "matmul.floor_ms": 4.0}
     two = dict(batch=64, alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0, each_ms=[10.0, 11.0])
