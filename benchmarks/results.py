@@ -40,13 +40,13 @@ from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
-KINDS = "steps,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi,multi_first_step"
+KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi,multi_first_step"
 MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
-MUON_STEP = 131_072  # tokens of a step with Muon, and fp32 weights
+MUON_STEP, RECIPE_STEP = 131_072, 524_288  # tokens of steps with fp32 weights: with Muon, and gpt2_124m_fast's
 FP8 = ("--precision", "fp8", "--recompute", "none")  # of `benchmarks ops` and multi_gpu
-MUON_KEYS = ("--optim.master", "fp32", "--train.total_batch_tokens", str(MUON_STEP))
+FP32_WEIGHTS = ("--optim.master", "fp32", "--train.total_batch_tokens")  # and a number of tokens
 
 Figures = dict[str, Any]
 Env = dict[str, str]
@@ -145,13 +145,14 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         return ours(work_of(size, None, level, "fp8", optim, keys))
 
     def group(size: str) -> list[Part]:
-        ends = size in (first, "d48")
+        ends, recipe = size in (first, "d48"), fp8(size, *FP32_WEIGHTS, str(RECIPE_STEP))
         found = [
             step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
             *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
             step("steps", size, "fp8", fp8(size), more=8),
             *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
             step("steps", size, "torch", PYTORCH, compile_s[size]),
+            *([step("recipe_step", size, "fp8", recipe, 25, RECIPE_STEP)] if size == first else ()),
             *([step("steps", size, "fp8_head", fp8(size, "--fp8.keep_bf16", "head"), more=4)] if ends else ()),
         ]
         return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
@@ -160,7 +161,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         return [step("peer", size, slug(program.name), program, 70) for program in (*programs, *TORCHAO)]
 
     def muon(arm: str, program: Program, more: int) -> Part:
-        program = program._replace(arguments=(*program.arguments, *MUON_KEYS))
+        program = program._replace(arguments=(*program.arguments, *FP32_WEIGHTS, str(MUON_STEP)))
         return step("muon", first, arm, program, more, MUON_STEP)
 
     words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens_of(first)))
@@ -354,8 +355,7 @@ def run(
 
 
 def read(path: Path = RECORD) -> pages.Record:
-    found: pages.Record = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 @app.command(name="losses")
