@@ -18,7 +18,7 @@ F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int1
 # 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
 EXACT = dict(
     model=dict(n_layer=3, n_head=2, n_embd=128, vocab_size=300, block_size=12),
-    train=dict(batch_size=2, seq_len=8, total_batch_tokens=32),
+    train=dict(dtype="fp32", batch_size=2, seq_len=8, total_batch_tokens=32),
 )
 
 
