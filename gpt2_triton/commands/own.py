@@ -93,7 +93,7 @@ def settings(
     if prepare or summary:
         print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if summary:
-        documents.report(measured.notes, print_line)
+        documents.report(measured.notes)
     if prepare:
         text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, measured=measured)
     return config

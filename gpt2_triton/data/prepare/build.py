@@ -9,14 +9,14 @@ import fcntl
 import functools
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2_triton.console import Progress
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -27,7 +27,6 @@ PROGRESS, LOCK = "progress.json", ".lock"
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
 SHARD_TOKENS = 100_000_000  # llm.c's
 
-Log = Callable[[str], None]
 ShardRecords = dict[str, dict[str, Any]]  # {"tokens": ..., "sha256": ...} of each shard, by name
 Place = dict[str, Any]  # {"state": the source before a batch, "skip": tokens of the batch to skip}, for JSON
 
@@ -58,7 +57,7 @@ class Source(Protocol):
         """Return the name and the largest size of the shard after `shards`; None after the last."""
 
 
-def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> bool:
+def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int) -> bool:
     """Write the shards of `source` into out_dir; return False if they are there already.
 
     recipe            everything that determines the bytes; shards.json records it
@@ -68,27 +67,27 @@ def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens
     """
     with disk_errors(out_dir):
         if not is_done(out_dir, recipe):
-            with _locked(out_dir, log):
+            with _locked(out_dir):
                 if not is_done(out_dir, recipe):  # by a process that held the lock
-                    _build(source, recipe, out_dir, expected_tokens, workers, log)
+                    _build(source, recipe, out_dir, expected_tokens, workers)
                     return True
                 _remove(out_dir, LOCK)
-        log(f"{out_dir} is prepared already")
+        print_line(f"{out_dir} is prepared already")
         return False
 
 
-def build_splits(source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int, log: Log) -> Path:
+def build_splits(source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int) -> Path:
     """Build as `build` does, of a source of both splits; say how many tokens each has."""
-    if build(source, recipe, out_dir, tokens, workers, log):
+    if build(source, recipe, out_dir, tokens, workers):
         shards = read_record(out_dir / RECORD)["shards"]
         train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
-        log(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
+        print_line(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
     return out_dir
 
 
-def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int, log: Log) -> None:
+def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int) -> None:
     tokenizer = get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
-    shards, places = _resume(recipe, out_dir, log)
+    shards, places = _resume(recipe, out_dir)
     done = count_tokens(shards)
     require_space(out_dir, max(0, expected_tokens - done) * token_dtype(tokenizer.vocab_size).itemsize)
     _record_progress(out_dir, recipe, shards, places)
@@ -149,7 +148,7 @@ def _cut(
 # ---- the directory ----
 
 
-def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecords, list[Place | None]]:
+def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[Place | None]]:
     """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
@@ -166,11 +165,11 @@ def _resume(recipe: dict[str, Any], out_dir: Path, log: Log) -> tuple[ShardRecor
         for name, row in found.items():
             path = out_dir / name
             if not path.exists() or sha256(path) != row["sha256"]:
-                log(f"{path} is damaged: preparing again from there")
+                print_line(f"{path} is damaged: preparing again from there")
                 break
             shards[name] = row
             progress.advance(row["tokens"])
-    log(f"resuming after {len(shards)} finished shards, {count_tokens(shards):,} tokens")
+    print_line(f"resuming after {len(shards)} finished shards, {count_tokens(shards):,} tokens")
     return shards, places[: len(shards) + 1]
 
 
@@ -233,14 +232,14 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(out_dir: Path, log: Log) -> Iterator[None]:
+def _locked(out_dir: Path) -> Iterator[None]:
     """Lock out_dir by a file that stays until shards.json is there; wait while another preparation holds the lock."""
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log(f"waiting for another process that prepares {out_dir}")
+            print_line(f"waiting for another process that prepares {out_dir}")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # no locks here: processes with one recipe write the same bytes
             pass

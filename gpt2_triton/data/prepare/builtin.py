@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from gpt2_triton.console import print_line
-from gpt2_triton.data.prepare.build import SHARD_TOKENS, Log
+from gpt2_triton.console import silent
+from gpt2_triton.data.prepare.build import SHARD_TOKENS
 from gpt2_triton.data.prepare.text import prepare_texts
 
 
@@ -15,18 +15,19 @@ def builtin_text() -> str:
     return "\n\n".join(topics[key] for key in sorted(topics))
 
 
-def prepare_builtin(out_dir: Path, tokenizer: str = "bytes", log: Log = print_line) -> Path:
+def prepare_builtin(out_dir: Path, tokenizer: str = "bytes") -> Path:
     """Tokenise builtin_text() into out_dir; any number of processes may do so at once."""
     text = builtin_text()
     source = [{"file": "pydoc_data.topics", "sha256": _sha256(text)}]
     recipe = dict(tokenizer=tokenizer, val_fraction=0.1, shard_tokens=SHARD_TOKENS, source=source)
-    return prepare_texts(lambda: [(0, text)], len(text), recipe, Path(out_dir), 1, log)
+    return prepare_texts(lambda: [(0, text)], len(text), recipe, out_dir, 1)
 
 
 def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
     """Return the directory of the built-in data, named by the hash of the text; make it on first use."""
     name = f"builtin_{tokenizer}_{_sha256(builtin_text())[:8]}"
-    return prepare_builtin(root / name, tokenizer, log=lambda line: None)
+    with silent():
+        return prepare_builtin(root / name, tokenizer)
 
 
 def pattern_of(given: str, split: str, tokenizer: str) -> str:

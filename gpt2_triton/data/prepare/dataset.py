@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.build import PROGRESS, SHARD_TOKENS, Batch, Log, ShardRecords, count_tokens
+from gpt2_triton.data.prepare.build import PROGRESS, SHARD_TOKENS, Batch, ShardRecords, count_tokens
 from gpt2_triton.data.prepare.documents import Reading
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, read_record
@@ -42,7 +42,6 @@ def prepare_dataset(
     shard_tokens: int = SHARD_TOKENS,
     endoftext: bool = True,
     strict: bool = False,
-    log: Log = print_line,
 ) -> Path:
     """Tokenise a dataset, or its first `tokens` tokens, into out_dir.
 
@@ -56,10 +55,10 @@ def prepare_dataset(
     recipe: dict[str, Any] = dict(tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens)
     recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
     source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
-    if build.build(source, recipe, out_dir, source.size or shard_tokens, workers, log):
+    if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
         shards, took = read_record(out_dir / RECORD)["shards"], timedelta(seconds=round(time.monotonic() - begun))
-        documents.report(source.notes, log)
-        log(f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}")
+        documents.report(source.notes)
+        print_line(f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}")
     return out_dir
 
 

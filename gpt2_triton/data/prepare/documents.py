@@ -15,10 +15,11 @@ import re
 import shlex
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import END_OF_TEXT
@@ -65,12 +66,12 @@ def left_out(notes: Notes) -> str:
     return "; ".join(f"{what}: {count:,}, first {where}" for what, (count, where) in rows)
 
 
-def report(notes: Notes, log: Callable[[str], None]) -> None:
-    """Log what was left out, and how many end-of-text tokens were found."""
+def report(notes: Notes) -> None:
+    """Print what was left out, and how many end-of-text tokens were found."""
     if ENDS in notes:
-        log(f"{ENDS}: {notes[ENDS][0]:,}")
+        print_line(f"{ENDS}: {notes[ENDS][0]:,}")
     if what := left_out(notes):
-        log(f"left out: {what}")
+        print_line(f"left out: {what}")
 
 
 def require_all(notes: Notes, strict: bool) -> None:

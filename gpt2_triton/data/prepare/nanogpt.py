@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_triton.console import Progress, command_line, print_line
+from gpt2_triton.console import Progress, command_line
 from gpt2_triton.data.prepare import build
-from gpt2_triton.data.prepare.build import Batch, Log, ShardRecords
+from gpt2_triton.data.prepare.build import Batch, ShardRecords
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import sha256
 
 
-def prepare_nanogpt(folder: Path, out_dir: Path, log: Log = print_line) -> Path:
+def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
     """Write the tokens of folder/train.bin and folder/val.bin into out_dir."""
     if (meta := folder / "meta.pkl").exists():
         todo = f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
@@ -24,7 +24,7 @@ def prepare_nanogpt(folder: Path, out_dir: Path, log: Log = print_line) -> Path:
     with Progress(f"reading {folder}", 2 * size, "bytes") as progress:
         rows = [{"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()]
     recipe = dict(tokenizer="gpt2", shard_tokens=build.SHARD_TOKENS, source=rows)
-    return build.build_splits(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1, log)
+    return build.build_splits(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1)
 
 
 def _map(path: Path) -> np.ndarray:

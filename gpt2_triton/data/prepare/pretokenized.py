@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
-from gpt2_triton.data.prepare.build import Log, ShardRecords, count_tokens, directory_in_use, disk_errors, require_space
+from gpt2_triton.data.prepare.build import ShardRecords, count_tokens, directory_in_use, disk_errors, require_space
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import DataError
@@ -36,7 +36,7 @@ class Remote(NamedTuple):
     sha256: str
 
 
-def download(name: str, out_dir: Path, shards: int | None = None, log: Log = print_line) -> Path:
+def download(name: str, out_dir: Path, shards: int | None = None) -> Path:
     """Download the validation shard and the first `shards` training shards (default all).
 
     `name` is one of REPOSITORIES or any owner/repository.
@@ -48,7 +48,7 @@ def download(name: str, out_dir: Path, shards: int | None = None, log: Log = pri
     info = repository(repo, None, OFFLINE, files_metadata=True)
     with disk_errors(out_dir):
         rows = _download_missing(repo, info.sha, _choose(repo, info.siblings, shards), out_dir)
-    log(f"prepared {out_dir}: {len(rows)} shards, {count_tokens(rows):,} tokens")
+    print_line(f"prepared {out_dir}: {len(rows)} shards, {count_tokens(rows):,} tokens")
     return out_dir
 
 

@@ -11,9 +11,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_triton.console import Progress, print_line
+from gpt2_triton.console import Progress
 from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Log, ShardRecords
+from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.errors import DataError
@@ -64,7 +64,6 @@ def prepare_text(
     shard_tokens: int = SHARD_TOKENS,
     how: Reading = AS_DOCUMENTS,
     strict: bool = False,
-    log: Log = print_line,
     measured: MeasuredText | None = None,
 ) -> Path:
     """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation.
@@ -74,7 +73,7 @@ def prepare_text(
     """
     files, digests, characters, notes, how = measured or measure_text(inputs, workers, how)
     documents.require_all(notes, strict)
-    documents.report(notes, log)
+    documents.report(notes)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
     recipe |= how._asdict()
@@ -82,7 +81,7 @@ def prepare_text(
     def texts() -> Iterator[Text]:
         return (((i, n), text) for i, (path, _) in enumerate(files) for n, text in documents.read(path, how, {}))
 
-    return prepare_texts(texts, characters, recipe, Path(out_dir), _processes(files, workers), log)
+    return prepare_texts(texts, characters, recipe, out_dir, _processes(files, workers))
 
 
 def _processes(files: list[File], workers: int) -> int:
@@ -91,7 +90,7 @@ def _processes(files: list[File], workers: int) -> int:
 
 
 def prepare_texts(
-    texts: Callable[[], Iterable[Text]], size: int, recipe: dict[str, Any], out_dir: Path, workers: int, log: Log
+    texts: Callable[[], Iterable[Text]], size: int, recipe: dict[str, Any], out_dir: Path, workers: int
 ) -> Path:
     """Tokenise the texts that `texts` returns, `size` characters in all, into out_dir."""
     cut = int(size * (1 - recipe["val_fraction"]))
@@ -99,7 +98,7 @@ def prepare_texts(
         what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
     fewest = size if recipe["tokenizer"] == "bytes" else size // 5  # tokens, so that no disk with room is refused
-    return build.build_splits(_Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers, log)
+    return build.build_splits(_Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers)
 
 
 class _Texts:

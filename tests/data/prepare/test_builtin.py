@@ -22,18 +22,19 @@ def test_builtin_shards_hold_the_builtin_text(tmp_path):
     assert len(text) > 300_000 and builtin_shards("bytes", tmp_path / "data") == out
 
 
-def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
-    out, lines, waiting = tmp_path / "out", [], threading.Event()
+def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path, monkeypatch):
+    out, first, lines, waiting = tmp_path / "out", prepare_builtin(tmp_path / "first"), [], threading.Event()
 
-    def log(line):
+    def print_line(line):
         lines.append(line)
         waiting.set()
 
-    with build._locked(out, print):
-        second = threading.Thread(target=prepare_builtin, args=(out, "bytes", log))
+    monkeypatch.setattr(build, "print_line", print_line)
+    with build._locked(out):
+        second = threading.Thread(target=prepare_builtin, args=(out,))
         second.start()
         assert waiting.wait(60) and lines == [f"waiting for another process that prepares {out}"]
-        for path in prepare_builtin(tmp_path / "first").iterdir():
+        for path in first.iterdir():
             os.rename(path, out / path.name)
         before = {path.name: path.stat().st_ino for path in out.iterdir() if path.name != ".lock"}
     second.join()
@@ -42,7 +43,7 @@ def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path):
 
 
 def test_builtin_begins_where_the_process_that_held_the_lock_failed(tmp_path):
-    with build._locked(tmp_path / "out", print):
+    with build._locked(tmp_path / "out"):
         (tmp_path / "out" / "progress.json").write_text("{}")
     assert contents(prepare_builtin(tmp_path / "out")) == contents(prepare_builtin(tmp_path / "once"))
 

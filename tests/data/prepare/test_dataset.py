@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 def prepare(folder, out, **options):
     """Prepare the dataset of a folder as if it were on the Hub."""
-    options = {"shard_tokens": SHARD, "log": lambda line: None} | options
+    options = {"shard_tokens": SHARD} | options
     if not hasattr(folder, "path"):
         return prepare_dataset(folder.source, out, "bytes", **options)
     load = datasets.load_dataset
@@ -191,9 +191,9 @@ def _stop_after(folder, out, shards, monkeypatch, **options):
         prepare(folder, out, **options)
 
 
-def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, monkeypatch):
+def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, monkeypatch, capsys):
     _stop_after(folder, tmp_path / "out", 8, monkeypatch)
-    seen, lines = [], []
+    seen = []
 
     def tokenize(tokenizer, batch):
         seen.append(tokens := once(tokenizer, batch))
@@ -201,10 +201,10 @@ def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, mon
 
     once = build.tokenize
     monkeypatch.setattr(build, "tokenize", tokenize)
-    prepare(folder, tmp_path / "out", log=lines.append)
+    prepare(folder, tmp_path / "out")
     rest = len(llmc_tokens(filter(None, folder.texts))) - 8 * SHARD
     assert rest < sum(map(len, seen)) < rest + 2 * BATCH
-    assert lines[0] == f"resuming after 8 finished shards, {8 * SHARD:,} tokens"
+    assert f"resuming after 8 finished shards, {8 * SHARD:,} tokens\n" in capsys.readouterr().out
 
 
 def test_dataset_resumes_with_batches_of_another_size(folder, tmp_path, unbroken, monkeypatch):
@@ -214,14 +214,15 @@ def test_dataset_resumes_with_batches_of_another_size(folder, tmp_path, unbroken
     assert contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
-def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, unbroken, monkeypatch):
-    out, lines = tmp_path / "out", []
+def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, unbroken, monkeypatch, capsys):
+    out = tmp_path / "out"
     _stop_after(folder, out, 6, monkeypatch)
     data = bytearray((out / "train_000003.bin").read_bytes())
     data[1500] ^= 1
     (out / "train_000003.bin").write_bytes(data)
-    assert contents(prepare(folder, out, log=lines.append)) == unbroken
-    assert "train_000003.bin is damaged: preparing again from there" in lines[0] and "after 3 finished" in lines[1]
+    assert contents(prepare(folder, out)) == unbroken
+    printed = capsys.readouterr().out
+    assert "train_000003.bin is damaged: preparing again from there\nresuming after 3 finished" in printed
 
 
 def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder, tmp_path, unbroken):
@@ -305,7 +306,7 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
-def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch):
+def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch, capsys):
     """A nested field; the counts survive stops, and a row with a separator is never cut by one."""
     rows = [{"doc": {"text": f"row {i}<|endoftext|>more" if i % 3 else None}, "id": i} for i in range(300)]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(3)
@@ -313,13 +314,13 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
     on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT", field="doc.text"))
     for count in range(1, 6):
         _stop_after(on_hub, tmp_path / "out", count, monkeypatch, shard_tokens=400)
-    lines = []
-    out = prepare(on_hub, tmp_path / "out", shard_tokens=400, log=lines.append)
+    out = prepare(on_hub, tmp_path / "out", shard_tokens=400)
     np.testing.assert_array_equal(
         tokens_of(out), llmc_tokens(t for i in range(300) if i % 3 for t in (f"row {i}", "more"))
     )
+    ends = "<|endoftext|> taken as end of text: 200\n"
     what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
-    assert lines[1:3] == ["<|endoftext|> taken as end of text: 200", what + '{"doc": {"text": null}}']
+    assert ends + what + '{"doc": {"text": null}}\n' in capsys.readouterr().out
 
 
 def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch):

@@ -26,13 +26,13 @@ def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, mon
 
 
 def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
-    out = pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    out = pretokenized.download("fineweb10B", tmp_path / "out", 1)
     hub.gets.clear()
-    pretokenized.download("fineweb10B", out, None, lambda line: None)
+    pretokenized.download("fineweb10B", out, None)
     assert hub.gets == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
     (out / "train_000002.bin").write_bytes(b"cut off")
     hub.gets.clear()
-    pretokenized.download("fineweb10B", out, 3, lambda line: None)
+    pretokenized.download("fineweb10B", out, 3)
     assert hub.gets == ["fineweb_train_000002.bin"]
     assert (out / "train_000002.bin").read_bytes() == hub.files["fineweb_train_000002.bin"]
 
@@ -40,30 +40,30 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
 def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
     with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged in the download; run the same command again"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+        pretokenized.download("fineweb10B", tmp_path / "out", 1)
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(hub, "broken", False)
-    pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+    pretokenized.download("fineweb10B", tmp_path / "out", 1)
 
 
 def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     bad = b"not a shard" * 200
     monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
     with pytest.raises(DataError, match="not a shard: it begins with"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+        pretokenized.download("fineweb10B", tmp_path / "out", 1)
     assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
     with pytest.raises(DataError, match="val_000000.bin: in use: "):
-        pretokenized.download("fineweb10B", tmp_path / "other", 1, lambda line: None)
+        pretokenized.download("fineweb10B", tmp_path / "other", 1)
     assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
     with pytest.raises(DataError, match="--shards 9: kjj0/fineweb10B-gpt2 has 3; ask"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 9, lambda line: None)
+        pretokenized.download("fineweb10B", tmp_path / "out", 9)
     with pytest.raises(DataError, match="unknown data 'fineweb'; choose fineweb10B, "):
-        pretokenized.download("fineweb", tmp_path / "out", 9, lambda line: None)
+        pretokenized.download("fineweb", tmp_path / "out", 9)
     hub.files.clear()
     with pytest.raises(DataError, match="kjj0/fineweb10B-gpt2: no files .*_train_NNNNNN.bin or"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1, lambda line: None)
+        pretokenized.download("fineweb10B", tmp_path / "out", 1)
 
 
 def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):

@@ -101,14 +101,13 @@ def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, sha
         np.testing.assert_array_equal(tokens_of(out, split), tokens_of(whole, split))
 
 
-def test_text_prepared_already_is_left_alone(tmp_path, text_file, monkeypatch):
+def test_text_prepared_already_is_left_alone(tmp_path, text_file, monkeypatch, capsys):
     """Also on a file system that is read-only by now."""
-    lines = []
     out = prepare_text([text_file], tmp_path / "out", "bytes")
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: _fail("Read-only file system"))
     before = {p.name: p.stat().st_ino for p in out.iterdir()}
-    assert prepare_text([text_file], tmp_path / "out", "bytes", log=lines.append) == out
-    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and "already" in lines[0]
+    assert prepare_text([text_file], tmp_path / "out", "bytes") == out
+    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and "already" in capsys.readouterr().out
 
 
 def test_text_never_overwrites_other_data(tmp_path, text_file):
@@ -163,9 +162,9 @@ def many(tmp_path_factory):
     return directory, unbroken
 
 
-def prepare_many(directory, out, workers=1, log=lambda line: None):
+def prepare_many(directory, out, workers=1):
     files = [directory / "a.jsonl", directory / "b.txt"]
-    return prepare_text(files, out, "bytes", val_fraction=0.4, workers=workers, shard_tokens=1300, log=log)
+    return prepare_text(files, out, "bytes", val_fraction=0.4, workers=workers, shard_tokens=1300)
 
 
 class Stop(Exception):
@@ -173,7 +172,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, monkeypatch, after):
+def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, monkeypatch, capsys, after):
     """Before or after each write of progress.json; without it, a shard is left that no record has."""
     record, out = build._record_progress, tmp_path / "out"
     directory, unbroken = many
@@ -190,9 +189,8 @@ def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, mon
             patch.setattr(build, "_record_progress", stop_there)
             prepare_many(directory, out)
         assert not (out / "shards.json").exists()
-    lines = []
-    assert contents(prepare_many(directory, out, workers=2, log=lines.append)) == unbroken
-    assert lines[0].startswith(f"resuming after {len(unbroken) - 2 - (not after)} finished shards, ")
+    assert contents(prepare_many(directory, out, workers=2)) == unbroken
+    assert f"resuming after {len(unbroken) - 2 - (not after)} finished shards, " in capsys.readouterr().out
 
 
 def test_text_that_was_begun_is_not_continued_with_other_text(many, tmp_path, monkeypatch):
