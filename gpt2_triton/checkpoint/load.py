@@ -5,7 +5,6 @@ is unpickled, and no file name is taken from a file's text.
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     spans = state.pop(SHARES, None)
     second = state.pop(SECOND_SHARES, None) or spans
     shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans or [0]))]
-    return state, merge_shards(shards, spans, {"v": second}) if spans else shards[0]
+    return state, merge_shards(shards, spans, second) if spans else shards[0]
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -143,21 +142,19 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def merge_shards(
-    shards: list[dict[str, Tensor]], spans_by_rank: list[Spans], of_tensor: Mapping[str, list[Spans]] = {}
-) -> dict[str, Tensor]:
-    """Return whole tensors; one that only rank 0 has is whole.  `of_tensor`: spans of tensors sharded otherwise."""
+def merge_shards(shards: list[dict[str, Tensor]], spans: list[Spans], second: list[Spans]) -> dict[str, Tensor]:
+    """Return whole tensors, from each rank's spans, `second` for v.  A tensor that only rank 0 has is whole."""
     merged = {}
     for name, tensor in shards[0].items():
         if len(shards) > 1 and name not in shards[1]:
             merged[name] = tensor
             continue
-        by_rank = of_tensor.get(name, spans_by_rank)
-        total = sum(length for spans in by_rank for _, length in spans)
+        by_rank = second if name == "v" else spans
+        total = sum(length for own in by_rank for _, length in own)
         merged[name] = torch.empty(total, dtype=tensor.dtype)
-        for shard, spans in zip(shards, by_rank, strict=True):
+        for shard, own in zip(shards, by_rank, strict=True):
             start = 0
-            for first, length in spans:
+            for first, length in own:
                 merged[name][first : first + length].copy_(shard[name][start : start + length])
                 start += length
     return merged
