@@ -39,12 +39,13 @@ def read(
         todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
         raise ConfigError(f"train.steps: {counts}; {todo}")
     files, notes = dict[str, Change](), [f"resuming after step {saved['step']} from {found}"]
-    for key, given in (("data", "data.train"), ("validation_data", "data.val")):
+    places = {"data": f"data.train {config.data.train}", "validation_data": f"data.val {config.data.val}"}
+    for key, where in places.items():
         if key in saved and key in shards:
-            where = f"{given} {config.data.train if key == 'data' else config.data.val}"
             rows = zip(shards[key], [*saved[key], *[{}] * len(shards[key])])
             now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
-            files |= (other := check_data(found, saved[key], now, where, config.data.allow_changed))
+            other = check_data(found, saved[key], now, where, config.data.allow_changed)
+            files |= other
             if key == "validation_data" and (other or "eval.tokens" in changed) and (best := best_step(saved)):
                 notes.append(f"best: step {best}'s loss is of other validation data, and no longer counts")
                 saved["best"] = None
