@@ -135,8 +135,7 @@ def _publish(temporary: Path, target: Path) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names at once; return False, with nothing done, where the system cannot, as on NFS."""
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
+    return ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
 
 
 def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
