@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from gpt2_triton.checkpoint.state_dict import floats
-from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, to_fp32, tokenizer_of
+from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
@@ -38,14 +38,15 @@ def read(
     sizes |= {"tied": bool(config.get("tie_word_embeddings"))}  # False without the key, as in transformers
     model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
 
-    def read(name: str, rows: slice) -> np.ndarray:
-        return to_fp32(floats(where, name, load, weights.shapes[name])[rows])
-
-    weights = Weights(where, model, tokenizer := tokenizer_of(model), read, path.parent)
-    look_in(tokenizer or "", path.parent)
-    if absent := [name for name in weights.shapes if name not in stored]:
+    shapes, tokenizer = parameter_shapes(model), tokenizer_of(model)
+    if absent := [name for name in shapes if name not in stored]:
         raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
-    return weights
+
+    def read(name: str, rows: slice) -> np.ndarray:
+        return to_fp32(floats(where, name, load, shapes[name])[rows])
+
+    look_in(tokenizer or "", path.parent)
+    return Weights(where, model, tokenizer, read)
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
