@@ -43,7 +43,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def read(name: str) -> Weights:
-    """Return the GPT-2 in a directory, or of this name on the hub; CheckpointError if it cannot run here."""
+    """Return the model in a directory, or of this name on the Hub; CheckpointError if it cannot run here."""
     directory = Path(name) if Path(name).is_dir() else _download(name)
     places: dict[str, Path] = {}
     for path in _weight_files(directory):
@@ -70,14 +70,14 @@ def read(name: str) -> Weights:
 
 
 def _download(name: str) -> Path:
-    """Return the directory of a model on the hub, from huggingface_hub's cache or the network."""
+    """Return the directory of a model on the Hub, from huggingface_hub's cache or the network."""
     if name.startswith((".", "/", "~")) or Path(name).exists():
         raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and {MODEL}")
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
-    except Exception as error:  # of the import, the hub, the network or the disk
+    except Exception as error:  # of the import, the Hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         wrong = f"hf:{name}: no such directory, and the download failed ({got})"
         raise CheckpointError(f"{wrong}; name a directory, try online, or set HF_HOME to another place") from error

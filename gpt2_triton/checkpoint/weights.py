@@ -1,8 +1,8 @@
-"""A GPT-2's weights under OpenAI's names, between other projects' files and our flat buffers.
+"""A model's weights under other projects' names, between their files and our flat buffers.
 
-Hugging Face and nanoGPT use these names, llm.c their order.  `by_name` maps these names to our
-tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16 and bf16.  A model is read
-part by part, since a host may not hold it.
+GPT-2 has OpenAI's names, which Hugging Face and nanoGPT use, and llm.c their order; Llama has Hugging Face's.
+`by_name` maps names to our tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16
+and bf16.  A model is read part by part, since a host may not hold it.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
         return ModelConfig.model_validate(sizes)
     except ValidationError as error:
         got = ", ".join(f"{name} {str(value)[:40]}" for name, value in sizes.items())
-        raise CheckpointError(f"{where}: not a GPT-2 that fits here: {got} ({first_problem(error)})") from None
+        raise CheckpointError(f"{where}: not a model that fits here: {got} ({first_problem(error)})") from None
 
 
 def first_problem(error: ValidationError) -> str:

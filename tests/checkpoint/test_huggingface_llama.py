@@ -105,7 +105,7 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
     "change, named",
     [
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear, and"),
-        (NO_FACTOR, "type llama3 {'factor': None}"),
+        (NO_FACTOR, "type llama3 {'factor': None}"), (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused(tmp_path, change, named):

@@ -91,7 +91,7 @@ def drop(name):
 REFUSED = [
     (lambda saved: saved.pop("model_args"), "has no model and model_args; .* model.safetensors beside a config.json"),
     (lambda saved: saved["model_args"].pop("n_head"), "model_args have no n_head"),
-    (lambda saved: saved["model_args"].update(n_embd=60), "not a GPT-2 that fits here"),
+    (lambda saved: saved["model_args"].update(n_embd=60), "not a model that fits here"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has no tensor h.2.attn.c_attn.bias"),
     (lambda saved: saved["model_args"].update(n_layer=1), "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers"),
     (lambda saved: saved["model_args"].update(bias=False), None),  # biases in the file are used
