@@ -1,8 +1,11 @@
-"""Read and write llm.c's model files (magic 20240326); data/tokenizer.py writes its tokenizer file.
+"""Read and write llm.c's model files; write its tokenizer file, with which it decodes samples.
 
-A model file is a header of 256 little-endian int32 (MODEL_MAGIC, version, block_size, vocab_size, n_layer, n_head,
-n_embd, rows of wte with padding, then zeros) and the parameters, matrices [out, in]: wte, wpe, then each kind of layer
-tensor for all layers, then the final norm.  Version 3 is fp32, version 5 bf16.
+A file begins with a header of 256 little-endian int32, the last ones 0.
+
+    model.bin           header: MODEL_MAGIC, version (3: fp32, 5: bf16), HEADER_SIZES, rows of wte with padding
+                        parameters, matrices [out, in]: wte, wpe, each kind of layer tensor for all layers, final norm
+    gpt2_tokenizer.bin  header: TOKENIZER_MAGIC, version 2, number of tokens, end of text
+                        each token: its length in a byte, and its bytes
 """
 
 import math
@@ -19,15 +22,15 @@ from gpt2_triton.checkpoint.weights import (
     round_bf16,
     tokenizer_of,
 )
-from gpt2_triton.data.tokenizer import LLMC_FILE, Tokenizer, write_llmc
+from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError
 
-MODEL_MAGIC = 20240326
+MODEL_MAGIC, TOKENIZER_MAGIC = 20240326, 20240328
 VERSIONS = {3: "fp32", 5: "bf16"}
 STORAGE = {"fp32": "<f4", "bf16": "<i2"}
 HEADER_BYTES = 1024
 HEADER_SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
-MODEL = "model.bin"
+MODEL, TOKENIZER = "model.bin", "gpt2_tokenizer.bin"
 
 
 def read(path: str) -> Weights:
@@ -79,8 +82,14 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
             file.write(np.ascontiguousarray(stored, STORAGE[dtype]).data)
     if tokenizer is None:
         return 0
-    write_llmc(directory / LLMC_FILE, tokenizer)
+    _write_tokenizer(directory / TOKENIZER, tokenizer)
     return tokenizer.vocab_size
+
+
+def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    tokens, header = tokenizer.token_bytes(), np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:4] = TOKENIZER_MAGIC, 2, len(tokens), tokenizer.eot
+    path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
 
 
 def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:

