@@ -37,7 +37,7 @@ BUDGETS = {
     "tests/checkpoint": 2132,
     "tests/commands": 1464,
     "tests/config": 650,
-    "tests/data": 817,
+    "tests/data": 816,
     "tests/data/prepare": 1119,
     "tests/distributed": 536,
     "tests/gpu": 791,

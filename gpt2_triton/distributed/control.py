@@ -66,8 +66,8 @@ class ControlGroup:
     def leave(self) -> None:
         """Make rank 0, which may hold the store, wait for the others; all call it before an exit with an error."""
         if self.rank > 0:
-            self._store.set(f"{self._name}/left/{self.rank}", "null")
-        for rank in range(1, self.size if self.rank == 0 else 0):
+            return self._store.set(f"{self._name}/left/{self.rank}", "null")
+        for rank in range(1, self.size):
             self._take(f"{self._name}/left/{rank}")
 
     def _wait(self, key: str) -> Any:
