@@ -1,7 +1,7 @@
 """Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before training.
 
-A shard is a header of 256 little-endian int32 (magic, version, number of tokens ntok, then zeros) and the tokens: as
-uint16 for GPT-2, 1024 + 2 * ntok bytes in all, and as uint32 for a vocabulary of more than 65,536, such as Llama 3's.
+A shard is a header of 256 little-endian int32 (magic, version, number of tokens, then zeros) and the tokens.  They are
+uint16, as GPT-2's, or uint32 for a vocabulary of more than 65,536, as Llama 3's.
 """
 
 import functools

@@ -3,20 +3,20 @@
     with simulated(hopper_matmul, seed=1):
         hopper_matmul.matmul(...)
 
-How it works.  A kernel's device functions run as Python functions: `gl`, `tl`, `mbarrier` and `tma` are replaced by
-LANGUAGE and NAMES below, which hold only what those kernels use; a new Gluon feature is added there.  A program is a
-thread, as is each of its partitions, and one thread runs at a time.  At every barrier, load and store the seed's random
-numbers choose which partition continues and which TMA transfer completes.
+Device functions run as Python functions.  LANGUAGE and NAMES below replace `gl`, `tl`, `mbarrier` and `tma`, with only
+what the kernels use; INSTRUCTIONS has their PTX.  A program is a thread, as is each partition, and one runs at a time.
+At every barrier, load and store the seed chooses which partition continues and which TMA transfer completes.
 
-Asynchronous operations take effect as late as the hardware allows: wgmma reads its operands when it is waited for (in
-the order of issue, so that a wait for all but the last n finishes those before them), a TMA store reads shared memory
-at any time before its wait.  A buffer that is released too early therefore spoils the result, which the test compares
-with float64.  Instructions in PTX have Python functions in INSTRUCTIONS.
+Asynchronous operations take effect as late as the hardware allows.  wgmma reads its operands when it is waited for, in
+the order of issue.  A TMA store reads shared memory at any time before its wait.  A buffer that is released too early
+therefore spoils the result, which the test compares with float64.
 
-`Race` is raised for: a wait that never ends, an arrival too many, a read of shared memory that a load is still writing,
-a write to shared memory that a load or store still uses, a TMA store of data that was written without a fence, a
-partition that ends before its stores have, a load that nothing waits for, an address outside a tensor, the use of an
-invalidated barrier, a barrier that a kernel without partitions does not invalidate, and barriers that nothing uses.
+`Race` is raised for:
+    memory    a read of what a load is still writing, a write to what a load or store still uses, a TMA store of what
+              was written without a fence, an address outside a tensor
+    barriers  a wait that never ends, an arrival too many, a use after invalidation, a barrier that nothing uses, or
+              that a kernel without partitions does not invalidate
+    ends      a partition that ends before its stores have, a load that nothing waits for
 
 What it does not check: registers, layouts, alignment, and speed.  test_hopper.py compiles the kernels for that.
 test_hopper_simulated.py removes each kind of wait and checks that the simulator finds it.

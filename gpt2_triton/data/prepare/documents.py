@@ -295,9 +295,8 @@ def _decode(path: Path, line: int, data: bytes) -> str:
 def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
     """Split a document, given in parts, into pieces of at least `size` characters, the last one shorter.
 
-    The pieces have the tokens of the whole.  They end where whitespace begins, and no token of any tokenizer lies
-    across such a place: after other characters GPT-2's pattern matches no whitespace, and Llama 3's matches line ends,
-    but not after a letter or a digit.
+    The pieces have the tokens of the whole: no token of any tokenizer lies across a cut.  After other characters,
+    GPT-2's pattern matches no whitespace.  Llama 3's matches line ends, but not after a letter or a digit.
     """
     rest = ""
     for part in parts:
