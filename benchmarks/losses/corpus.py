@@ -33,7 +33,7 @@ import torch
 from benchmarks.losses import prose
 from gpt2_triton.console import Progress
 from gpt2_triton.data.prepare.build import SHARD_TOKENS
-from gpt2_triton.data.prepare.text import prepare_text
+from gpt2_triton.data.prepare.text import measure_text, prepare_text
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.errors import DataError, UserError
@@ -115,7 +115,7 @@ def build(out: Path, found: list[Document], tokenizer: str, shard_tokens: int) -
         for file, texts in zip(files, splits.values(), strict=True):
             with open(file, "w") as opened:
                 opened.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-        prepare_text(files, out, tokenizer, val / (train + val), os.cpu_count() or 1, shard_tokens)
+        prepare_text(measure_text(files, 1), out, tokenizer, val / (train + val), os.cpu_count() or 1, shard_tokens)
     print(f"{len(found):,} texts, {train / 1e6:.1f} MB to train on, {val / 1e6:.1f} MB to validate")
     print(f"packages of the validation shards: {', '.join(sorted(chosen))}")
 

@@ -95,7 +95,7 @@ def settings(
     if summary:
         documents.report(measured.notes)
     if prepare:
-        text.prepare_text(own.data, shards, tokenizer, own_text.VAL_FRACTION, workers, measured=measured)
+        text.prepare_text(measured, shards, tokenizer, own_text.VAL_FRACTION, workers)
     return config
 
 

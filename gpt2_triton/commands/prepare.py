@@ -44,10 +44,10 @@ def prepare_text(
     """
     if not inputs:
         raise ConfigError("prepare text: expected one or more text files")
-    from gpt2_triton.data.prepare import text
-    from gpt2_triton.data.prepare.documents import Reading
+    from gpt2_triton.data.prepare import documents, text
 
-    text.prepare_text(inputs, out, tokenizer, val_fraction, workers, how=Reading(field, endoftext), strict=strict)
+    measured = text.measure_text(inputs, workers, documents.Reading(field, endoftext))
+    text.prepare_text(measured, out, tokenizer, val_fraction, workers, strict=strict)
 
 
 @app.command(name="builtin")

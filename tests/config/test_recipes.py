@@ -66,5 +66,6 @@ def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypa
         open_shards(pattern, 128_256, 1024)
     command, train = re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1].split(), []
     monkeypatch.setattr(dataset, "prepare_dataset", lambda given, out, tokenizer, *_: train.append((out, tokenizer)))
-    monkeypatch.setattr(text, "prepare_text", lambda inputs, out, tokenizer, *_, **__: train.append((out, tokenizer)))
+    monkeypatch.setattr(text, "measure_text", lambda *_: None)
+    monkeypatch.setattr(text, "prepare_text", lambda measured, out, tokenizer, *_, **__: train.append((out, tokenizer)))
     assert main(tools, command) == 0 and train == [(Path(pattern).parent, "llama3")]

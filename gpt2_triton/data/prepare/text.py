@@ -36,7 +36,7 @@ class MeasuredText(NamedTuple):
         return hashlib.sha256(f"{tuple(self.how)}{[name for _, name in self.files]}{self.digests}".encode()).hexdigest()
 
 
-def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOCUMENTS) -> MeasuredText:
+def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
     """Read files, folders and globs of text; DataError that names the unreadable files, or if there is no text."""
     (files, notes), digests, characters, faults = documents.find_files(inputs), [], 0, []
     measure = functools.partial(documents.measure, how=how)
@@ -56,22 +56,19 @@ def measure_text(inputs: Sequence[Path], workers: int = 1, how: Reading = AS_DOC
 
 
 def prepare_text(
-    inputs: Sequence[Path],
+    measured: MeasuredText,
     out_dir: Path,
     tokenizer: str,
-    val_fraction: float = 0.1,
-    workers: int = 1,
+    val_fraction: float,
+    workers: int,
     shard_tokens: int = SHARD_TOKENS,
-    how: Reading = AS_DOCUMENTS,
     strict: bool = False,
-    measured: MeasuredText | None = None,
 ) -> Path:
-    """Tokenise files, folders and globs of text into out_dir; the last val_fraction of characters is validation.
+    """Tokenise measured text into out_dir; the last val_fraction of its characters is validation.
 
-    strict      raise DataError if anything is left out
-    measured    what measure_text has returned for the inputs, if it was called
+    DataError if `strict` and anything is left out.
     """
-    files, digests, characters, notes, how = measured or measure_text(inputs, workers, how)
+    files, digests, characters, notes, how = measured
     documents.require_all(notes, strict)
     documents.report(notes)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]

@@ -18,8 +18,7 @@ import pytest
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.data import tokenizer
-from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.text import prepare_text
+from gpt2_triton.data.prepare import build, documents, text
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
@@ -53,6 +52,10 @@ def tokens_of(directory, split):
     return np.concatenate([map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
 
 
+def prepare_text(inputs, out, tokenizer, val_fraction=0.1, workers=1, **options):
+    return text.prepare_text(text.measure_text(inputs, workers), out, tokenizer, val_fraction, workers, **options)
+
+
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -82,8 +85,8 @@ def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
 
 def test_text_documents_are_separated_by_end_of_text(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(3)]
-    for file, text in zip(files, ("aaaaa", "bbbbb", "cccccccccc"), strict=True):
-        file.write_text(text)
+    for file, letters in zip(files, ("aaaaa", "bbbbb", "cccccccccc"), strict=True):
+        file.write_text(letters)
     out = prepare_text(files, tmp_path / "out", "bytes", val_fraction=0.6)
     assert bytes(tokens_of(out, "train").astype(np.uint8)) == b"aaaaa\0bbb"
     assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0cccccccccc"
