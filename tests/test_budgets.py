@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/commands": 1464,
     "tests/config": 651,
     "tests/data": 816,
-    "tests/data/prepare": 1121,
+    "tests/data/prepare": 1118,
     "tests/distributed": 536,
     "tests/gpu": 791,
     "tests/ground": 340,

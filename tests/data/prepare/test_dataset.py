@@ -27,6 +27,7 @@ from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
+from tests.data.prepare.test_text import contents
 
 SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
 
@@ -68,10 +69,6 @@ def unbroken(folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "BATCH_CHARS", BATCH)
         return contents(prepare(folder, tmp_path_factory.mktemp("unbroken") / "out"))
-
-
-def contents(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def llmc_tokens(texts):
