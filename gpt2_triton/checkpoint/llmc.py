@@ -51,8 +51,7 @@ def read(path: str) -> Weights:
     elements = flat_length(model) + (rows - model.padded_vocab) * model.n_embd
     expected = HEADER_BYTES + elements * np.dtype(storage).itemsize
     if rows < model.vocab_size or size != expected:
-        wrong = f"{where}: {size:,} bytes, expected {expected:,} for the sizes in its header"
-        raise CheckpointError(f"{wrong}; copy it again")
+        raise CheckpointError(f"{where}: {size:,} bytes, expected {expected:,} by its header; copy it again")
     stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)  # "c": torch warns about read-only memory
     shapes, starts, start = parameter_shapes(model), {}, 0
     for name in _order(shapes, model.n_layer):

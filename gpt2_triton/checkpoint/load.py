@@ -74,8 +74,7 @@ def find_checkpoint(path: Path) -> Path:
     if path.name == "best" and not path.exists():
         found = best_checkpoint(find_checkpoint(path.parent))
         if found is None:
-            todo = "train with checkpoint.best val_loss"
-            raise CheckpointError(f"{path}: {path.parent} keeps no best checkpoint; {todo}")
+            raise CheckpointError(f"{path}: its run keeps no best checkpoint; train with checkpoint.best val_loss")
         return find_checkpoint(found)
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():  # a copy may have any name
         if problem := verify(path):

@@ -55,8 +55,7 @@ def _lock(file: int, path: Path, is_new: bool) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        todo = "wait for its end, or choose another"
-        raise ConfigError(f"--run_dir: {holder} writes to {path.parent}; {todo}") from None
+        raise ConfigError(f"--run_dir: {holder} writes to {path.parent}; wait for its end, or choose another") from None
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise

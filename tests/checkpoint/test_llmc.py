@@ -94,9 +94,9 @@ REFUSED = [
     (lambda data: with_header(data, w1=2), r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again"),
     (lambda data: with_header(data, w6=60), "not a model that fits here: block_size 16, vocab_size 300.* n_embd 60"),
     (lambda data: with_header(data, w4=0), "not a model that fits here"),
-    (lambda data: with_header(data, w4=3), "bytes, expected [0-9,]+ for the sizes in its header"),
-    (lambda data: with_header(data, w7=299), "for the sizes in its header; copy it again"),
-    (lambda data: data[:-4], "for the sizes in its header; copy it again"),
+    (lambda data: with_header(data, w4=3), "bytes, expected [0-9,]+ by its header"),
+    (lambda data: with_header(data, w7=299), "by its header; copy it again"),
+    (lambda data: data[:-4], "by its header; copy it again"),
 ]  # fmt: skip
 
 
