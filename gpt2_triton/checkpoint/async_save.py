@@ -71,7 +71,7 @@ class AsyncCheckpointer:
         if error is None:
             return
         if not isinstance(error, OSError):
-            raise error  # a bug
+            raise error  # a bug, or a rank that has exited
         failure = f"{self._directory}: a checkpoint could not be written ({error}); make room, or make it writable"
         if raise_errors:
             raise CheckpointError(f"{failure}, and resume") from error

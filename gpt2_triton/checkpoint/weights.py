@@ -146,8 +146,9 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     """Return the tensors of `flat_parts` whole; the padding rows of wte are zero."""
     n, out = flat_length(config.model), dict[str, Tensor]()
     for name, first, elements in flat_parts(weights, config):
-        flat = out[name] if name in out else out.setdefault(name, elements.new_zeros(n))
-        flat[first : first + len(elements)] = elements
+        if name not in out:
+            out[name] = elements.new_zeros(n)
+        out[name][first : first + len(elements)] = elements
     return out
 
 
