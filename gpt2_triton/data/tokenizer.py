@@ -122,7 +122,7 @@ def keep_vocabulary(tokenizer: str, directory: Path) -> None:
     """Write the vocabulary of `llama3` for look_in.  A run whose shards were made elsewhere may have none."""
     if tokenizer == "llama3":
         with contextlib.suppress(DataError):
-            write_atomic(directory / LLAMA3_FILES[1], _llama3_vocabulary())
+            write_atomic(directory / "tokenizer.model", _llama3_vocabulary())
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
     files: dict[Path, File] = {}
     notes: Notes = {}
     others = []
-    for given in map(Path, inputs):
+    for given in inputs:
         texts, found = 0, _matches(given)
         for file in found:
             if not (is_text(file.path) and file.path.is_file()):
