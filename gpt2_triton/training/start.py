@@ -70,7 +70,7 @@ def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
     for path in names:
         new = not path.exists()
         with contextlib.suppress(FileExistsError):  # another start in the same second
-            path.mkdir(parents=True, exist_ok=run_dir is not None)
+            path.resolve().mkdir(parents=True, exist_ok=run_dir is not None)  # a link may name no directory yet
             break
     try:
         yield path

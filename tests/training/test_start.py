@@ -25,6 +25,13 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
         train(Path("gpt2_124m"), "--train.precision", "fp8", plan=True)
 
 
+def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "run")
+    config = Config.model_validate(dict(data=dict(train="builtin", val="builtin")))
+    with starting(config, tmp_path / "link", False) as made:
+        assert made == tmp_path / "link" and made.is_dir()
+
+
 def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
     for project, variable in (("a/b", "other"), (None, "a/b")):
         monkeypatch.setenv("WANDB_PROJECT", variable)
