@@ -57,7 +57,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return Config.load(self.directory / "config.yaml")
+        return Config.load(self.directory / "config.yaml", gpus=None)  # the run may have had several
 
     @property
     def state(self) -> Literal["done", "stopped"]:
@@ -122,9 +122,9 @@ def train(
         raise ConfigError("config: own is a recipe of the command line: `gpt2-triton train own --data FILES`")
     if resume not in (False, True, "must"):
         raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
-    settings, directory = config if isinstance(config, Config) else Config.load(config), Path(run_dir)
     set_env_from_slurm()
     rank, ranks = rank_and_size()
+    settings, directory = config if isinstance(config, Config) else Config.load(config, gpus=ranks), Path(run_dir)
     with _exclusive(console and rank == 0), starting(settings, directory, resume):
         from gpt2_triton import device
 

@@ -126,6 +126,19 @@ def test_run_that_has_only_begun_has_no_losses(tmp_path):
     assert repr(run) == f"Run('{tmp_path}': stopped, loss None, val_loss None)"
 
 
+def test_step_of_two_gpus_that_one_could_not_divide(tmp_path, monkeypatch):
+    """A GPU has 3 sequences; one GPU would have 6, which 4 does not divide."""
+
+    def train(config, run_dir, *_):
+        (run_dir / "config.yaml").write_text(config.to_yaml())
+
+    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(trainer, "train", train)
+    config = small_config(train=dict(batch_size=4, total_batch_tokens=6 * 16))
+    assert gpt2_triton.train(config.to_dict(), tmp_path / "run").config == config
+
+
 @pytest.mark.slow
 def test_train_prints_only_when_asked(tmp_path, capfd):
     config = tiny_config(model=dict(n_layer=1), train=dict(steps=1), sample=dict(every=1, tokens=2))

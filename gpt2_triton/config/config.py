@@ -17,11 +17,11 @@ class Config(Sections):
     """The whole configuration of a run.  Derived sizes are properties."""
 
     @classmethod
-    def load(cls, source: Source, overrides: Mapping[str, Any] | None = None, gpus: int = 1) -> "Config":
+    def load(cls, source: Source, overrides: Mapping[str, Any] | None = None, gpus: int | None = 1) -> "Config":
         """Return a configuration from a recipe, a YAML file, a Config or a tree such as {"train": {"steps": 10}}.
 
         `overrides`, such as {"train.steps": 20}, replace its values.  The step must divide among parallel.gpus GPUs,
-        or among `gpus` if parallel.gpus is null.  ConfigError has a line for each mistake.
+        or among `gpus` if parallel.gpus is null; None skips this check.  ConfigError has a line for each mistake.
         """
         return load(cls, source, overrides or {}, gpus)
 

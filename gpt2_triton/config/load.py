@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=Sections)
 Source = str | Path | Mapping[str, Any] | Sections  # a recipe or a file, a tree, a configuration
 
 
-def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: int) -> Kind:
+def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: int | None) -> Kind:
     """Return the configuration in a source, with `overrides` (dotted key -> value) on top."""
     source = source.model_dump() if isinstance(source, Sections) else source
     if isinstance(source, Mapping):
@@ -45,7 +45,7 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
         elif isinstance(tree.setdefault(section, {}), dict):  # otherwise the mistake in the file is reported below
             tree[section][name] = value
     try:
-        return kind.model_validate(tree, context=dict(gpus=gpus))
+        return kind.model_validate(tree, context=dict(gpus=gpus) if gpus else None)
     except ValidationError as error:
         places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {key: key for key in overrides}
         problems = [f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)]
