@@ -67,21 +67,21 @@ def main(app: App, argv: list[str]) -> int:
     except CycloptsError as error:
         return _fail(_wrong_call(error), 2, on_every_rank=True)
     except KeyboardInterrupt:
-        return _exit_if_distributed(_fail("interrupted", 130))
+        return _fail("interrupted", 130)
     except UserError as error:
-        return _exit_if_distributed(_fail(str(error), error.exit_code, error.on_every_rank))
+        return _fail(str(error), error.exit_code, error.on_every_rank)
+    except BrokenPipeError:  # stdout's reader, such as head, has all that it wants
+        discard_unwritten()
+        return 141
     except Exception as error:
-        if isinstance(error, BrokenPipeError):  # stdout's reader, such as head, has all that it wants
-            discard_unwritten()
-            return 141
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             file = str(error.filename or "output")
             todo = "set TRITON_CACHE_DIR to another place" if "/.triton" in file else OF_THE_USER[error.errno]
-            return _exit_if_distributed(_fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code))
+            return _fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code)
         if not _is_distributed():
             raise
         traceback.print_exc()
-        return _exit_if_distributed(_fail(f"{type(error).__name__}: {error}", 1))
+        return _fail(f"{type(error).__name__}: {error}", 1)
 
 
 def call(app: App, words: Iterable[str]) -> int:
@@ -107,22 +107,17 @@ def _is_distributed() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def _exit_if_distributed(code: int) -> int:
-    """Exit without waiting for threads if there are several ranks: the launcher then ends the others."""
-    if _is_distributed():
-        os._exit(code)
-    return code
-
-
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message, and the rank of several; one `on_every_rank` once on each host; return the code."""
+    """Print the message, and the rank of several; one `on_every_rank` once on each host; return the code, or exit."""
     rank = int(os.environ.get("RANK", "0"))
     if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(2)  # the rank that prints needs time before the launcher ends it
-        return code
-    name = f"rank {rank}: " if _is_distributed() and not (on_every_rank and rank == 0) else ""
-    print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
-    discard_unwritten()
+    else:
+        name = f"rank {rank}: " if _is_distributed() and not (on_every_rank and rank == 0) else ""
+        print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
+        discard_unwritten()
+    if _is_distributed():
+        os._exit(code)  # without waiting for threads: the launcher then ends the other ranks
     return code
 
 
