@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.cuda import DeviceEvent
 from gpt2_triton.model.model import Model
 
@@ -40,7 +41,7 @@ class _TokenCopy:
 
 
 def generate(
-    model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], temperature: float, top_k: int, top_p: float
+    model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], how: Sampling
 ) -> Iterator[list[int]]:
     """Yield the next token of every sequence, `count` times; sequence i has `prompt`, and samples with seeds[i]."""
     T = model.T
@@ -50,7 +51,7 @@ def generate(
         length = len(sequences[0])
         length = length if length <= T else max(1, T // 2)
         fill_cache(model, [sequence[-length:] for sequence in sequences], sampled, seeds)
-        for tokens in _steps(model, min(count - sampled, T - length + 1), copies, temperature, top_k, top_p):
+        for tokens in _steps(model, min(count - sampled, T - length + 1), copies, how):
             for sequence, token in zip(sequences, tokens, strict=True):
                 sequence.append(token)
             sampled += 1
@@ -71,13 +72,11 @@ def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequ
     model.decoding.seq.copy_(torch.from_numpy(np.array(seq, np.int32)))
 
 
-def _steps(
-    model: Model, count: int, copies: list[_TokenCopy], temperature: float, top_k: int, top_p: float
-) -> Iterator[list[int]]:
+def _steps(model: Model, count: int, copies: list[_TokenCopy], how: Sampling) -> Iterator[list[int]]:
     """Launch `count` decode steps; yield a step's tokens after STEPS_IN_FLIGHT - 1 more launches."""
     in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
-        model.decode(temperature, top_k, top_p)
+        model.decode(*how)
         copy = copies[step % STEPS_IN_FLIGHT]
         copy.start(model.decoding.seq)
         in_flight.append(copy)

@@ -32,7 +32,7 @@ def draw(
         print_line(f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}", error=True)
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
-        steps = generate(model, ids, tokens, seeds, *how)
+        steps = generate(model, ids, tokens, seeds, how)
         texts = _columns(steps, tokenizer.eot) if num > 1 else [(token for [token] in steps)]
         for text in texts[: seed + num - first]:
             yield itertools.takewhile(tokenizer.eot.__ne__, text)

@@ -48,7 +48,7 @@ def decoder(texts: int = 1, **sections) -> Model:
 
 def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
     """Return the tokens of each text."""
-    return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, *how))]
+    return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, Sampling(*how)))]
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
