@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_triton.checkpoint.format import best_step, list_steps, step_path
+from gpt2_triton.checkpoint.format import best_step, list_steps
 from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
@@ -20,20 +20,13 @@ def restore_model(
 ) -> tuple[int, tuple[int, float] | None]:
     """Load the newest intact checkpoint up to `target`, delete later ones; return its step and the best still there."""
     directory = run_dir / "checkpoints"
-    reached = control.from_rank0(lambda: _newest_intact(directory, target))
-    state, tensors = load_checkpoint(step_path(directory, reached))
+    found = control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
+    state, tensors = load_checkpoint(Path(found))
     model.load(tensors)
     control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
-    control.from_rank0(lambda: discard_after(directory, reached))
+    control.from_rank0(lambda: discard_after(directory, state["step"]))
     steps = saved_steps(run_dir, control)
-    return reached, (tuple(state["best"]) if best_step(state) in steps else None)
-
-
-def _newest_intact(directory: Path, target: int) -> int:
-    """Return the step of the newest intact checkpoint up to `target`."""
-    found = latest_checkpoint(directory, target)
-    assert found, "saved_steps has just listed the target"
-    return int(found.name.removeprefix("step_"))
+    return state["step"], (tuple(state["best"]) if best_step(state) in steps else None)
 
 
 def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
