@@ -48,14 +48,12 @@ class RunState:
 
     # ---- the lowest validation loss ----
 
-    def record_validation(self, step: int, loss: float) -> bool:
-        """Record a validation loss; return True if it is the lowest so far.  Step 0 and NaN do not count."""
-        lowest = step > 0 and loss < (self.best[1] if self.best else math.inf)
-        if lowest:
+    def record_validation(self, step: int, loss: float) -> None:
+        """Record a validation loss, and whether it is the lowest so far.  Step 0 and NaN do not count."""
+        self.waited += 1
+        if step > 0 and loss < (self.best[1] if self.best else math.inf):
             self._earlier_bests += [self.best] if self.best else []
-            self.best = step, loss
-        self.waited = 0 if lowest else self.waited + 1
-        return lowest
+            self.best, self.waited = (step, loss), 0
 
     @property
     def best_step(self) -> int | None:

@@ -33,11 +33,11 @@ def test_run_state_of_a_checkpoint_of_an_earlier_version():
 def test_best_before_one_that_was_not_saved_is_the_best_again():
     state = RunState(best=(4, 3.0))
     for step, loss in ((5, 2.0), (6, 1.0)):
-        assert state.record_validation(step, loss)
-    state.forget_best_of(5)
-    assert state.best == (6, 1.0)
-    state.forget_best_of(6)
-    assert state.best == (4, 3.0) and state.record_validation(7, 2.5)
+        state.record_validation(step, loss)
+    for failed, best in ((5, (6, 1.0)), (6, (4, 3.0))):
+        state.forget_best_of(failed)
+        assert state.best == best
+    state.record_validation(7, 2.5)
     state.forget_best_of(4)
     state.forget_best_of(7)
     assert state.best is None
@@ -45,9 +45,9 @@ def test_best_before_one_that_was_not_saved_is_the_best_again():
 
 def test_record_validation_keeps_the_first_of_the_lowest_finite_losses():
     state = RunState()
-    assert state.best_step is None and not state.record_validation(0, 1.0)
-    assert not state.record_validation(4, math.nan) and state.record_validation(5, 2.0)
-    assert not state.record_validation(6, 2.0) and not state.record_validation(7, math.nan) and state.best_step == 5
+    for step, loss, best in ((0, 1.0, None), (4, math.nan, None), (5, 2.0, 5), (6, 2.0, 5), (7, math.nan, 5)):
+        state.record_validation(step, loss)
+        assert state.best_step == best
     state.step = 90  # patience counts validations, at whatever eval.every they were
     assert [n for n in (1, 2, 3) if state.is_out_of_patience(Config().replace(train=dict(patience=n)))] == [1, 2]
 
