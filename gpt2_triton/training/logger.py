@@ -45,8 +45,7 @@ class Logger:
         write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
         keep_vocabulary(config.data.tokenizer, run_dir)
         starts = found.get("starts", [])
-        self.wandb_id = self._wandb.run_id  # None if the run has none
-        write_run(run_dir, self.wandb_id, [*starts, about] if about else starts)
+        write_run(run_dir, self._wandb.run_id, [*starts, about] if about else starts)
 
     def _open_files(self, step: int) -> None:
         """Drop the lines of steps after `step`, and open the files to append to."""

@@ -22,7 +22,7 @@ END_SECONDS = 60.0  # wandb.finish sends the last rows for so long
 class WandbLogger:
     """Sends records as rows.  The first failure prints a warning and ends the sending; the run goes on."""
 
-    def __init__(self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None = None):
+    def __init__(self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None):
         """`run_id`: the run to continue at Weights & Biases; None starts a new one."""
         self._run: Any = None
         self.run_id = run_id

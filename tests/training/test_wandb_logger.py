@@ -18,6 +18,7 @@ import pytest
 from gpt2_triton.training import wandb_logger
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.metrics import METRICS, read_metrics
+from gpt2_triton.training.run_info import read_run
 from tests.support.wandb_server import WandbServer
 from tests.training.test_logger import config, result, run
 
@@ -63,7 +64,7 @@ def test_resume_and_rewind_continue_the_same_run_without_a_repeated_step(server,
         logger.step(step, result(loss=7.0, norm=1.0, seconds=0.1))
     logger.close()
     assert [json.loads(row)["_step"] for row in server.rows] == [*range(1, 14)]
-    assert logger.wandb_id == first == json.loads((tmp_path / "run.json").read_text())["wandb_id"]
+    assert read_run(tmp_path)["wandb_id"] == first
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
     code = (
         "from pathlib import Path; from gpt2_triton.config.config import Config;"
         "from gpt2_triton.training.wandb_logger import WandbLogger;"
-        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None); print('continued')"
+        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None, None); print('continued')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"}
@@ -145,7 +146,6 @@ def test_each_record_is_logged_at_its_step_under_the_id_of_run_json(tmp_path, mo
         assert [step for _, step in logged] == [record["step"] for record, _ in logged]
         assert [record for record, _ in logged] == read_metrics(tmp_path / "name" / METRICS)[-len(logged) :]
         assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
-    assert json.loads((tmp_path / "name" / "run.json").read_text())["wandb_id"] == run_id
     copy = shutil.copytree(tmp_path / "name", tmp_path / "copy")
     assert run(copy, [6], 5, wandb="offline") != run_id
 
@@ -155,7 +155,7 @@ def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, 
     monkeypatch.setenv("WANDB_RUN_ID", "abcd1234")
     logger = Logger(tmp_path, config(wandb="online"))
     logger.close(failed=True)
-    assert logger.wandb_id == "abcd1234" and fake.calls[-1] == ("finish", (), dict(exit_code=1))
+    assert read_run(tmp_path)["wandb_id"] == "abcd1234" and fake.calls[-1] == ("finish", (), dict(exit_code=1))
 
 
 def init_with(directory, monkeypatch, variables, **log):
