@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
@@ -20,7 +20,7 @@ from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.preemption import ShutdownSignals
-from gpt2_triton.training.start import check_run_dir, starting
+from gpt2_triton.training.start import Resume, check_run_dir, starting
 
 FLAGS = ("data", "field", "strict", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
@@ -50,7 +50,7 @@ def train(
     gpus: Annotated[int | None, AT_LEAST_1] = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: Annotated[bool | Literal["must"], Parameter(show_choices=False)] = False,
+    resume: Annotated[Resume, Parameter(show_choices=False)] = False,
 ) -> int:
     """Train a model from a recipe or a YAML file; any key below can be given another value.
 
@@ -105,9 +105,7 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
     return call(app, words)
 
 
-def _start(
-    config: Path, given: dict[str, str], run_dir: Path | None, resume: bool | Literal["must"], text: own.Text | None
-) -> int:
+def _start(config: Path, given: dict[str, str], run_dir: Path | None, resume: Resume, text: own.Text | None) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
@@ -164,9 +162,9 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> st
 
     if on_cpu:
         return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
-    own = device.present() and not gpu
-    where = f"the GPU {gpu}" if gpu else "this GPU" if own else "the GPU h200 (--gpu names another)"
-    architecture = device.architecture() if own else device.gpu_of(gpu).architecture
+    here = device.present() and not gpu
+    where = f"the GPU {gpu}" if gpu else "this GPU" if here else "the GPU h200 (--gpu names another)"
+    architecture = device.architecture() if here else device.gpu_of(gpu).architecture
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
         device.require_fp8(where, architecture)
     return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)

@@ -3,15 +3,13 @@
 import contextlib
 import itertools
 from pathlib import Path
-from typing import Literal
 
 from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
-
-Resume = bool | Literal["must"]
+from gpt2_triton.training.start import Resume
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:

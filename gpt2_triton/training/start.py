@@ -14,11 +14,11 @@ from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, RUN
 
+Resume = bool | Literal["must"]
+
 
 @contextlib.contextmanager
-def starting(
-    config: Config, run_dir: Path | None, resume: bool | Literal["must"], name: str = ""
-) -> Iterator[Path | None]:
+def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "") -> Iterator[Path | None]:
     """Check the configuration, on rank 0 also the tokenizer, and yield the run's directory; others yield `run_dir`."""
     from gpt2_triton.data.shards import require_tokenizer
 
@@ -40,7 +40,7 @@ def starting(
         yield path
 
 
-def check_run_dir(run_dir: Path | None, resume: bool | Literal["must"]) -> None:
+def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
     """Raise ConfigError for a path that cannot be a run directory, and for one with checkpoints unless `resume`."""
     if run_dir is None:
         if resume:

@@ -32,8 +32,9 @@ from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, mark_preempted
-from gpt2_triton.training.run_dir import Resume, open_run_dir
+from gpt2_triton.training.run_dir import open_run_dir
 from gpt2_triton.training.setup import build_model, open_data, open_log, restore, to_save
+from gpt2_triton.training.start import Resume
 from gpt2_triton.training.step_queue import StepQueue
 
 
