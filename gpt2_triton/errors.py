@@ -3,6 +3,9 @@
 Any other exception is a bug and keeps its traceback.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Base class.  The process ends with `exit_code`; an error `on_every_rank` is printed once per host."""
@@ -53,3 +56,13 @@ class ReplicaMismatchError(UserError):
 
     exit_code = 1
     on_every_rank = True
+
+
+@contextlib.contextmanager
+def same_on_all_ranks() -> Iterator[None]:
+    """Mark an error as common to all ranks, so that each host prints it once."""
+    try:
+        yield
+    except UserError as error:
+        error.on_every_rank = True
+        raise

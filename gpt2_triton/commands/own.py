@@ -17,7 +17,7 @@ from gpt2_triton.config.recipes import OWN, find
 from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
-from gpt2_triton.errors import CheckpointError, ConfigError, DataError
+from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
 from gpt2_triton.files import is_text
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def settings(
 
     workers = max(1, (os.cpu_count() or 1) // rank_and_size()[1])
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
-    try:
+    with same_on_all_ranks():
         measured = text.measure_text(own.data, workers, documents.Reading(own.field))
         documents.require_all(measured.notes, own.strict)
         if run_dir and (run_dir / "config.yaml").is_file():
@@ -87,9 +87,6 @@ def settings(
         config = Config.load(recipe, picked | dict(given), gpus)
         if source:
             check_sizes(source, config)
-    except (CheckpointError, DataError) as error:
-        error.on_every_rank = True  # all read the same text
-        raise
     if prepare or summary:
         print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if summary:

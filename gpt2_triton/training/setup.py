@@ -1,8 +1,7 @@
 """The parts of a run, made in this order: data, state with the tensors to start from, model, log."""
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer, look_in
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.errors import UserError
+from gpt2_triton.errors import same_on_all_ranks
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
@@ -73,17 +72,7 @@ class Start(NamedTuple):
         return config.model_copy(update={"init_from": init_from})
 
 
-@contextlib.contextmanager
-def _read_by_all() -> Iterator[None]:
-    """Mark an error as common to all ranks, so that each host prints it once."""
-    try:
-        yield
-    except UserError as error:
-        error.on_every_rank = True
-        raise
-
-
-@_read_by_all()
+@same_on_all_ranks()
 def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
     """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has.
 
@@ -107,7 +96,7 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     T, where = config.train.seq_len, config.init_from.partition(":")[2]
     for directory in (run_dir, *([Path(where)] if where else [])):
         look_in(config.data.tokenizer, directory)
-    with _read_by_all():
+    with same_on_all_ranks():
         train = TrainLoader(_open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted")
         validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
         data = Data(train, validation, hellaswag.questions_of_run(config))
@@ -137,7 +126,7 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
     return {"config": _explicit(config)} | data.fingerprints()
 
 
-@_read_by_all()
+@same_on_all_ranks()
 def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
     if found is None:
@@ -171,7 +160,7 @@ def build_model(
         assert start.config
         expected = fp8.without_scales(model.checkpoint_spec()) | fp8.saved_spec(start.config)
         resume.check_tensors(start.checkpoint, start.tensors, expected)
-    with _read_by_all():
+    with same_on_all_ranks():
         model.load(start.tensors, start.weights)
     return model
 
