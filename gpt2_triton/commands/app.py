@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, Token, UnusedCliTokensError, convert
 from cyclopts.validators import Number
@@ -30,6 +30,9 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
+Checkpoint = Annotated[
+    str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
+]
 PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
 # the beginning of a path before ~/, which a shell expands only at a word's beginning, unquoted; a prompt is no path
 HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")

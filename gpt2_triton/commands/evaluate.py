@@ -5,15 +5,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, require_directory, select_device
+from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, Checkpoint, require_directory, select_device
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_json
 
-# arguments of several commands
-Checkpoint = Annotated[
-    str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
-]
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
 Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="By default a run's own, others bf16, on a CPU fp32.")]

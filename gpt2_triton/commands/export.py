@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Literal
 
+from gpt2_triton.commands.app import Checkpoint
 from gpt2_triton.console import printable
 
 
 def export(
-    source: str, /, *, out: Path, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
+    source: Checkpoint, /, *, out: Path, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
 ) -> None:
     """Write the weights of a model in the format of transformers or llm.c.
 
     Args:
-        source: A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
         out: New directory for the model and its tokenizer.
         format: hf for transformers and programs that build on it, llmc for llm.c.
         dtype: Storage of the weights; fp32 loses nothing, bf16 takes half the space.

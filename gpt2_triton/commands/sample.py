@@ -9,14 +9,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import AT_LEAST_1, select_device
+from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, select_device
 from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference.sampling import Sampling
 
 
 def sample(
-    checkpoint: Path,
+    checkpoint: Checkpoint,
     /,
     *,
     prompt: Annotated[list[str] | None, Parameter(allow_leading_hyphen=True)] = None,
@@ -32,7 +32,6 @@ def sample(
     """Print texts that a model writes.  A text stops at the end-of-text token, which is not printed.
 
     Args:
-        checkpoint: A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.
         prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
         prompt_file: File with a further prompt on each line; - reads stdin.
         tokens: Largest number of tokens of each text, without the prompt.
@@ -52,7 +51,7 @@ def sample(
     from gpt2_triton.inference.sample import draw, stream_text
     from gpt2_triton.model.compiling import compile_decoding
 
-    config, tensors = load_weights(str(checkpoint))
+    config, tensors = load_weights(checkpoint)
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)

@@ -1,15 +1,12 @@
 """`stats`: print a run's tensor statistics as a table."""
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from gpt2_triton.console import printable
 from gpt2_triton.errors import ConfigError
 
 
-def stats(run: Path, /, *, step: Annotated[int | None, Parameter(name="step")] = None) -> None:
+def stats(run: Path, /, *, step: int | None = None) -> None:
     """Print the statistics of a run's activations, gradients and updates at one step.
 
     Args:

@@ -175,7 +175,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = Model.decode
     monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    sample_command.sample(step_dir, prompt=["Hello"], tokens=12, temperature=0, seed=3)
+    sample_command.sample(str(step_dir), prompt=["Hello"], tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
     assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
     assert len(pieces) > 4
@@ -184,12 +184,12 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
     """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes between; the rate is on stderr."""
-    sample_command.sample(step_dir, tokens=3, seed=3, num=5, batch=2)  # without a prompt
+    sample_command.sample(str(step_dir), tokens=3, seed=3, num=5, batch=2)  # without a prompt
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
     single = []
     for seed in range(3, 8):
-        sample_command.sample(step_dir, prompt=[""], tokens=3, seed=seed)
+        sample_command.sample(str(step_dir), prompt=[""], tokens=3, seed=seed)
         single.append(capsys.readouterr().out)
     assert out == "---\n".join(single)
 
@@ -227,13 +227,13 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
         assert main(tools, ["sample", str(step_dir), *words, "--num", num]) == 0
         together, alone = capsys.readouterr().out, []
         for prompt in ("First", "Second", "Third"):
-            sample_command.sample(step_dir, prompt=[prompt], tokens=3, num=int(num))
+            sample_command.sample(str(step_dir), prompt=[prompt], tokens=3, num=int(num))
             alone.append(capsys.readouterr().out)
         assert together == "---\n".join(alone)
     for content, wrong in ((None, "No such file"), (b"\xe9", "invalid continuation byte|unexpected end of data")):
         (tmp_path / "prompts.txt").unlink() if content is None else (tmp_path / "prompts.txt").write_bytes(content)
         with pytest.raises(ConfigError, match=f"--prompt_file: .*prompts.txt cannot be read: .*({wrong})"):
-            sample_command.sample(step_dir, prompt_file=tmp_path / "prompts.txt")
+            sample_command.sample(str(step_dir), prompt_file=tmp_path / "prompts.txt")
 
 
 @pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
@@ -241,7 +241,7 @@ def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, mon
     """A file gets the text as it is."""
     prompt = "\x1b[2J\x9b\a"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    sample_command.sample(step_dir, prompt=[prompt], tokens=1, seed=3, num=num)
+    sample_command.sample(str(step_dir), prompt=[prompt], tokens=1, seed=3, num=num)
     out = capsys.readouterr().out
     assert out.count(sample_command.printable(prompt) if terminal else prompt) == num
     assert terminal == (sample_command.printable(out) == out)
