@@ -34,8 +34,11 @@ def rank_and_size() -> tuple[int, int]:
     """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing variable."""
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     missing = [name for name in NAMES if name not in os.environ]
-    if size > 1 and missing:
-        raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} not set; start with torchrun or srun")
+    if (size > 1 or rank > 0) and missing:
+        todo = "start with torchrun or srun, or unset RANK and WORLD_SIZE"
+        error = ConfigError(f"RANK is {rank} and WORLD_SIZE {size}, but {', '.join(missing)} not set; {todo}")
+        error.on_every_rank = False  # without LOCAL_RANK no rank but 0 would print it
+        raise error
     return rank, size
 
 
