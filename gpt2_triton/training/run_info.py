@@ -21,7 +21,7 @@ from gpt2_triton.version import code_state, package_versions
 def describe_start(
     config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
 ) -> dict[str, Any]:
-    """Return the entry of a start; `device` is the GPU's name, `calibrated` whether scales are found."""
+    """Return the entry of a start; `device` is the GPU's name, `calibrated` whether this start finds fp8's scales."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "after_step": after_step,

@@ -181,21 +181,21 @@ def open_log(
     if group.rank != 0:
         return NullLogger()
     where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
-    state, planned, t = start.state, model.plan.total, config.train
-    calibrates = model.has_fp8 and not model.calibrated
-    about = describe_start(model.config, model.shape, planned, where, state.step, calibrates)
-    about["notes"] = start.notes
     if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
-    log = Logger(run_dir, config, state.step, about, group.size)
-    each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    size = f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}"
-    sequences = data.train.windows.n
-    epochs = t.steps * t.step_tokens / t.seq_len / sequences
-    seen = f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs"
-    head = "" if config.fp8.keep_bf16 == "head" else " and the head"
-    in_fp8 = [f"fp8: products of all layers{head}"] if model.has_fp8 else []
-    sizes = f"{size}{each} on {where}", *vocabulary_note(config), seen
-    for note in (*start.notes, *in_fp8, f"run directory {run_dir}", *sizes):
+    step, planned, t = start.state.step, model.plan.total, config.train
+    calibrates = model.has_fp8 and not model.calibrated
+    about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {"notes": start.notes}
+    log = Logger(run_dir, config, step, about, group.size)
+    for note in start.notes:
         log.info(note)
+    if model.has_fp8:
+        log.info(f"fp8: products of all layers{'' if config.fp8.keep_bf16 == 'head' else ' and the head'}")
+    log.info(f"run directory {run_dir}")
+    each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
+    log.info(f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}{each} on {where}")
+    for note in vocabulary_note(config):
+        log.info(note)
+    sequences, epochs = data.train.windows.n, t.steps * t.step_tokens / t.seq_len / data.train.windows.n
+    log.info(f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs")
     return log
