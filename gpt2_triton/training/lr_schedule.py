@@ -53,10 +53,10 @@ def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[
 
 def step_inputs(step: int, config: Config) -> np.ndarray:
     """Return the fp32 row step_in, with the elements that kernels/step_io.py names; STOP is 0."""
-    o, limits, t = config.optim, config.train, step + 1
+    o, train, t = config.optim, config.train, step + 1
     row = np.zeros(io.STEP_IN, np.float32)
-    row[io.LR] = learning_rate(step, o, config.train.steps)
+    row[io.LR] = learning_rate(step, o, train.steps)
     row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
-    row[io.LOSS_SCALE], row[io.CLIP] = 1.0 / config.train.step_tokens, o.clip
-    row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = limits.skip_loss_z, limits.skip_norm_z
+    row[io.LOSS_SCALE], row[io.CLIP] = 1.0 / train.step_tokens, o.clip
+    row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = train.skip_loss_z, train.skip_norm_z
     return row
