@@ -31,7 +31,7 @@ def load_for_losses(
     return model
 
 
-def _computing(config: Config, dtype: str | None = None) -> Config:
+def _computing(config: Config, dtype: str | None) -> Config:
     """Return `config` for a model in `dtype`; on a CPU the default is fp32, because the interpreter truncates bf16."""
     dtype = dtype or ("fp32" if device_name() == "cpu" else None)
     return config.replace(train={"dtype": dtype}, optim={"master": "none"}) if dtype else config
@@ -44,10 +44,10 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
 def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
     """Return a model with the weights of `tensors` that decodes `sequences` sequences at once."""
     batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
-    return _load(_computing(config), tensors, batch, sequences)
+    return _load(_computing(config, None), tensors, batch, sequences)
 
 
-def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int = 0) -> Model:
+def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int) -> Model:
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
     params = tensors["params"]
     if config.train.dtype == "fp32" and "low" in tensors:  # a run's fp32 masters, as an export has them
