@@ -12,7 +12,7 @@ from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
-from gpt2_triton.errors import DataError
+from gpt2_triton.errors import DataError, same_on_all_ranks
 from gpt2_triton.model.model import Model
 
 
@@ -31,9 +31,9 @@ def validation_loss(
     except DataError as error:  # the other ranks wait for this one
         wrong = str(error)
     totals = control.all_gather([total, wrong])
-    for _, wrong in totals:
-        if wrong:
-            raise DataError(wrong)
+    if errors := [wrong for _, wrong in totals if wrong]:
+        with same_on_all_ranks():
+            raise DataError(errors[0])
     return sum(total for total, _ in totals) / loader.tokens
 
 
