@@ -42,7 +42,7 @@ def read_metrics(path: Path) -> list[Record]:
 def _record(line: str) -> Record | None:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
