@@ -24,7 +24,7 @@ class StepShape:
         """Return the shape on `world_size` GPUs, else parallel.gpus, else 1; ConfigError if they contradict."""
         t, gpus = config.train, world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
-            other = f"the launcher or --gpus gives {gpus}; make them equal"
+            other = f"torchrun, srun or --gpus gives {gpus}; start {config.parallel.gpus} processes, or correct it"
             raise ConfigError(f"parallel.gpus: {config.parallel.gpus}, but {other}")
         if problems := list(step_conflicts(t, gpus)):
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))

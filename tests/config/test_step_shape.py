@@ -25,7 +25,7 @@ def test_of_depends_on_the_config_and_the_world_size_only():
 
 def test_of_takes_parallel_gpus_where_no_world_size_is_given():
     assert StepShape.of(config_of(gpus=4, zero=2)) == StepShape(gpus=4, micro_batch=24, accumulation=1, zero=2)
-    with pytest.raises(ConfigError, match="parallel.gpus: 4, but the launcher or --gpus gives 8; make them equal"):
+    with pytest.raises(ConfigError, match="parallel.gpus: 4, but torchrun, srun or --gpus gives 8; start 4"):
         StepShape.of(config_of(gpus=4), 8)
 
 
