@@ -33,7 +33,7 @@ from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
 from benchmarks.speed.steps import CHUNKED, PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
 from gpt2_triton import device
-from gpt2_triton.commands.app import main, make_app
+from gpt2_triton.commands.app import main, make_app, require_directory
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.files import write_json
 from gpt2_triton.version import installed
@@ -328,6 +328,7 @@ def run(
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
         raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
+    require_directory("out", out)
     name, meta = machine(commit or commit_of_code())
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
     one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi", "multi_first_step"} else {}
@@ -366,8 +367,7 @@ def write_losses() -> None:
 
 def losses() -> dict[str, Any]:
     """Return the section of losses: each arm's means, and its mean differences from another arm with 95% intervals."""
-    found: dict[str, Any] = {}
-    devices, commits = set(), set()
+    found, devices, commits = dict[str, Any](), set(), set()
     for file in sorted(pictures.LOSSES.glob("*.jsonl")):
         series, rows = pairs.read_series(file.with_suffix(".yaml")), pairs.read_results(file)
         devices |= {row["device"] for row in rows}
