@@ -36,7 +36,7 @@ def rank_and_size() -> tuple[int, int]:
     missing = [name for name in NAMES if name not in os.environ]
     if (size > 1 or rank > 0) and missing:
         todo = "start with torchrun or srun, or unset RANK and WORLD_SIZE"
-        error = ConfigError(f"RANK is {rank} and WORLD_SIZE {size}, but {', '.join(missing)} not set; {todo}")
+        error = ConfigError(f"rank {rank} of {size}, but {', '.join(missing)} not set; {todo}")
         error.on_every_rank = False  # without LOCAL_RANK no rank but 0 would print it
         raise error
     return rank, size

@@ -84,7 +84,7 @@ def test_torchruns_environment_takes_precedence_over_slurms(environment):
 
 def test_rank_and_size_refuses_missing_variables(environment):
     environment(WORLD_SIZE="2", RANK="0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE 2, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
+    with pytest.raises(ConfigError, match="rank 0 of 2, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
         rank_and_size()
     environment(WORLD_SIZE="two")
     with pytest.raises(ConfigError, match="^WORLD_SIZE: expected a number, got 'two'; [^\n]*$"):
@@ -95,7 +95,7 @@ def test_rank_left_over_in_the_environment_is_refused(environment, capsys):
     """Rank 1 prints nothing and saves nothing."""
     environment(RANK="1")
     assert main(app, ["overfit"]) == 2
-    assert "RANK is 1 and WORLD_SIZE 1, but WORLD_SIZE, LOCAL_RANK, " in capsys.readouterr().err
+    assert "rank 1 of 1, but WORLD_SIZE, LOCAL_RANK, " in capsys.readouterr().err
 
 
 def test_from_rank0_raises_the_error_on_all_ranks():
