@@ -147,18 +147,18 @@ def caption(meta: dict[str, Any]) -> str:
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return the figures KIND.SIZE.ARM.NAME of a kind by (size, arm) and name; KIND.SIZE.NAME has the arm ""."""
+    """Return a kind's figures KIND.SIZE.ARM.NAME, (size, arm) in the order of NAMES; KIND.SIZE.NAME has the arm ""."""
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):
             _, size, *rest = key.split(".", 3)
             arm, name = rest if len(rest) == 2 else ("", rest[0])
             found.setdefault((size, arm), {})[name] = value
-    return found
+    return dict(sorted(found.items(), key=lambda row: [*map([*NAMES].index, filter(None, row[0]))]))
 
 
 def programs(section: dict[str, Any], *kinds: str) -> str:
-    """Return a row for each size and program, in the order of NAMES, and a column for each figure that a row has.
+    """Return a row for each size and program, and a column for each figure that a row has.
 
     `speed` is PyTorch's time divided by the program's; `of_alone` compares joint steps with the slowest GPU alone.
     """
@@ -180,7 +180,7 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
             *map(NAMES.__getitem__, row),
             *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items()),
         ]
-        for row, found in sorted(rows.items(), key=lambda row: [*map([*NAMES].index, row[0])])
+        for row, found in rows.items()
     ]
     return markdown(["model", "program", *(head for head, _ in columns.values())], cells)
 
