@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/benchmarks/losses": 603,
     "tests/benchmarks/speed": 348,
     "tests/benchmarks/tune": 276,
-    "tests/chaos": 628,
+    "tests/chaos": 626,
     "tests/checkpoint": 2132,
     "tests/commands": 1464,
     "tests/config": 651,

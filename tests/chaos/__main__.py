@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -85,10 +86,10 @@ class Chaos:
                     fault.inject(Injection(job, run_dir, self.rng, lambda: self.start(run_dir, ranks)))
                 except AssertionError as error:
                     self._problem(job, name, str(error))
+            last = list_steps(reference / "checkpoints")[-1][1].name
+            if name == "suspend a rank" and not job.wait(60) and (run_dir / "checkpoints" / last).exists():
+                job.signal(signal.SIGCONT)  # suspended after the last save: only the launcher waits for it
             code = job.end(self.silent)
-            saved, every = ({step for step, _ in list_steps(path / "checkpoints")} for path in (run_dir, reference))
-            if code is None and name == "suspend a rank" and max(every) in saved:
-                code = 0  # suspended after the last save: only the launcher waits for it
             self.resumes += resumes
             if code is None:
                 self._problem(job, name, f"printed nothing for {self.silent:.0f} s and did not end")
@@ -115,10 +116,11 @@ class Chaos:
         """Count the bytes in which the run's last checkpoint, metrics and statistics differ from the reference's."""
         lost = 0
         (_, got), (_, want) = (list_steps(path / "checkpoints")[-1] for path in (run_dir, reference))
+        tensors = [*want.glob("*.safetensors")]
         if got.name != want.name or verify(got):
-            lost += sum(file.stat().st_size for file in want.glob("*.safetensors"))
+            lost += sum(file.stat().st_size for file in tensors)
         else:
-            lost += sum(_differing((got / file.name).read_bytes(), file.read_bytes()) for file in _tensors(want))
+            lost += sum(_differing((got / file.name).read_bytes(), file.read_bytes()) for file in tensors)
         for name in ("metrics.jsonl", "stats.jsonl"):
             if (reference / name).exists():
                 lost += _differing(_numbers(run_dir / name), _numbers(reference / name))
@@ -127,10 +129,6 @@ class Chaos:
             self.bytes_lost += lost
         else:
             shutil.rmtree(run_dir)
-
-
-def _tensors(step_dir: Path) -> list[Path]:
-    return sorted(step_dir.glob("*.safetensors"))
 
 
 def _differing(got: bytes, want: bytes) -> int:
