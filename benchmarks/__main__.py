@@ -81,7 +81,7 @@ def steps(
     optim: Literal["adamw", "muon", "adamw,muon"] = "adamw",
     json: Path | None = None,
 ) -> int:
-    """Time GPT-2's training steps beside PyTorch's on this GPU.
+    """Time training steps of GPT-2 and Llama 3 beside PyTorch's on this GPU.
 
     Args:
         keys: Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.

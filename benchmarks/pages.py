@@ -121,7 +121,6 @@ PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is
     "124M, Muon, 524k tokens a step": ("scale.L3_muon_240M_steps_of_524k_fp8", LARGE),
     "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
     "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
-    "124M, Muon, 65k tokens a step, fp8 logits": ("fp8_d12.muon_fp8_logits_too", f"({HALF_60} - {HALF}) / 0.511"),
     "124M, AdamW, 65k tokens a step, head in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
     "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),

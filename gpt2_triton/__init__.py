@@ -1,4 +1,4 @@
-"""GPT-2 training in which PyTorch provides memory and NCCL, and every arithmetic operation is a Triton kernel.
+"""GPT-2 and Llama 3 training: PyTorch provides memory and NCCL, and every arithmetic operation is a Triton kernel.
 
 The names of __all__ are the Python API.  `import gpt2_triton` imports neither torch nor numpy: api.py is imported when
 one of its names is first used.

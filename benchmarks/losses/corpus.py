@@ -11,7 +11,7 @@ loss on code with a loss on prose.  Texts with the same first 2,000 characters c
 an author, are in one split only, training or validation.  For small models choose bytes: the head for GPT-2's
 vocabulary would be slow.
 
-To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB of prose, and --join
+To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB of prose.  --join
 makes the shards from the parts and compares their hashes.
 """
 

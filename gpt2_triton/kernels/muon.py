@@ -7,8 +7,8 @@
     w -= lr * (scale * x + decay * w)                    scale = 0.2 * sqrt(longer side)
 
 The polynomials (model/muon.py) bring all singular values close to 1: the update is nearly the polar factor U V^T of
-x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side).  The scale makes the rms 0.2, about AdamW's, so that
-both take the same learning rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side).  The scale makes the rms 0.2, about AdamW's (Liu et al.
+2025, https://arxiv.org/abs/2502.16982).
 
 Each launch takes all matrices of one shape, [k, M, N], each of them contiguous, with any stride between them.  The bits
 of a matrix do not depend on the others.  If M > N, A is x^T x, and the polynomial is multiplied from the right.  A and
