@@ -239,12 +239,11 @@ def hours(record: Record) -> str:
     if found := ratio.measured(runs, noise):
         factor = sorted([found[0], *ratio.bounds(runs)])[1]
         ways[f"Muon, {factor:.2f} times fewer, enough at 1B tokens here"] = factor
-    keys = {f"{m.upper()}, {arm}": f"{m}.steps.d12.{arm}.tok_s" for m in ("h100", "h200") for arm in ("bf16", "fp8")}
-    speeds = {name: key for name, key in keys.items() if key in figures}
+    speeds = {f"H100, {arm}": figures[f"h100.steps.d12.{arm}.tok_s"] for arm in ("bf16", "fp8")}
     rows = []
     for way, factor in ways.items():
         tokens = figures["recipe.gpt2_124m_fast.tokens"] / factor
-        each = [tokens / figures[key] / 3600 for key in speeds.values()]
+        each = [tokens / speed / 3600 for speed in speeds.values()]
         rows.append([way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)])
     return markdown(["", "tokens", *speeds], rows)
 
