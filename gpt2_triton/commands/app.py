@@ -97,7 +97,7 @@ def _wrong_call(error: CycloptsError) -> str:
     """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
-        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name"
+        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name, or quotes"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
     hint = counterpart(wrong.removeprefix("Unknown option: --"))

@@ -1,7 +1,6 @@
 """`train own --data my.txt`: shards and configuration of a run on a user's own text.
 
-The shards lie in data/NAME_TOKENIZER_HASH, with the hash of the text: the same text finds its shards again, changed
-text gets a new directory.
+Shards lie in data/NAME_TOKENIZER_HASH: the same text finds them again, and changed text gets a new directory.
 """
 
 import os
@@ -32,7 +31,7 @@ class Text(NamedTuple):
     strict: bool
 
 
-def require_data(config: Path, data: Sequence[Path] | None) -> None:
+def require_data(config: Path, data: Sequence[Path] | None, run_dir: Path | None) -> None:
     """Refuse the recipe own without text, text in place of a recipe, and text for another recipe."""
     command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config) and config.suffix != ".json":  # JSON is YAML
@@ -42,6 +41,8 @@ def require_data(config: Path, data: Sequence[Path] | None) -> None:
     if str(config) != OWN and data is not None:
         find(config)  # refuses a mistyped recipe first
         raise ConfigError(f"--data: goes with the recipe own, as `{command} my.txt`; for {config} give --data.train")
+    if run_dir and run_dir.resolve() in (given.resolve() for given in data or ()):
+        raise ConfigError(f"--run_dir: {run_dir} is the folder of --data; name another, as in {run_dir / 'run'}")
 
 
 def settings(
@@ -56,8 +57,7 @@ def settings(
 ) -> Config:
     """Return the configuration of a run on the text `own`, on this machine or on GPUs of the name `gpu`.
 
-    run_dir     a run to resume: its configuration replaces the recipe, and nothing is chosen again; data.allow_changed
-                is for one start
+    run_dir     a run to resume: its configuration replaces recipe and choices; data.allow_changed is for one start
     prepare     print what was chosen, and make the shards unless they exist
     summary     print what was chosen
     """

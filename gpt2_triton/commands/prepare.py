@@ -19,7 +19,7 @@ CPUS = os.cpu_count() or 1
 Workers = Annotated[int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)]
 Field = Annotated[str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")]
 EndOfText = Annotated[bool, Parameter(help="Take <|endoftext|> as the end-of-text token.", negative="--no-endoftext")]
-Strict = Annotated[bool, Parameter(help="Refuse the text, with a list, if anything in it would be left out.")]
+Strict = Annotated[bool, Parameter(help="Refuse the text if anything in it would be left out.")]
 
 
 @app.command(name="text")

@@ -70,7 +70,7 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
-    own.require_data(config, data)
+    own.require_data(config, data, run_dir)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, strict) if data else None
     if not text and (field != "text" or strict):

@@ -375,7 +375,7 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
     (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
     (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
     (["export", "a"], "--out requires an argument; see --help"),
-    (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name; see --help"),
+    (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name, or quotes; see --help"),
     (["sample", "a", "--num_samples", "2"], "--num_samples; for nanoGPT's num_samples use sample --num\n"),
     (["sample", "a", "--max-new-tokens=9"], "Unknown option: --max_new_tokens. Did you mean --tokens?\n"),
     (["sample", "a", "--device=cpu"], "nanoGPT's device has no counterpart here: a run uses the GPU"),
