@@ -29,11 +29,14 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
 
 def _map(path: Path) -> np.ndarray:
     try:
-        return np.memmap(path, "<u2", mode="r")
+        tokens = np.memmap(path, "<u2", mode="r")
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}; name the folder of train.bin and val.bin") from None
     except ValueError:  # numpy's
         raise DataError(f"{path}: {path.stat().st_size:,} bytes, expected 2 for each token; copy it again") from None
+    if not tokens[1:2000:2].any():
+        raise DataError(f"{path}: every second token is 0, as if they had 32 bits; nanoGPT's have 16")
+    return tokens
 
 
 class _Tokens:
