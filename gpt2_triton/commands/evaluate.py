@@ -64,7 +64,7 @@ def perplexity(
 
     Args:
         shards: Token shards: .bin files, or quoted globs of them; by default the validation data of a run.
-        tokens: Number of tokens, from the first on, in whole windows of train.seq_len; 0 takes all.
+        tokens: Number of first tokens, in whole windows of train.seq_len (other weights: their context); 0 takes all.
     """
     require_directory("json", json)
     select_device()

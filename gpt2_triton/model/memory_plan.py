@@ -201,8 +201,9 @@ class Forecast(NamedTuple):
             f"set train.batch_size to {batch}{tokens}": batch,
             f"set parallel.zero to {stage}": stage,
             f"set memory.recompute to auto, train.batch_size to {deepest}{tokens}": deepest,
+            "take a smaller model, or more GPUs with parallel.zero 2: no batch fits": True,
         }
-        return next((choice for choice, fits in choices.items() if fits), "take a smaller model: no batch fits")
+        return next(choice for choice, fits in choices.items() if fits)
 
 
 def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
@@ -214,9 +215,8 @@ def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         total = functools.partial(_plan_bytes, config.replace(memory={"recompute": level}), K, shape)
         levels[level] = total(), largest_batch(total, budget)
-    stages = (0, 1, 2) if shape.gpus > 1 else ()
-    at_stages = {stage: _plan_bytes(config, K, dataclasses.replace(shape, zero=stage)) for stage in stages}
-    return Forecast(config, shape, plan, budget, levels, at_stages)
+    stages = {z: _plan_bytes(config, K, dataclasses.replace(shape, zero=z)) for z in (0, 1, 2) if shape.gpus > 1}
+    return Forecast(config, shape, plan, budget, levels, stages)
 
 
 def out_of_memory(

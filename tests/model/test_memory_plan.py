@@ -91,7 +91,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
     assert deepest < plan_of(config, 1).total
     todo = "set memory.recompute to auto, train.batch_size to 1 and train.total_batch_tokens to 32"
     assert f"free; {todo} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
-    assert "free; take a smaller model: no batch fits (now" in refusal(monkeypatch, config, deepest - 1)
+    assert "or more GPUs with parallel.zero 2: no batch fits (now" in refusal(monkeypatch, config, deepest - 1)
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):
@@ -141,7 +141,6 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
 
 
 def test_plan_report_names_the_largest_batch_that_divides_a_step():
-    """Five of twelve sequences fit, so that batches of four can be used."""
     config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))
     shape = StepShape.of(config)
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
@@ -160,7 +159,8 @@ def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
     config = tiny_config(train=dict(total_batch_tokens=256, batch_size=4), parallel=dict(zero=0))
     fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level))
     fits, rest = plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total, CONTEXT_BYTES + MODULE_BYTES
-    for gpu_bytes, said in ((rest + fits, end), (rest, "; take a smaller model: no batch fits")):
+    none = "; take a smaller model, or more GPUs with parallel.zero 2: no batch fits"
+    for gpu_bytes, said in ((rest + fits, end), (rest, none)):
         report = plan_report(config, reference, gpu_bytes, StepShape.of(config, gpus), architecture="9.0")
         assert report.rpartition("\n\n")[2].partition("\n")[0].endswith(f" MiB{said}")
 
