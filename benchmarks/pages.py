@@ -116,11 +116,11 @@ def render(text: str, record: Record, page: Path) -> str:
 # Loss per factor e of tokens, from runs with 77%, 80% or 60% of the steps; 0.26, 0.223, 0.511 are -ln of these
 LARGE = "(losses.arms.scale.L3_muon_steps_of_524k_77.val - losses.arms.scale.L3_muon_240M_steps_of_524k.val) / 0.26"
 MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
-HALF, HALF_60 = (f"losses.arms.muon_d12.best_muon_half_the_batch{share}.val" for share in ("", "_60"))
+HALF = "losses.arms.muon_d12.best_muon_half_the_batch"
 PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
     "124M, Muon, 524k tokens a step": ("scale.L3_muon_240M_steps_of_524k_fp8", LARGE),
     "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
-    "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF_60} - {HALF}) / 0.511"),
+    "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF}_60.val - {HALF}.val) / 0.511"),
     "124M, AdamW, 65k tokens a step, head in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
     "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),

@@ -7,8 +7,8 @@ no host synchronisation between steps.  Prints one JSON line.
 
 --fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built for the installed
 torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.  --weights fp32 computes
-under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.  --chunks 8 computes
-GPT-2's loss in eight parts, and each part's logits again in the backward pass.
+under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.  --chunks 8 computes GPT-2's
+loss in eight parts, and each part's logits again in the backward pass.
 """
 
 import argparse

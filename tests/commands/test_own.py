@@ -59,7 +59,7 @@ def files(root):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["own"], "own: needs --data and one or more text files"),
+        (["own"], "own: needs --data and one or more text files"), (["own", "--data"], "own: needs --data and one"),
         (["own", "--data", "my.txt", ".", "--run_dir", "."], "--run_dir: . is the folder of --data; name another"),
         (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
         (["quickstart", "--field", "x"], "--field, --strict: go with --data and the recipe own"),

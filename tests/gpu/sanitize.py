@@ -5,8 +5,8 @@
 Arguments are numbers of CASES; by default all are taken.  tests/gpu/races.py reads what racecheck reports.
 
 In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each launch here gets copies of
-its tensors.  The sanitizer frees no copy: one step of case 3 takes 50 GiB.  Without the sanitizer this compiles the
-kernels, so that the run under it finds them in Triton's cache.
+its tensors.  The sanitizer frees no copy: one step of case 3 takes about 50 GiB.  Without the sanitizer this compiles
+the kernels, so that the run under it finds them in Triton's cache.
 """
 
 import dataclasses

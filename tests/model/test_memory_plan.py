@@ -28,6 +28,8 @@ from gpt2_triton.model.model import Model
 from tests.support import reference
 from tests.support.tiny import tiny_config
 
+NO_BATCH = "take a smaller model, or more GPUs with parallel.zero 2: no batch fits"
+
 
 def plan_of(config: Config, B: int | None = None, shape: StepShape | None = None, **options):
     shape = shape or StepShape.of(config)
@@ -91,7 +93,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
     assert deepest < plan_of(config, 1).total
     todo = "set memory.recompute to auto, train.batch_size to 1 and train.total_batch_tokens to 32"
     assert f"free; {todo} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
-    assert "or more GPUs with parallel.zero 2: no batch fits (now" in refusal(monkeypatch, config, deepest - 1)
+    assert f"free; {NO_BATCH} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest - 1)
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):
@@ -142,10 +144,9 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
 
 def test_plan_report_names_the_largest_batch_that_divides_a_step():
     config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))
-    shape = StepShape.of(config)
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
-    budget = plan_memory(config, reference, five)[0].total
-    report = plan_report(config, reference, budget + CONTEXT_BYTES + MODULE_BYTES, shape, architecture="9.0")
+    budget = plan_memory(config, reference, five)[0].total + CONTEXT_BYTES + MODULE_BYTES
+    report = plan_report(config, reference, budget, StepShape.of(config), architecture="9.0")
     assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
 
 
@@ -159,8 +160,7 @@ def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
     config = tiny_config(train=dict(total_batch_tokens=256, batch_size=4), parallel=dict(zero=0))
     fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level))
     fits, rest = plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total, CONTEXT_BYTES + MODULE_BYTES
-    none = "; take a smaller model, or more GPUs with parallel.zero 2: no batch fits"
-    for gpu_bytes, said in ((rest + fits, end), (rest, none)):
+    for gpu_bytes, said in ((rest + fits, end), (rest, f"; {NO_BATCH}")):
         report = plan_report(config, reference, gpu_bytes, StepShape.of(config, gpus), architecture="9.0")
         assert report.rpartition("\n\n")[2].partition("\n")[0].endswith(f" MiB{said}")
 

@@ -35,7 +35,7 @@ def _map(path: Path) -> np.ndarray:
     except ValueError:  # numpy's
         raise DataError(f"{path}: {path.stat().st_size:,} bytes, expected 2 for each token; copy it again") from None
     if not tokens[1:2000:2].any():
-        raise DataError(f"{path}: every second token is 0, as if they had 32 bits; nanoGPT's have 16")
+        raise DataError(f"{path}: every second token is 0, as if they had 32 bits; write them as uint16")
     return tokens
 
 
