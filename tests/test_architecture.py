@@ -89,6 +89,26 @@ def test_a_training_step_runs_no_torch_arithmetic():
     assert not recorder.seen <= MEMORY_ONLY  # the recorder would have seen a stray sum
 
 
+def _constants(path: Path) -> set[str]:
+    """Return the names in a module of kernels that are a tl.constexpr."""
+    import triton.language as tl
+
+    module = importlib.import_module(f"gpt2_triton.kernels.{path.stem}")
+    return {name for name, value in vars(module).items() if isinstance(value, tl.constexpr)}
+
+
+def test_constants_of_portable_kernels_stand_right_of_their_operators():
+    """Left of a tensor, a constexpr wraps the result in the interpreter, and some Tritons' functions refuse it."""
+    found = []
+    for path in sorted((PACKAGE / "kernels").glob("[!_]*.py")):
+        constants = _constants(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            left = node.left if isinstance(node, ast.BinOp | ast.Compare) else None
+            if isinstance(left, ast.Name) and left.id in constants:
+                found.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+    assert not found
+
+
 def test_the_afternoon_path_is_as_short_as_the_page_says_and_its_files_exist():
     page = (ROOT / "docs" / "engineering" / "code.md").read_text(encoding="utf-8").partition("## The afternoon path")[2]
     limit, block = re.findall(r"fewer than ([\d,]+) lines.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]

@@ -81,7 +81,7 @@ def _classifier_fwd_kernel(
     SHIFT: tl.constexpr = 0 if p_scale_ptr is None else P_SHIFT
     factor = LOG2E
     if lnf_scale_ptr is not None:
-        factor = LOG2E / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr))
+        factor = 1.0 / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr)) * LOG2E
     if p_scale_ptr is not None:
         tl.store(p_scale_ptr, 2.0**-SHIFT)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):

@@ -111,7 +111,7 @@ def _fp8_classifier_target_kernel(
         lnf = tl.load(lnf_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0)
         wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0)
         z = dot(lnf, wte.T, z)
-    factor = LOG2E / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr))
+    factor = 1.0 / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr)) * LOG2E
     tl.store(zt_ptr + r, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), 1) * factor, mask=r < R)
 
 

@@ -85,7 +85,7 @@ def _normalise_kernel(
     matrix = tl.program_id(1).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     squares = tl.sum(tl.load(part_ptr + matrix * parts + p, mask=p < parts, other=0.0), 0)
-    scale = 1.0 / tl.maximum(NORM_FACTOR * tl.sqrt(squares), SMALLEST_NORM)
+    scale = 1.0 / tl.maximum(tl.sqrt(squares) * NORM_FACTOR, SMALLEST_NORM)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + matrix * x_stride + i, mask=i < n, other=0.0).to(tl.float32) * scale
     tl.store(out_ptr + matrix * out_stride + i, x.to(out_ptr.dtype.element_ty), mask=i < n)
