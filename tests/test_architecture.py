@@ -28,7 +28,7 @@ ALLOWED_IN = {
 # aten operations that move, allocate or reinterpret memory
 MEMORY_ONLY = {
     "view", "_unsafe_view", "slice", "select", "copy_", "empty", "new_empty", "as_strided", "alias", "detach",
-    "lift_fresh", "_to_copy", "set_", "split",
+    "lift_fresh", "_to_copy", "set_", "split", "transpose",
 }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
            dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
 
 qkv is [B*T, NH + 2 * NKV, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  The query heads share NKV heads of
-k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept for the backward pass.  TMA
-descriptors load and store the rows of one head.  Past the end of a sequence or a head they read zeros and write
-nothing, so scores need masks only for causality.  lse and delta have masks, not descriptors: TMA requires rows that
-begin on 16 bytes, and T numbers may end elsewhere.  qkv has the heads of q, then of k, then of v.
+k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept for the backward pass.  A block holds
+rows of one head (blocks.py).  Past the end of a sequence or a head, zeros are read and nothing is written, so scores
+need masks only for causality.  lse and delta are no blocks and have masks: TMA requires rows that begin on 16 bytes, and
+T numbers may end elsewhere.  qkv has the heads of q, then of k, then of v.
 
 Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before
 they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the
@@ -26,9 +26,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.blocks import Blocks, describe, load_block, rounded, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
@@ -39,19 +39,8 @@ from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
+from gpt2_triton.kernels.table_file import Row
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
-
-
-@triton.jit
-def _load(desc, b, h, t):
-    """Return the block of head h of sequence b that begins at row t."""
-    x = desc.load([b, h, t, 0])
-    return x.reshape(x.shape[2], x.shape[3])
-
-
-@triton.jit
-def _store(desc, b, h, t, value):
-    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
 
 
 @triton.jit
@@ -79,26 +68,26 @@ def _attention_fwd_kernel(
     i = first + tl.arange(0, BLOCK_M)
     # q_desc is [B, T, heads, HS], the other descriptors [B, heads, T, HS].  So this reshape is no view, and keeps q in
     # registers.  With a view, each product would read q from shared memory again, which takes 10% longer.
-    q = q_desc.load([b, first, h, 0]).reshape(BLOCK_M, BLOCK_D)
+    q = load_block(q_desc, [b, first, h, 0])
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that no row becomes inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
-        k = _load(kv_desc, b, NH + h // GROUP, start)
-        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
+        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
+        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
         m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
-        k = _load(kv_desc, b, NH + h // GROUP, start)
-        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
+        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
+        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
         j = start + tl.arange(0, BLOCK_N)
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
     sums = tl.sum(total, 1)
-    out = (acc / sums[:, None]).to(out_desc.dtype)
-    _store(out_desc, b, h, first, out)
+    out = rounded(acc / sums[:, None], out_desc)
+    store_block(out_desc, [b, h, first, 0], out)
     if out8_desc is not None:  # cast the rounded out: a later cast of out gives the same bits
         out = tl.where(i[:, None] < T, out.to(tl.float32), 0.0)
-        _store(out8_desc, b, h, first, quantise(out, scale_ptr, amax_ptr))
+        store_block(out8_desc, [b, h, first, 0], quantise(out, scale_ptr, amax_ptr))
     tl.store(lse_ptr + bh.to(tl.int64) * T + i, m + tl.log2(sums), mask=i < T)
 
 
@@ -115,18 +104,18 @@ def _attention_bwd_dq_kernel(
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)
     at = bh.to(tl.int64) * T + i
-    dout = _load(dout_desc, b, h, first)
-    out = _load(out_desc, b, h, first).to(tl.float32)
+    dout = load_block(dout_desc, [b, h, first, 0])
+    out = load_block(out_desc, [b, h, first, 0]).to(tl.float32)
     if out_columns_desc is not None:
         store_columns(out_columns_desc, out_scale_ptr, b, h, first, out)
     delta = tl.sum(out * dout.to(tl.float32), 1)
     tl.store(delta_ptr + at, delta, mask=i < T)
     lse = tl.load(lse_ptr + at, mask=i < T, other=0.0)
-    q = _load(q_desc, b, h, first)
+    q = load_block(q_desc, [b, h, first, 0])
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first + BLOCK_M, BLOCK_N):
-        k = _load(kv_desc, b, NH + h // GROUP, start)
-        v = _load(kv_desc, b, NH + NH // GROUP + h // GROUP, start)
+        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
+        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
         p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
         if start + BLOCK_N > first:  # the diagonal
             p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
@@ -147,14 +136,15 @@ def _attention_bwd_dkdv_kernel(
     rope_ptr, T, NH, factor, scale,
     GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(BLOCK_N % BLOCK_M == 0)  # blocks of queries start where the block of keys starts
     blocks = tl.cdiv(T, BLOCK_N)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
     NKV = NH // GROUP
     b, kv = tl.program_id(0) // blocks // NKV, tl.program_id(0) // blocks % NKV
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
-    k = _load(kv_desc, b, NH + kv, first)
-    v = _load(kv_desc, b, NH + NKV + kv, first)
+    k = load_block(kv_desc, [b, NH + kv, first, 0])
+    v = load_block(kv_desc, [b, NH + NKV + kv, first, 0])
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for member in range(GROUP):
@@ -162,8 +152,8 @@ def _attention_bwd_dkdv_kernel(
         at = (b * NH + h).to(tl.int64) * T
         for start in tl.range(first, T, BLOCK_M):
             i = start + tl.arange(0, BLOCK_M)
-            q = _load(q_desc, b, h, start)
-            dout = _load(dout_desc, b, h, start)
+            q = load_block(q_desc, [b, h, start, 0])
+            dout = load_block(dout_desc, [b, h, start, 0])
             lse = tl.load(lse_ptr + at + i, mask=i < T, other=0.0)
             delta = tl.load(delta_ptr + at + i, mask=i < T, other=0.0)
             p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
@@ -194,11 +184,16 @@ def _group(qkv: Tensor, lse: Tensor, HS: int) -> int:
     return 2 * lse.shape[1] // (qkv.shape[1] // HS - lse.shape[1])
 
 
-def _rows(tensor: Tensor, lse: Tensor, HS: int, block: int) -> TensorDescriptor:
-    """Describe [B*T, heads*HS] as [B, heads, T, HS], in blocks of `block` rows of one head."""
-    (B, _, T), width = lse.shape, tensor.shape[1]
-    shape, strides = [B, width // HS, T, HS], [T * width, HS, width, 1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, block, next_power_of_2(HS)])
+def _tokens(tensor: Tensor, lse: Tensor, HS: int) -> Tensor:
+    """View [B*T, heads*HS] as [B, T, heads, HS]."""
+    B, _, T = lse.shape
+    return tensor.view(B, T, -1, HS)
+
+
+def _rows(tensor: Tensor, lse: Tensor, HS: int, row: Row, block: str) -> Blocks | None:
+    """Describe [B*T, heads*HS] as [B, heads, T, HS], in blocks of row[block] rows of one head."""
+    heads, longest = _tokens(tensor, lse, HS).transpose(1, 2), max(row["BLOCK_M"], row["BLOCK_N"])
+    return describe(heads, 1, 1, row[block], row["BLOCK_D"], reach=(1, 1, longest, row["BLOCK_D"]))
 
 
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
@@ -214,11 +209,10 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     if hopper.takes("attention_fwd", T, HS, dtype):
         return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv, group)
     row = _row("attention_fwd", dtype, T, HS)
-    out_desc = _rows(full(out), lse, HS, row["BLOCK_M"])
-    out8_desc = None if out8 is None else _rows(out8, lse, HS, row["BLOCK_M"])
-    width, block = qkv.shape[1], [1, row["BLOCK_M"], 1, row["BLOCK_D"]]
-    q_desc = TensorDescriptor(qkv, [B, T, width // HS, HS], [T * width, width, HS, 1], block)
-    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    out_desc = _rows(full(out), lse, HS, row, "BLOCK_M")
+    out8_desc = None if out8 is None else _rows(out8, lse, HS, row, "BLOCK_M")
+    q_desc = describe(_tokens(qkv, lse, HS), 1, row["BLOCK_M"], 1, row["BLOCK_D"])
+    kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
     _attention_fwd_kernel[(programs,)](
         out_desc, out8_desc, *scaling, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), GROUP=group, **row
@@ -247,8 +241,8 @@ def _launch_dq(
         return hopper_dq.attention_bwd_dq(*tensors, rope, _group(qkv, lse, HS))
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
-    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (rows, dout, qkv, full(out)))
-    kv_desc = _rows(qkv, lse, HS, row["BLOCK_N"])
+    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (rows, dout, qkv, full(out)))
+    kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
     columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
         dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc, stored(out)[1], lse,
@@ -267,8 +261,8 @@ def _launch_dkdv(
         return hopper_dkdv.attention_bwd_dkdv(*tensors, rope, group)
     row = _row("attention_bwd_dkdv", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
-    dkdv_desc, kv_desc = (_rows(t, lse, HS, row["BLOCK_N"]) for t in (rows, qkv))
-    dout_desc, q_desc = (_rows(t, lse, HS, row["BLOCK_M"]) for t in (dout, qkv))
+    dkdv_desc, kv_desc = (_rows(t, lse, HS, row, "BLOCK_N") for t in (rows, qkv))
+    dout_desc, q_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (dout, qkv))
     columns, sizes = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"]), _sizes(qkv, lse, HS)
     _attention_bwd_dkdv_kernel[(blocks * B * NH // sizes["GROUP"],)](
         dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, rope, **sizes, **row

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper
+from gpt2_triton.kernels.blocks import describe, describe_halves, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
 from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, peek_exponent, to_e5m2
@@ -38,7 +39,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
-from gpt2_triton.kernels.tiles import describe, halves, tile_position
+from gpt2_triton.kernels.tiles import halves, tile_position
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
 PEEK = 1280  # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
@@ -104,8 +105,8 @@ def _classifier_fwd_kernel(
             left, right = halves(p)
             if p_scale_ptr is not None:
                 left, right = to_e5m2(left), to_e5m2(right)
-            p_desc.store([m, n], left.to(p_desc.dtype))
-            p_desc.store([m, n + BLOCK_N // 2], right.to(p_desc.dtype))
+            store_block(p_desc, [m, n], left)
+            store_block(p_desc, [m, n + BLOCK_N // 2], right)
 
 
 @triton.jit
@@ -163,10 +164,10 @@ def _classifier_dx_kernel(
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
         left, right = halves(acc)
         left = scale_and_add_target(left, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C)
-        dln_desc.store([m, n], left.to(dln_desc.dtype))
+        store_block(dln_desc, [m, n], left)
         n += BLOCK_N // 2
         right = scale_and_add_target(right, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C)
-        dln_desc.store([m, n], right.to(dln_desc.dtype))
+        store_block(dln_desc, [m, n], right)
 
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")
@@ -216,7 +217,7 @@ def _exponentials(
         hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest)
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
-            describe(p, block_m, block_n // 2), p_scale, part,
+            describe_halves(p, block_m, block_n), p_scale, part,
             describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
             zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
         )  # fmt: skip
@@ -267,7 +268,7 @@ def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor,
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles = triton.cdiv(R, block_m) * triton.cdiv(C, block_n)
     _classifier_dx_kernel[(programs(tiles),)](
-        describe(dln, block_m, block_n // 2), describe(p, block_m, block_k),
+        describe_halves(dln, block_m, block_n), describe(p, block_m, block_k),
         describe(w, *((block_k, block_n) if p_scale is None else (block_n, block_k))),
         p_scale, wte_scale, target_rows, rs, ks, targets, R, C, Vp, **row,
     )  # fmt: skip

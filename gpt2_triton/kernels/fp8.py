@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.blocks import Blocks, describe, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.e4m3 import paired_columns, quantise, record_bits, row_maxima, to_e4m3, token_at
 from gpt2_triton.kernels.hopper import cast as hopper_cast
@@ -81,8 +81,7 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 @triton.jit
 def store_columns(columns_desc, scale_ptr, b, h, t, value):
     """Store `value`, in e4m3 and transposed, at the rows from t on of head h in sequence b."""
-    columns = paired_columns(value * tl.load(scale_ptr))
-    columns_desc.store([h, 0, b, t // 2], columns.reshape(1, columns.shape[0], 1, columns.shape[1]))
+    store_block(columns_desc, [h, 0, b, t // 2], paired_columns(value * tl.load(scale_ptr)))
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
         store_columns(columns_desc, scale_ptr, b, h, t, value)
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
-    desc.store([b, h, t, 0], value.to(desc.dtype).reshape(1, 1, value.shape[0], value.shape[1]))
+    store_block(desc, [b, h, t, 0], value)
 
 
 # ---- kernels ----
@@ -177,14 +176,13 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     )
 
 
-def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> TensorDescriptor | None:
+def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> Blocks | None:
     """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2]; None if they are not written."""
     if not (isinstance(operand, Fp8) and operand.transposed):
         return None
-    (B, _, T), width = shape, operand.shape[1]
-    sizes, strides = [width // HS, HS, B, T // 2], [HS * B * T // 2, B * T // 2, T // 2, 1]
-    pairs = operand.columns.view(torch.int16)
-    return TensorDescriptor(pairs, sizes, strides, [1, next_power_of_2(HS), 1, tokens // 2])
+    B, _, T = shape
+    pairs = operand.columns.view(torch.int16).view(-1, HS, B, T // 2)
+    return describe(pairs, 1, next_power_of_2(HS), 1, tokens // 2)
 
 
 @contract("x8[R,C] <- x[R,C]")

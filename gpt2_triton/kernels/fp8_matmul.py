@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, store_block
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
@@ -37,7 +38,7 @@ from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.rope import rotated
-from gpt2_triton.kernels.tiles import describe, halves, tile_position
+from gpt2_triton.kernels.tiles import halves, tile_position
 from gpt2_triton.kernels.tuning import programs, tuned
 
 
@@ -63,10 +64,10 @@ def _finish(
         tl.store(rows_ptr + at, quantise(tl.where(mask, acc, 0.0), scale_ptr, amax_ptr), mask=mask)
     else:
         if EPILOGUE == "add":
-            acc += res_desc.load([m, n]).to(tl.float32)
+            acc += load_block(res_desc, [m, n]).to(tl.float32)
         elif EPILOGUE == "rope":
             acc = tl.where((c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc)
-        out_desc.store([m, n], acc.to(out_desc.dtype))
+        store_block(out_desc, [m, n], acc)
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _fp8_matmul_kernel(
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            acc = dot(a_desc.load([m, k]), w_desc.load([n, k]).T, acc)
+            acc = dot(load_block(a_desc, [m, k]), load_block(w_desc, [n, k]).T, acc)
         left, right = halves(acc * unscale)
         for half in tl.static_range(2):
             _finish(
@@ -147,8 +148,8 @@ def launch(
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
-        describe(plain, block_m, block_n // 2), describe(a, block_m, block_k), describe(w, block_n, block_k),
-        a_scale, w_scale, b, describe(res, block_m, block_n // 2), *parts, slope, part, rope, M, N, K, T,
+        describe_halves(plain, block_m, block_n), describe(a, block_m, block_k), describe(w, block_n, block_k),
+        a_scale, w_scale, b, describe_halves(res, block_m, block_n), *parts, slope, part, rope, M, N, K, T,
         rotated_columns, EPILOGUE=epilogue, HS=HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):

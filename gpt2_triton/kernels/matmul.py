@@ -10,9 +10,8 @@ matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_o
 matmul_dw        dw (+)= dout.T @ inp
 matmul_dw_pair   dw of two layers: on Hopper one launch, whose tiles together leave less of the GPU idle
 
-R = B*T rows.  Operands reach shared memory through TMA descriptors, which read zeros and write nothing outside a
-matrix: no edge needs a mask, and R is arbitrary.  N and K are multiples of 16: TMA needs rows that begin on 16 bytes.
-Sums are fp32.
+R = B*T rows.  Blocks of operands are read and written by blocks.py, zeros and nothing outside a matrix: no edge needs a
+mask here, and R is arbitrary.  N and K are multiples of 16: rows begin on 16 bytes, as TMA needs.  Sums are fp32.
 
 On Hopper, hopper.takes decides which products run in the kernels of hopper/.  The kernels here compute all others, and
 all products on other GPUs and in the interpreter.
@@ -29,9 +28,9 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import fp8_matmul, hopper
+from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, rounded, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
@@ -44,7 +43,7 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
-from gpt2_triton.kernels.tiles import describe, halves, split_item, tile_corner, tile_position
+from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
 
 
@@ -58,23 +57,23 @@ def _epilogue(
     if b_ptr is not None:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == "add":
-        acc += res_desc.load([m, n]).to(tl.float32)
+        acc += load_block(res_desc, [m, n]).to(tl.float32)
     elif EPILOGUE == "rope":
         position = (m + tl.arange(0, acc.shape[0])) % T
         acc = tl.where((cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc)
     elif EPILOGUE == "gelu":
-        pre = acc.to(pre_desc.dtype)  # GELU of the stored value: the backward pass can recompute the same bits
-        pre_desc.store([m, n], pre)
+        pre = rounded(acc, pre_desc)  # GELU of the stored value: the backward pass can recompute the same bits
+        store_block(pre_desc, [m, n], pre)
         acc = gelu(pre.to(tl.float32))
     elif EPILOGUE == "dgelu":
         # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute the sigmoid, and at
         # 128x256 registers spill
-        pre = pre_desc.load([m, n]).to(tl.float32) + 0.0 * acc
+        pre = load_block(pre_desc, [m, n]).to(tl.float32) + 0.0 * acc
         acc *= dgelu(pre)  # rows past the end are 0 and add nothing to the column sums
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
         if gelu_desc is not None:
-            gelu_desc.store([m, n], gelu(pre).to(gelu_desc.dtype))
-    out_desc.store([m, n], acc.to(out_desc.dtype))
+            store_block(gelu_desc, [m, n], gelu(pre))
+    store_block(out_desc, [m, n], acc)
 
 
 @triton.jit
@@ -84,11 +83,11 @@ def tile_product(
     """Return the tile of a[M, K] @ w that begins at row m, column n, in fp32; w is stored as [N, K] or as [K, N]."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = a_desc.load([m, k])
+        a = load_block(a_desc, [m, k])
         if W_IS_NK:
-            w = w_desc.load([n, k]).T
+            w = load_block(w_desc, [n, k]).T
         else:
-            w = w_desc.load([k, n])
+            w = load_block(w_desc, [k, n])
         acc = dot(a, w, acc)
     return acc
 
@@ -133,25 +132,27 @@ def _matmul_dw_kernel(
         tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
         n = tile_n * BLOCK_M
         k = tile_k * BLOCK_N
+        if not isinstance(dout_desc, tl.tensor_descriptor):  # TMA reads zeros past the end of the last part
+            count = tl.minimum(count, steps - first)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(first, first + count):
             r = step * BLOCK_K
             if dout_scale_ptr is not None:
-                acc = dot(dout_desc.load([n, r]), inp_desc.load([k, r]).T, acc)
+                acc = dot(load_block(dout_desc, [n, r]), load_block(inp_desc, [k, r]).T, acc)
             else:
-                acc = dot(dout_desc.load([r, n]).T, inp_desc.load([r, k]), acc)
+                acc = dot(load_transposed(dout_desc, [r, n]), load_block(inp_desc, [r, k]), acc)
         if dout_scale_ptr is not None:
             acc *= unscale
         left, right = halves(acc)
         if slot >= 0:
-            part_desc.store([slot * BLOCK_M, 0], left)
-            part_desc.store([slot * BLOCK_M, BLOCK_N // 2], right)
+            store_block(part_desc, [slot * BLOCK_M, 0], left)
+            store_block(part_desc, [slot * BLOCK_M, BLOCK_N // 2], right)
         else:
             if ACC:
-                left += out_desc.load([n, k])
-                right += out_desc.load([n, k + BLOCK_N // 2])
-            out_desc.store([n, k], left)
-            out_desc.store([n, k + BLOCK_N // 2], right)
+                left += load_block(out_desc, [n, k])
+                right += load_block(out_desc, [n, k + BLOCK_N // 2])
+            store_block(out_desc, [n, k], left)
+            store_block(out_desc, [n, k + BLOCK_N // 2], right)
 
 
 @triton.jit
@@ -199,7 +200,7 @@ def _launch(
     row, HS = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
     row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    out_desc, res_desc, pre_desc, gelu_desc = (describe(t, block_m, block_n // 2) for t in (out, res, pre, gelu_out))
+    out_desc, res_desc, pre_desc, gelu_desc = (describe_halves(t, block_m, block_n) for t in (out, res, pre, gelu_out))
     a_desc = describe(a, block_m, block_k)
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
@@ -322,13 +323,15 @@ def _launch_dw(
 ) -> None:  # fmt: skip
     (N, K), (block_m, block_n, _, _), block_k = dw.shape, split.grids[0], row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
-    part_shape = [max(1, split.split_tiles * split.k_parts) * block_m, block_n]
-    part_desc = TensorDescriptor(scratch, part_shape, [block_n, 1], [block_m, block_n // 2])
-    blocks = [(block_k, block_m), (block_k, block_n)]
-    if dout_scale is not None:  # stored transposed
-        blocks = [(block_m, block_k), (block_n, block_k)]
+    part = dw  # not written where all tiles are whole
+    if split.split_tiles:
+        part = scratch[: split.scratch].view(-1, block_n)
+    if dout_scale is None:
+        dout_desc, inp_desc = describe(dout, block_k, block_m), describe(inp, block_k, block_n)
+    else:  # stored transposed
+        dout_desc, inp_desc = describe(dout, block_m, block_k), describe(inp, block_n, block_k)
     _matmul_dw_kernel[(programs(split.items),)](
-        describe(dw, block_m, block_n // 2), part_desc, describe(dout, *blocks[0]), describe(inp, *blocks[1]),
+        describe_halves(dw, block_m, block_n), describe_halves(part, block_m, block_n), dout_desc, inp_desc,
         dout_scale, inp_scale, N, K, split.whole_tiles, split.k_parts, split.steps, split.part_steps, ACC=acc, **row,
     )  # fmt: skip
 

@@ -21,8 +21,8 @@ muon_momentum and muon_update take [L, n], the same n elements of each layer's m
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, rounded, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import decayed_update, dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
@@ -109,17 +109,6 @@ def muon_normalise_scratch(k: int, M: int, N: int) -> int:
 
 
 @triton.jit
-def _tile(desc, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the tile of matrix i that begins at this row and column; zeros outside the matrix."""
-    return tl.reshape(desc.load([i, row, column]), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _store_tile(desc, i, row, column, tile):
-    desc.store([i, row, column], tl.reshape(tile, (1, tile.shape[0], tile.shape[1])))
-
-
-@triton.jit
 def lower_tile(item, tiles):
     """Return row and column of tile number `item` on and below the diagonal of tiles x tiles.
 
@@ -146,25 +135,20 @@ def _symmetric_kernel(
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in range(0, K, BLOCK_K):
         if TALL:
-            acc = dot(_tile(x_desc, i, k, m, BLOCK_K, BLOCK).T, _tile(x_desc, i, k, n, BLOCK_K, BLOCK), acc)
+            acc = dot(load_transposed(x_desc, [i, k, m]), load_block(x_desc, [i, k, n]), acc)
         else:
-            acc = dot(_tile(x_desc, i, m, k, BLOCK, BLOCK_K), _tile(x_desc, i, n, k, BLOCK, BLOCK_K).T, acc)
+            acc = dot(load_block(x_desc, [i, m, k]), load_block(x_desc, [i, n, k]).T, acc)
     acc *= factor
     if add_desc is not None:
-        acc += add_factor * _tile(add_desc, i, m, n, BLOCK, BLOCK).to(tl.float32)
-    out = acc.to(out_desc.dtype)
+        acc += add_factor * load_block(add_desc, [i, m, n]).to(tl.float32)
+    out = rounded(acc, out_desc)
     mirrored = out.T
     if tile_m == tile_n:
         below = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
-        _store_tile(out_desc, i, m, n, tl.where(below, out, mirrored))
+        store_block(out_desc, [i, m, n], tl.where(below, out, mirrored))
     else:
-        _store_tile(out_desc, i, m, n, out)
-        _store_tile(out_desc, i, n, m, mirrored)
-
-
-def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return TMA's view of matrices [k, M, N] in blocks of one matrix, rows x columns."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+        store_block(out_desc, [i, m, n], out)
+        store_block(out_desc, [i, n, m], mirrored)
 
 
 def _launch_symmetric(out: Tensor, x: Tensor, add: Tensor | None, add_factor: float, factor: float, tall: bool) -> None:
@@ -172,11 +156,11 @@ def _launch_symmetric(out: Tensor, x: Tensor, add: Tensor | None, add_factor: fl
     K = x.shape[1] if tall else x.shape[2]
     row = tuned("muon_symmetric", dtype_name(x), BLOCK=C, BLOCK_K=K)
     block, block_k = row["BLOCK"], row["BLOCK_K"]
-    x_desc = _describe(x, block_k, block) if tall else _describe(x, block, block_k)
-    add_desc = None if add is None else _describe(add, block, block)
+    x_desc = describe(x, 1, block_k, block) if tall else describe(x, 1, block, block_k)
+    out_desc, add_desc = describe(out, 1, block, block), describe(add, 1, block, block)
     tiles = triton.cdiv(C, block)
     _symmetric_kernel[(k * tiles * (tiles + 1) // 2,)](
-        _describe(out, block, block), x_desc, add_desc, C, K, add_factor, factor, TALL=tall, **row
+        out_desc, x_desc, add_desc, C, K, add_factor, factor, TALL=tall, **row
     )
 
 
@@ -205,13 +189,12 @@ def _apply_kernel(
     m, n = tile_corner(tl.program_id(0) % tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        acc = dot(_tile(left_desc, i, m, k, BLOCK_M, BLOCK_K), _tile(right_desc, i, k, n, BLOCK_K, BLOCK_N), acc)
+        acc = dot(load_block(left_desc, [i, m, k]), load_block(right_desc, [i, k, n]), acc)
     left, right = halves(acc)
-    HALF: tl.constexpr = BLOCK_N // 2
-    left += a * _tile(x_desc, i, m, n, BLOCK_M, HALF).to(tl.float32)
-    _store_tile(out_desc, i, m, n, left.to(out_desc.dtype))
-    right += a * _tile(x_desc, i, m, n + HALF, BLOCK_M, HALF).to(tl.float32)
-    _store_tile(out_desc, i, m, n + HALF, right.to(out_desc.dtype))
+    left += a * load_block(x_desc, [i, m, n]).to(tl.float32)
+    store_block(out_desc, [i, m, n], left)
+    right += a * load_block(x_desc, [i, m, n + BLOCK_N // 2]).to(tl.float32)
+    store_block(out_desc, [i, m, n + BLOCK_N // 2], right)
 
 
 @contract("out[k,M,N]~ <- x[k,M,N]~ poly[k,C,C]")
@@ -223,8 +206,8 @@ def muon_apply(out: Tensor, x: Tensor, poly: Tensor, a: float) -> None:
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     left, right = (x, poly) if M > N else (poly, x)
     _apply_kernel[(k * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
-        _describe(out, block_m, block_n // 2), _describe(left, block_m, block_k), _describe(right, block_k, block_n),
-        _describe(x, block_m, block_n // 2), M, N, C, a, **row,
+        describe_halves(out, 1, block_m, block_n), describe(left, 1, block_m, block_k),
+        describe(right, 1, block_k, block_n), describe_halves(x, 1, block_m, block_n), M, N, C, a, **row,
     )  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -40,8 +38,3 @@ def split_item(item, whole_tiles, split_tiles, steps, part_steps):
     else:
         slot = -1
     return tile, first, count, slot
-
-
-def describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
-    """Return TMA's view of a matrix in blocks of rows x columns."""
-    return None if tensor is None else TensorDescriptor.from_tensor(tensor, [rows, columns])

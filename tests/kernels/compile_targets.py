@@ -138,7 +138,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
 
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
-    from gpt2_triton.kernels import table_file, tuning
+    from gpt2_triton.kernels import blocks, table_file, tuning
     from gpt2_triton.model.compiling import compile_decoding
     from gpt2_triton.model.model import Model
 
@@ -149,6 +149,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
     table_file.table_name = lambda: target.table
     tuning.table.cache_clear()
+    blocks.has_tma.cache_clear()
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     run, compile_kernel = JITFunction.run, triton.compiler.compile
     triton.compiler.compile = compiler = Compiler(compile_kernel)

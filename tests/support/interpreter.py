@@ -1,6 +1,10 @@
-"""Makes Triton's interpreter faster for tests, with the same bits: its types, its loads and stores, its casts."""
+"""Makes Triton's interpreter faster for tests, with the same bits: its types, its loads and stores, its casts.
+
+Assertions in kernels are on (tl.device_assert).
+"""
 
 import ctypes
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,6 +22,8 @@ FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
 def make_fast() -> None:
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, debug=True)
     make_types_fast()
     make_memory_fast()
     make_casts_fast()
