@@ -158,7 +158,7 @@ def require_fp8(name: str, architecture: str) -> None:
 def require_own_fp8() -> None:
     """Raise ConfigError if this machine has a GPU, but one without fp8 products."""
     if present():
-        require_fp8(torch.cuda.get_device_name(), architecture())
+        require_fp8(name(), architecture())
 
 
 def local_gpu() -> int:
@@ -169,6 +169,11 @@ def local_gpu() -> int:
 def device_name() -> str:
     """Return the device of tensors: "cuda", or "cpu" for the interpreter."""
     return "cuda" if present() else "cpu"
+
+
+def name() -> str:
+    """Return what executes the kernels, for records and messages: torch's name of this machine's GPU."""
+    return torch.cuda.get_device_name()
 
 
 def peak_flops() -> float | None:

@@ -25,7 +25,7 @@ def comparisons() -> Iterator[Comparison]:
 def verify() -> int:
     """Print the table; return 0 if each output is within its bound, else 1."""
     torch.manual_seed(0)
-    where = torch.cuda.get_device_name() if GPU else "Triton's interpreter"
+    where = device.name() if GPU else "Triton's interpreter"
     print(f"relative error against float64, {str(STORAGE).removeprefix('torch.')} storage, on {where}\n")
     print(f"{'op':<20}{'output':<13}{'shape':<16}{'ours':>10}{'PyTorch':>10}{'ratio':>10}")
     verdicts = []

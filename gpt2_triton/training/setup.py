@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gpt2_triton import device
@@ -180,7 +179,7 @@ def open_log(
     """Open the log, on rank 0, and write the notes and the sizes of the run to it."""
     if group.rank != 0:
         return NullLogger()
-    where = torch.cuda.get_device_name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
+    where = device.name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
     if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
     step, planned, t = start.state.step, model.plan.total, config.train

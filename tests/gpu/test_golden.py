@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import triton
 
+from gpt2_triton import device
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from tests.gpu.test_gpu import HAS_FP8, PRECISIONS, wide_model
 from tests.support.models import train_steps
@@ -33,7 +33,7 @@ def losses(variant: str, level: str) -> list[str]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_five_steps_give_the_golden_losses(variant, level):
-    if (name := torch.cuda.get_device_name()) not in ROWS:
+    if (name := device.name()) not in ROWS:
         pytest.skip(f"no losses are recorded for {name}, only for {', '.join(ROWS)}")
     if ROWS[name]["triton"] != triton.__version__:
         pytest.skip(f"recorded with Triton {ROWS[name]['triton']}, here is {triton.__version__}: other machine code")
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     variants = [variant for variant in VARIANTS if HAS_FP8 or "fp8" not in variant]
     row, again = ({v: {level: losses(v, level) for level in RECOMPUTE_LEVELS} for v in variants} for _ in range(2))
     assert row == again, "two runs gave different losses; nothing was written"
-    rows = ROWS | {torch.cuda.get_device_name(): {"triton": triton.__version__, **row}}
+    rows = ROWS | {device.name(): {"triton": triton.__version__, **row}}
     PATH.write_text(json.dumps(rows, indent=1) + "\n")
