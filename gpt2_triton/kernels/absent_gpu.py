@@ -18,6 +18,18 @@ from gpt2_triton import device
 from gpt2_triton.errors import ConfigError
 
 MODULE = 1, 1, 32, 0, 1024  # as loaded: module, function, registers, spills, most threads
+KIB = 1024
+SHARED_MEMORY: dict[int | str, int] = {  # bytes that a program may take, by architecture as Triton names it
+    80: 163 * KIB,
+    86: 99 * KIB,
+    89: 99 * KIB,
+    90: 227 * KIB,
+    100: 227 * KIB,
+    120: 99 * KIB,
+    "gfx942": 64 * KIB,
+    "gfx950": 160 * KIB,
+    "gfx1100": 64 * KIB,
+}
 
 
 def absent_driver(target: GPUTarget, number: int = 0) -> Any:
@@ -43,17 +55,23 @@ def _build_launcher(source: Any, metadata: Any) -> Any:
     return lambda *_: None
 
 
+def show(gpu: device.Gpu) -> int:
+    """Let torch give the name and the compute capability of a GPU of NVIDIA's; return its architecture, as 80."""
+    major, minor = (int(part) for part in gpu.architecture.split("."))
+    torch.cuda.get_device_name = lambda *_: f"NVIDIA {gpu.device_names[0]}"
+    torch.cuda.get_device_capability = lambda *_: (major, minor)
+    return 10 * major + minor
+
+
 @contextlib.contextmanager
 def standing_in(gpu: device.Gpu) -> Iterator[None]:
     """Let torch, Triton and this package find a GPU of NVIDIA's, its memory on the host.  They remain changed."""
-    major, minor = (int(part) for part in gpu.architecture.split("."))
+    architecture = show(gpu)
     memory = int(gpu.memory * 2**30)
     torch.cuda.is_available, torch.cuda.current_device, torch.cuda.set_device = lambda: True, lambda: 0, lambda _: None
-    torch.cuda.get_device_name = lambda *_: f"NVIDIA {gpu.device_names[0]}"
-    torch.cuda.get_device_capability = lambda *_: (major, minor)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=gpu.multiprocessors)
     device._host_memory = lambda: (memory, memory)
-    driver.set_active(active := absent_driver(GPUTarget("cuda", 10 * major + minor, 32)))
+    driver.set_active(active := absent_driver(GPUTarget("cuda", architecture, 32)))
     active.launcher_cls = _build_launcher
     build._load_module_from_path = lambda name, path: _NotLoaded()
     with tempfile.TemporaryDirectory() as folder:  # with what Triton links its C modules, in place of the driver's

@@ -19,30 +19,34 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-KIB = 1024
+from gpt2_triton.kernels.absent_gpu import SHARED_MEMORY, absent_driver
 
 
 class Target(NamedTuple):
-    """A GPU: its architecture as Triton names it, threads of a warp, shared memory of a program, and table."""
+    """A GPU: its architecture as Triton names it, threads of a warp, and table."""
 
     backend: str
     arch: int | str
     warp: int
-    shared: int
     table: str
     fp8: bool
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program may take."""
+        return SHARED_MEMORY[self.arch]
+
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 163 * KIB, "a100", False),
-    "sm_86": Target("cuda", 86, 32, 99 * KIB, "rtx4090", False),
-    "sm_89": Target("cuda", 89, 32, 99 * KIB, "rtx4090", True),
-    "sm_90": Target("cuda", 90, 32, 227 * KIB, "h200", True),
-    "sm_100": Target("cuda", 100, 32, 227 * KIB, "b200", True),
-    "sm_120": Target("cuda", 120, 32, 99 * KIB, "rtx5090", True),
-    "gfx942": Target("hip", "gfx942", 64, 64 * KIB, "mi300x", False),
-    "gfx950": Target("hip", "gfx950", 64, 160 * KIB, "mi300x", True),
-    "gfx1100": Target("hip", "gfx1100", 32, 64 * KIB, "rdna3", False),
+    "sm_80": Target("cuda", 80, 32, "a100", False),
+    "sm_86": Target("cuda", 86, 32, "rtx4090", False),
+    "sm_89": Target("cuda", 89, 32, "rtx4090", True),
+    "sm_90": Target("cuda", 90, 32, "h200", True),
+    "sm_100": Target("cuda", 100, 32, "b200", True),
+    "sm_120": Target("cuda", 120, 32, "rtx5090", True),
+    "gfx942": Target("hip", "gfx942", 64, "mi300x", False),
+    "gfx950": Target("hip", "gfx950", 64, "mi300x", True),
+    "gfx1100": Target("hip", "gfx1100", 32, "rdna3", False),
 }
 BF16: dict[str, dict[str, object]] = dict(
     model=dict(n_layer=2),
@@ -87,8 +91,6 @@ class Needs:
 def device(name: str) -> Any:
     """Return a driver of a target; its number keeps its kernels apart from other targets'."""
     from triton.backends.compiler import GPUTarget
-
-    from gpt2_triton.kernels.absent_gpu import absent_driver
 
     target = TARGETS[name]
     return absent_driver(GPUTarget(target.backend, target.arch, target.warp), [*TARGETS].index(name))
