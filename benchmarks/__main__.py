@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import ValidationError
 
+from benchmarks.as_gpu import Code, execute_as, require_hopper
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 
@@ -23,9 +24,10 @@ app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, 
 app.help_epilogue = (
     "Further programs have --help and are run by name, such as python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
-    "losses.loss_compare, losses.vs_torch, results."
+    "losses.loss_compare, losses.vs_torch, as_gpu, results."
 )
 Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
+As = Annotated[Code | None, Parameter(help="Execute this GPU's code, on a Hopper GPU (benchmarks/as_gpu.py).")]
 GPT2_SIZES = "d12,d24,d36,d48"
 
 
@@ -64,9 +66,10 @@ class Runs:
 
 
 @app.command
-def verify() -> int:
+def verify(*, as_: As = None) -> int:
     """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
-    select_device()
+    select_device(silent=as_ is not None)
+    execute_as(as_)
     from benchmarks.accuracy.verify import verify as check
 
     return check()
@@ -80,6 +83,7 @@ def steps(
     baseline: Literal["torch", "chunks", "muon", "torchao", "none"] = "torch",
     optim: Literal["adamw", "muon", "adamw,muon"] = "adamw",
     json: Path | None = None,
+    as_: As = None,
 ) -> int:
     """Time training steps of GPT-2 and Llama 3 beside PyTorch's on this GPU.
 
@@ -94,13 +98,15 @@ def steps(
     require_directory("json", json)
     works = runs.works(keys, optim)
     _require_gpu("steps")
+    if as_:
+        require_hopper()
     from benchmarks.speed.steps import compare
 
-    return compare(works, steps, baseline, json)
+    return compare(works, steps, baseline, json, as_)
 
 
 @app.command
-def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None) -> None:
+def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None, as_: As = None) -> None:
     """Time each operation of a training step, and compare it with its floor on this GPU.
 
     Args:
@@ -110,6 +116,7 @@ def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None) -> None:
     require_directory("json", json)
     works = runs.works(keys)
     _require_gpu("ops")
+    execute_as(as_)
     from benchmarks.speed.ops import report
 
     report(works, json)

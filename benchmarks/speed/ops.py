@@ -29,6 +29,7 @@ from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
 from benchmarks.speed.sizes import SIZES, Work
+from gpt2_triton import device
 from gpt2_triton.model.model import Model
 
 Arguments = dict[str, Any]
@@ -231,9 +232,9 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
         rows = [OpTime(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
         rows.sort(key=lambda row: -row.calls * row.ms)
         title = f"{work.size}, B {work.batch}, T {SIZES[work.size].T}, {work.precision}, recompute {work.recompute}"
-        print(f"{title}; copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
+        print(f"{title}; {device.name()}, copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
         print(table(rows, step))
-        found.append(figures(rows, step))
+        found.append(dict(gpu=device.name()) | figures(rows, step))
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import as_gpu
+from benchmarks.as_gpu import Code
 from benchmarks.speed.sizes import Work, work_of
-from gpt2_triton.device import peak_flops
+from gpt2_triton import device
 
 
 class Program(NamedTuple):
@@ -40,10 +42,12 @@ BASELINES = dict(none=[], torch=[PYTORCH], chunks=[PYTORCH, CHUNKED])
 BASELINES |= dict(muon=[PYTORCH, TORCH_MUON], torchao=[PYTORCH, *TORCHAO])
 
 
-def ours(work: Work) -> Program:
+def ours(work: Work, code: Code | None = None) -> Program:
+    """Return the program of this package's steps; with `code` in the kernels of another GPU."""
     words = ["--recompute", work.recompute, "--precision", work.precision, "--optim", work.optim]
     name = f"ours {work.precision}" + ("" if work.optim == "adamw" else f" {work.optim}")
-    return Program(name, "benchmarks.speed.our_gpt2", (*words, *work.keys), work.recompute)
+    name += f", {as_gpu.title(code)}" if code else ""
+    return Program(name, "benchmarks.speed.our_gpt2", (*words, *work.keys), work.recompute, as_gpu.program(code))
 
 
 def torchrun(gpus: int) -> tuple[str, ...]:
@@ -56,18 +60,18 @@ def within(seconds: float | None) -> list[str]:
     return ["timeout", "--foreground", "--kill-after=60", f"{seconds or 0:.0f}", sys.executable, "-m"]
 
 
-def compare(works: list[Work], steps: int, baseline: str, out: Path | None) -> int:
+def compare(works: list[Work], steps: int, baseline: str, out: Path | None, code: Code | None = None) -> int:
     """Run, print the table, and write the figures as JSON.  Return 1 if a run fails; its cells stay empty."""
     rows: list[dict[str, Any]] = []
     for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
-        for program in (*map(ours, group), *BASELINES[baseline]):
+        for program in (*(ours(work, code) for work in group), *BASELINES[baseline]):
             found: dict[str, Any] | None = None
             with suppress(subprocess.CalledProcessError):  # its stderr is printed
                 found = run_program(program, size, batch, steps)
             rows.append(dict(size=size, batch=batch, program=program.name, recompute=program.recompute, report=found))
             if out:
-                out.write_text(json.dumps(dict(steps=steps, rows=rows), indent=1) + "\n")
-    print("\n" + table(rows, peak_flops()))
+                out.write_text(json.dumps(dict(gpu=device.name(), steps=steps, rows=rows), indent=1) + "\n")
+    print(f"\n{device.name()}\n{table(rows, device.peak_flops())}")
     return int(any(row["report"] is None for row in rows))
 
 

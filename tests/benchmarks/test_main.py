@@ -21,6 +21,7 @@ MISTAKES = [  # arguments, part of the message
     (["ops", "--fp8.keep", "none"], "--fp8.keep: unknown option"),
     (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
     (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 names more layers than model.n_layer 12"),
+    (["ops", "--as", "h200"], "--as"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
 ]
 
@@ -38,11 +39,15 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
         ("verify", "accuracy.verify", "verify", [()]),
         (
             "steps --sizes d12,d48 --baseline none --json a.json", "speed.steps", "compare",
-            [([Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")], 30, "none", Path("a.json"))],
+            [([Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")], 30, "none", Path("a.json"), None)],
         ),
         (
             "steps --sizes d12 --optim adamw,muon --steps 9 --baseline muon --precision fp8", "speed.steps", "compare",
-            [([Work("d12", 64, "gelu", "fp8", name) for name in ("adamw", "muon")], 9, "muon", None)],
+            [([Work("d12", 64, "gelu", "fp8", name) for name in ("adamw", "muon")], 9, "muon", None, None)],
+        ),
+        (
+            "steps --sizes d12 --as rtx4090", "speed.steps", "compare",
+            [([Work("d12", 64, "gelu")], 30, "torch", None, "rtx4090")],
         ),
         (
             "ops --sizes d24 --batch 4 --precision bf16,fp8 --fp8.keep_bf16 none", "speed.ops", "report",
@@ -55,6 +60,7 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
 def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, argv, module, function, expected):
     calls = []
     monkeypatch.setattr(device, "present", lambda: True)
+    monkeypatch.setattr(device, "architecture", lambda: "9.0")
     monkeypatch.setattr(f"benchmarks.{module}.{function}", lambda *arguments: calls.append(arguments) or 1)
     monkeypatch.chdir(tmp_path)
     assert main(app, argv.split()) == (0 if module == "speed.ops" else 1)
@@ -63,7 +69,7 @@ def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, 
 
 def test_help_names_programs_that_exist():
     names = re.findall(r"[\w.]+\w", app.help_epilogue.partition("multi_gpu: ")[2])
-    assert len(names) == 8
+    assert len(names) == 9
     for name in names:
         file = Path(benchmarks.__file__).parent / f"{name.replace('.', '/')}.py"
         assert '__name__ == "__main__"' in file.read_text(), name

@@ -12,6 +12,7 @@ from benchmarks import torch_reference
 from benchmarks.speed import energy, multi_gpu, steps, torch_gpt2, torch_llama
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import Work, work_of
+from gpt2_triton import device
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.model.model import Model
 from tests.support import ranks
@@ -111,7 +112,8 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)  # python -m looks here
     run, out = steps.run_program, tmp_path / "figures.json"
     monkeypatch.setattr(steps, "run_program", lambda program, *more: run(program._replace(module="standin"), *more))
-    monkeypatch.setattr(steps, "peak_flops", lambda: 989e12)
+    monkeypatch.setattr(device, "peak_flops", lambda: 989e12)
+    monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
 
     def saw():
         rows = json.loads(out.read_text())["rows"]
@@ -136,6 +138,22 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
     text, err = capsys.readouterr()
     assert "PyTorch d24 B 64: failed with code 1" in text and "ours bf16 d36 B 32: 100.0 ms per step" in text
     assert "no memory left" in err
+
+
+def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
+    commands = []
+
+    def run(program, *more):
+        commands.append((*program.launcher, program.module))
+        return dict(ms=100.0, gib=2.0, first_step=1.0)
+
+    monkeypatch.setattr(steps, "run_program", run)
+    assert steps.compare([work_of("d12")], 6, "torch", tmp_path / "figures.json", "a100") == 0
+    assert commands == [("benchmarks.as_gpu", "a100", "benchmarks.speed.our_gpt2"), ("benchmarks.speed.torch_gpt2",)]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["program"] for row in figures["rows"]] == ["ours bf16, sm_80 code", "PyTorch"]
+    assert figures["gpu"] == "NVIDIA H100" and "A100" not in capsys.readouterr().out
 
 
 def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
