@@ -22,6 +22,9 @@ def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # CIFS and sshfs sync no directories
+            raise
     finally:
         os.close(handle)
 
@@ -109,8 +112,7 @@ def expand_glob(pattern: str) -> list[str]:
     return [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
-def missing_space(directory: Path, needed: int) -> str | None:
-    """Return the bytes needed and free if `needed` bytes do not fit under `directory`, which may not exist yet."""
+def free_space(directory: Path) -> int:
+    """Return the free bytes of the disk of `directory`, which may not exist yet."""
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    return f"{needed:,} bytes needed, {free:,} free" if free < needed else None
+    return shutil.disk_usage(there).free

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -20,7 +21,7 @@ class AsyncCheckpointer:
     def __init__(self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS):
         self._directory, self._retention, self._control = directory, retention, control
         self._host: dict[str, Tensor] = {}
-        self._step: int | None = None  # of the last save
+        self._step = 0  # of the last save
         self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -72,7 +73,8 @@ class AsyncCheckpointer:
             return
         if not isinstance(error, OSError):
             raise error  # a bug, or a rank that has exited
-        failure = f"{self._directory}: a checkpoint could not be written ({error}); make room, or make it writable"
+        path = step_path(self._directory, self._step)
+        failure = f"{path} could not be written ({error}); make room, or make the directory writable"
         if raise_errors:
             raise CheckpointError(f"{failure}, and resume") from error
         if self._control.rank == 0:

@@ -7,6 +7,8 @@ A checkpoint is complete or absent at every moment:
     3. one rename makes .step_N.tmp the checkpoint step_N
     4. only then older checkpoints, or the replaced one, are deleted: renamed to .step_N.old, and then removed
 
+Where the disk has no room, step 4 comes first, but the newest intact checkpoint stays.
+
 One process at a time saves in a run (distributed/run_lock.py), so hidden directories are leftovers of killed saves.
 """
 
@@ -15,9 +17,11 @@ import errno
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,12 +38,15 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
+from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
-from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import fsync, missing_space, remove
+from gpt2_triton.errors import CheckpointError, same_on_all_ranks
+from gpt2_triton.files import free_space, fsync, remove
 
 FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' headers
+TRIAL = "step_trial"  # no name of a step
 
 
 class Retention(NamedTuple):
@@ -48,6 +55,11 @@ class Retention(NamedTuple):
     keep: int  # the newest; 0: all
     every: int = 0  # multiples of this step; 0: none
     rewind: int = 0  # the last two multiples of this step, to which a rewind may return; 0: none
+
+    @classmethod
+    def of(cls, config: Config) -> "Retention":
+        checkpoint = config.checkpoint
+        return cls(checkpoint.keep, checkpoint.major, checkpoint.every if config.train.rewind_after else 0)
 
 
 def save_checkpoint(
@@ -61,30 +73,82 @@ def save_checkpoint(
     """Write the checkpoint of `step` under `directory`, replacing any, prune older ones, and return its path.
 
     All ranks of `control` call it with their shards as `tensors`; with several, state["shares"] has the shard's spans.
-    If any rank fails, all raise OSError, and nothing has changed.
+    If any rank fails, all raise OSError, and the newest intact checkpoint is still there.
     """
-    target, temporary = step_path(directory, step), directory / f".step_{step:08d}.tmp"
-    control.from_rank0(lambda: _begin(temporary, tensors, control.size))
+    target, best = step_path(directory, step), best_step(state)
+    needed = control.size * _bytes_of(tensors)
+    control.from_rank0(lambda: _make_room(directory, needed, step, best, retention))
+    _write(target, tensors, {"format": FORMAT, "step": step} | state, control)
+    control.from_rank0(lambda: _prune(directory, step, best, retention))
+    return target
+
+
+def try_to_save(directory: Path, control: ControlGroup = SINGLE_PROCESS) -> None:
+    """Make a small checkpoint as a save does, and delete it; CheckpointError on all ranks if a step fails on one.
+
+    So a file system without renames, or one that not all ranks see, ends a run at its start.
+    """
+    target = directory / TRIAL
+    control.from_rank0(lambda: _remove_leftovers(directory))
+    try:
+        _write(target, {"params": torch.empty(1, device="cpu")}, {}, control)
+        control.from_rank0(lambda: remove(target))
+        failure = ""
+    except OSError as error:
+        failure = str(error)
+    if control.rank == 0:
+        with suppress(OSError):  # a run's own checkpoints are there
+            directory.rmdir()
+    if failure:
+        control.leave()
+        todo = "choose a --run_dir that every rank sees and may write to, or correct this one"
+        with same_on_all_ranks():
+            raise CheckpointError(f"{directory}: no checkpoint can be saved there ({failure}); {todo}")
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves left."""
+    for leftover in directory.glob(".step_*"):
+        remove(leftover)
+
+
+def _make_room(directory: Path, needed: int, step: int, best: int | None, retention: Retention) -> None:
+    """Remove what killed saves left, and what has to go before `needed` bytes fit."""
+    _remove_leftovers(directory)
+    for path in _in_the_way(directory, needed, step, best, retention):
+        _discard(path)
+
+
+def _in_the_way(directory: Path, needed: int, step: int, best: int | None, retention: Retention) -> list[Path]:
+    """Return what to delete before `needed` bytes are written for `step`: nothing if they fit, else the oldest of what
+    that save supersedes, but never the newest intact checkpoint.  OSError if this is not enough.
+    """
+    free, chosen = free_space(directory), list[Path]()
+    if free >= needed:
+        return []
+    earlier = [path for other, path in list_steps(directory) if other <= step]
+    intact = next((path for path in reversed(earlier) if not verify(path)), None)
+    for path in _superseded(directory, step, best, retention):
+        if free < needed and path != intact:
+            free += sum(file.stat().st_size for file in path.iterdir())
+            chosen.append(path)
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed:,} bytes needed, {free:,} free")
+    return chosen
+
+
+def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup) -> None:
+    """Make the checkpoint `target` by the steps 1 to 3."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    control.from_rank0(lambda: temporary.mkdir(parents=True))
     try:
         results = _write_shards(temporary, tensors, state, control)
-        control.from_rank0(lambda: _finish(temporary, {"format": FORMAT, "step": step} | state, results))
+        control.from_rank0(lambda: _finish(temporary, state, results))
         control.from_rank0(lambda: _publish(temporary, target))
     except BaseException:
         if control.rank == 0:
             remove(temporary)
         raise
-    control.from_rank0(lambda: _prune(directory, step, best_step(state), retention))
-    return target
-
-
-def _begin(temporary: Path, tensors: dict[str, Tensor], ranks: int) -> None:
-    """Remove what killed saves left, and make the directory to write into."""
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in temporary.parent.glob(".step_*"):
-        remove(leftover)
-    if missing := missing_space(temporary.parent, ranks * _bytes_of(tensors)):
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
-    temporary.mkdir()
 
 
 def _write_shards(
@@ -112,7 +176,8 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
     (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     manifest = {tensors_name(rank): result["entry"] for rank, result in enumerate(results)}
     for name in manifest:
-        shutil.copymode(temporary / STATE, temporary / name)  # safetensors makes its files private
+        with suppress(OSError):  # mounts of Windows refuse it
+            shutil.copymode(temporary / STATE, temporary / name)  # safetensors makes its files private
     manifest[STATE] = fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
@@ -138,10 +203,21 @@ def _exchange(one: Path, other: Path) -> bool:
     return ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
 
 
-def require_space(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise CheckpointError if a checkpoint of these tensors would not fit: at the start of a run, not hours later."""
-    if missing := missing_space(directory, _bytes_of(tensors)):
-        raise CheckpointError(f"{directory}: no room for a checkpoint: {missing}; make room, or change --run_dir")
+def require_space(directory: Path, tensors: dict[str, Tensor], step: int, best: int | None, config: Config) -> None:
+    """Raise CheckpointError unless a checkpoint of these tensors fits after `step`: at the start, not hours later.
+
+    Print a warning if a first one fits, but not a second one beside it.
+    """
+    size, retention = _bytes_of(tensors), Retention.of(config)
+    try:
+        _in_the_way(directory, size, step + 1, best, retention)
+    except OSError as error:
+        todo = "make room, or change --run_dir"
+        raise CheckpointError(f"{directory}: no room for a checkpoint: {error.strerror}; {todo}") from None
+    saves_again = 0 < config.checkpoint.every < config.train.steps
+    if saves_again and not list_steps(directory) and free_space(directory) < 2 * size - FILES_BYTES:
+        what = "room for one checkpoint alone: later saves will fail, since the first stays until the second is whole"
+        print_line(f"warning: {directory}: {what}; make room", error=True)
 
 
 def _bytes_of(tensors: dict[str, Tensor]) -> int:
@@ -158,20 +234,29 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep.  Later ones are damaged: the run passed over them."""
-    steps = {step: path for step, path in list_steps(directory) if step <= newest}
-    kept = {best, *[*steps][-retention.keep :]}
+def _superseded(directory: Path, newest: int, best: int | None, retention: Retention) -> list[Path]:
+    """Return the checkpoints that `retention` does not keep once `newest` is saved, oldest first.
+
+    Later ones are damaged: the run passed over them.
+    """
+    paths = {step: path for step, path in list_steps(directory) if step <= newest}
+    steps = sorted({*paths, newest})
+    kept = {best, *steps[-retention.keep :]}
     if retention.every:
         kept |= {step for step in steps if step % retention.every == 0}
     if retention.rewind:
         last = newest // retention.rewind * retention.rewind
         kept |= {last, last - retention.rewind}
-    for step in steps.keys() - kept:
+    return [path for step, path in paths.items() if step not in kept]
+
+
+def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
+    """Delete the checkpoints that `retention` does not keep."""
+    for path in _superseded(directory, newest, best, retention):
         try:
-            _discard(steps[step])
+            _discard(path)
         except OSError as error:  # the new checkpoint is complete
-            print_line(f"warning: {steps[step]}: cannot be deleted ({error.strerror}); it stays", error=True)
+            print_line(f"warning: {path}: cannot be deleted ({error.strerror}); it stays", error=True)
 
 
 def _discard(path: Path) -> None:

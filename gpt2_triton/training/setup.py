@@ -148,7 +148,8 @@ def build_model(
     if data.hellaswag:
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
-        require_space(run_dir / "checkpoints", model.checkpoint_spec())
+        state = start.state
+        require_space(run_dir / "checkpoints", model.checkpoint_spec(), state.step, state.best_step, config)
     if group.device == "cuda":
         made = compile_kernels(model, group, control, data)
         ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"

@@ -51,7 +51,8 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
     for directory in (real := run_dir.resolve(), *real.parents):
         if directory.name == "checkpoints" and list_steps(directory):
             raise ConfigError(f"--run_dir: {run_dir} is inside the run {directory.parent}; give it, or choose another")
-    there = next(path for path in (real, *real.parents) if os.path.exists(path))  # False without permission
+    places = (real / "checkpoints", real, *real.parents)
+    there = next(path for path in places if os.path.exists(path))  # False without permission
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--run_dir: cannot write to {there}; choose another, or correct its permissions")
     if (found := list_steps(run_dir / "checkpoints")) and not resume:

@@ -15,11 +15,10 @@ from typing import Any
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.save import Retention
+from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
-from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
@@ -53,8 +52,8 @@ def train(
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
-            consistency.require_shared_run_dir(run_dir, control)
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
+            try_to_save(run_dir / "checkpoints", control)
         with Trainer(config, run_dir, Path(found) if found else None, watchdog, signals, K) as trainer:
             code = trainer.run()
     group.close()
@@ -86,9 +85,8 @@ class Trainer:
             start.notes.extend(notes)
         self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
-        c, rewinds = self.config.checkpoint, self.config.train.rewind_after > 0
-        retention = Retention(c.keep, c.major, rewind=c.every if rewinds else 0)
-        self.checkpointer = AsyncCheckpointer(run_dir / "checkpoints", retention, self.group.control("saver"))
+        saver = self.group.control("saver")
+        self.checkpointer = AsyncCheckpointer(run_dir / "checkpoints", Retention.of(self.config), saver)
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)

@@ -69,8 +69,8 @@ def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, te
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {newest.parent}: a checkpoint could not be written (") and "27" in warning
-    assert warning.endswith("make room, or make it writable")
+    assert warning.startswith(f"warning: {newest.parent / STEP_30} could not be written (") and "27" in warning
+    assert warning.endswith("make room, or make the directory writable")
     assert names(newest.parent) == [STEP_10, STEP_20] and find_checkpoint(newest.parent) == newest
     saver.save(30, pieces(30, n), {"text": text})
     saver.wait(raise_errors=True)
@@ -80,14 +80,14 @@ def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, te
 def test_save_without_space_warns_before_it_writes(newest, monkeypatch, capsys):
     """Older checkpoints stay, and the warning has the bytes needed and free."""
     needed = sum(t.nbytes for t in example(30).values()) + FILES_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    saver = AsyncCheckpointer(newest.parent, Retention(1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    saver = AsyncCheckpointer(newest.parent, Retention(0))
     monkeypatch.setattr(save, "save_file", lambda *arguments: pytest.fail("it began to write"))
     saver.save(30, pieces(30), {})
     saver.wait()
     [warning] = capsys.readouterr().err.splitlines()
-    assert f"{needed:,} bytes needed, {needed - 1:,} free" in warning
-    assert warning.endswith("make room, or make it writable")
+    assert f"{needed:,} bytes needed, 1,000 free" in warning
+    assert warning.endswith("make room, or make the directory writable")
     assert names(newest.parent) == [STEP_10, STEP_20]
 
 
@@ -95,7 +95,7 @@ def test_wait_raises_the_error_of_a_failed_save_on_request(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
-    message = r"could not be written .*File exists[^;]*; make room, or make it writable, and resume$"
+    message = r"could not be written .*Not a directory[^;]*; make room, or make the directory writable, and resume$"
     with pytest.raises(CheckpointError, match=message):
         saver.wait(raise_errors=True)
 
@@ -111,7 +111,7 @@ def test_wait_raises_bugs_of_the_thread(tmp_path):
 def test_failed_step_is_that_of_the_last_wait(tmp_path, monkeypatch, capsys):
     saver = AsyncCheckpointer(tmp_path, Retention(0))
     with monkeypatch.context() as patch:
-        patch.setattr(save, "missing_space", lambda *_: "1 bytes needed, 0 free")
+        patch.setattr(save, "free_space", lambda _: 0)
         saver.save(20, pieces(20), {})
         saver.wait()
         assert saver.failed_step == 20 and "could not be written" in capsys.readouterr().err

@@ -6,14 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from gpt2_triton.checkpoint import format, load, save
 from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import Retention
+from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.errors import CheckpointError
 from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, example, names, state, write
 
 
@@ -31,6 +35,21 @@ def test_files_have_the_permissions_of_other_new_files(newest):
     """Others of a group read a shared run."""
     (newest / "x").touch()
     assert {path.stat().st_mode for path in newest.iterdir()} == {(newest / "x").stat().st_mode}
+
+
+def test_save_needs_neither_modes_nor_synced_directories(newest, monkeypatch):
+    """Mounts of Windows refuse chmod, and CIFS has no fsync of directories."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def sync_files_alone(file):
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fsync", sync_files_alone)
+    assert verify(write(newest.parent, 30)) == ""
 
 
 def test_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(newest, monkeypatch, capsys):
@@ -64,6 +83,103 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
     assert sorted(events[:3]) == sorted(f"{temporary}/{name}" for name in FILES)
     assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
 
+
+# ---- a disk without room ----
+
+SIZE = sum(tensor.nbytes for tensor in example(10).values())
+NEEDED = SIZE + save.FILES_BYTES
+
+
+def leave_room(patch, directory, room):
+    """Let the disk hold `room` bytes beside the two checkpoints in `directory`; a deleted one makes room."""
+    total = room + bytes_in(directory)
+    patch.setattr(save, "free_space", lambda _: total - bytes_in(directory))
+
+
+def bytes_in(directory):
+    return sum(file.stat().st_size for file in directory.glob("step_*/*"))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_save_without_room_deletes_what_it_supersedes_first(newest, monkeypatch, keep):
+    leave_room(monkeypatch, newest.parent, NEEDED - 1)
+    written = save._write
+    monkeypatch.setattr(save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given)))
+    seen = []
+    write(newest.parent, 30, keep)
+    assert seen == [STEP_20] and names(newest.parent) == [STEP_20, STEP_30][-keep:]
+
+
+def test_save_with_room_deletes_after_it_has_written(newest, monkeypatch):
+    leave_room(monkeypatch, newest.parent, NEEDED)
+    written = save._write
+    monkeypatch.setattr(save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given)))
+    seen = []
+    write(newest.parent, 30, keep=1)
+    assert seen == [STEP_10, STEP_20] and names(newest.parent) == [STEP_30]
+
+
+@pytest.mark.parametrize(
+    ("keep", "damaged", "room"),
+    [(0, "", -1), (2, STEP_20, -1), (1, "", -SIZE - 5000)],
+    ids=["all are kept", "the other one is damaged", "too little"],
+)
+def test_save_without_room_deletes_neither_the_last_intact_checkpoint_nor_in_vain(
+    newest, monkeypatch, keep, damaged, room
+):
+    if damaged:
+        (newest.parent / damaged / STATE).write_text("{}")
+    leave_room(monkeypatch, newest.parent, NEEDED + room)
+    with pytest.raises(OSError, match=rf"No space left on device: {NEEDED:,} bytes needed, [0-9,]+ free"):
+        write(newest.parent, 30, keep)
+    assert names(newest.parent) == [STEP_10, STEP_20]
+
+
+# ---- the trial at a run's start ----
+
+
+def test_trial_leaves_nothing(tmp_path, newest):
+    for directory in (tmp_path / "run" / "checkpoints", newest.parent):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        save.try_to_save(directory)
+    assert not os.listdir(tmp_path / "run") and names(newest.parent) == [STEP_10, STEP_20]
+
+
+def test_trial_removes_what_killed_trials_left(newest):
+    for name in (f".{save.TRIAL}.tmp", save.TRIAL):
+        (newest.parent / name).mkdir()
+    save.try_to_save(newest.parent)
+    assert names(newest.parent) == [STEP_10, STEP_20]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rename", "fsync"])
+def test_trial_refuses_a_directory_that_keeps_no_checkpoint(tmp_path, monkeypatch, call):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be saved there \(.*Operation not permitted"):
+        save.try_to_save(tmp_path / "checkpoints")
+    monkeypatch.undo()
+    assert not os.listdir(tmp_path)
+
+
+def test_trial_names_the_rank_that_does_not_see_the_directory(tmp_path):
+    """Rank 1 has a directory of the same name on another disk; all ranks end."""
+    store, places = HashStore(), [tmp_path / "shared", tmp_path / "own"]
+
+    def refusal(rank):
+        with pytest.raises(CheckpointError) as refused:
+            save.try_to_save(places[rank], ControlGroup("trial", rank, 2, store))
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        messages = list(ranks.map(refusal, range(2)))
+    assert all("(rank 1: " in message and "No such file" in message for message in messages)
+    assert not os.listdir(tmp_path)
+
+
+# ---- kills ----
 
 TRACED = {module.__file__ for module in (save, load, format, shutil)}
 
@@ -105,6 +221,14 @@ def kill_at_every_line(directory):
         n += 1
 
 
+def kill_at_every_line_without_room(directory):
+    """As kill_at_every_line, where step 10 has to go before step 30 is written."""
+    write(directory, 10)
+    write(directory, 20)
+    leave_room(pytest.MonkeyPatch(), directory, NEEDED - 1)
+    kill_at_every_line(directory)
+
+
 def kill_at_every_line_of_a_replacement(directory):
     """Save step 30 in place of a step 30 with another state, killed at each line in turn; print the state found."""
     n = 1
@@ -131,8 +255,9 @@ def outcomes(function, directory):
 
 
 @pytest.mark.slow
-def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
-    found = outcomes(kill_at_every_line, tmp_path)
+@pytest.mark.parametrize("kill", [kill_at_every_line, kill_at_every_line_without_room])
+def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path, kill):
+    found = outcomes(kill, tmp_path)
     assert found == sorted(found) and set(found) == {STEP_20, STEP_30} and len(found) > 50
 
 

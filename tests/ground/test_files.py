@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import missing_space, new_directory, remove, sha256, write_atomic
+from gpt2_triton.files import free_space, new_directory, remove, sha256, write_atomic
 
 
 def test_write_atomic_replaces_a_file(tmp_path):
@@ -52,9 +54,9 @@ def test_new_directory_refuses_a_taken_place(tmp_path):
             pass
 
 
-def test_missing_space_of_a_directory_to_be(tmp_path):
-    assert missing_space(tmp_path / "a" / "b", 1) is None
-    assert missing_space(tmp_path / "a" / "b", 1 << 62).startswith(f"{1 << 62:,} bytes needed, ")
+def test_free_space_of_a_directory_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 if path == tmp_path else 0))
+    assert free_space(tmp_path / "a" / "b") == 7
 
 
 def test_remove_takes_files_links_and_directories(tmp_path):

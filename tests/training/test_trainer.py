@@ -1,7 +1,9 @@
 """The training loop: the same bytes twice and when resumed, known losses, and non-finite steps."""
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.save import FILES_BYTES
 from gpt2_triton.checkpoint.weights import join_master
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -328,3 +331,36 @@ def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
         train(run_config(), tmp_path / "run", resume=False)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_train_refuses_to_start_where_no_checkpoint_can_be_kept(tmp_path, monkeypatch):
+    """A file system without renames, such as a mounted bucket; RUN/checkpoints that another user made."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="no checkpoint can be saved there"):
+        train(run_config(), tmp_path / "run", resume=False)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_train_warns_where_a_second_checkpoint_has_no_room(unbroken, tmp_path, monkeypatch, capsys, every):
+    size = sum(tensor.nbytes for tensor in load_checkpoint(find_checkpoint(unbroken))[1].values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=FILES_BYTES + 2 * size - 1))
+    with make_trainer(run_config(checkpoint=dict(every=every)), tmp_path):
+        warned = "room for one checkpoint alone: later saves will fail" in capsys.readouterr().err
+    assert warned == (every > 0)
+
+
+def test_resume_counts_the_checkpoints_that_a_save_would_delete(unbroken, tmp_path, monkeypatch):
+    shutil.copytree(unbroken, tmp_path / "run")
+    found = find_checkpoint(tmp_path / "run")
+    shutil.copytree(found, found.with_name("step_00000003"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=FILES_BYTES))
+    config = run_config(train=dict(steps=STEPS + 1))
+    with make_trainer(config.replace(checkpoint=dict(keep=1)), tmp_path / "run", found):
+        pass
+    with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed"):
+        make_trainer(config.replace(checkpoint=dict(keep=0)), tmp_path / "run", found)

@@ -21,7 +21,7 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import FULL, missing_space, sha256, write_json
+from gpt2_triton.files import FULL, free_space, sha256, write_json
 
 PROGRESS, LOCK = "progress.json", ".lock"
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
@@ -217,7 +217,9 @@ def directory_in_use(place: Path) -> DataError:
 
 def require_space(directory: Path, size: int) -> None:
     """DataError unless shards of `size` more bytes fit on the disk."""
-    if missing := missing_space(directory, size):
+    free = free_space(directory)
+    if free < size:
+        missing = f"{size:,} bytes needed, {free:,} free"
         raise DataError(f"{directory}: not enough room: {missing}; make room or choose another directory")
 
 
