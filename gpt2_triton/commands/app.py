@@ -1,7 +1,7 @@
 """Shared by all commands: parsing, exit codes, the choice of the device.
 
 A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint,
-5 memory, 6 non-finite numbers, 1 failures between GPUs.  129, 130 and 143 mean that a signal stopped the run, 141 that
+5 memory, 6 non-finite numbers, 1 failures between GPUs.  128 and a signal's number: the signal stopped the run; 141:
 the reader of stdout left.  Any other exception is a bug and keeps its traceback.
 Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
 """
@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -59,6 +60,8 @@ def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
 def main(app: App, argv: list[str]) -> int:
     """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
     prepare_streams()
+    if os.getpid() == 1:  # of a container, which has no default actions
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         words = _spelled_out(argv)
         if not words or words[0] in app.help_flags:

@@ -8,7 +8,7 @@ the same kernels (see matmul.py).
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from gpt2_triton.data.hellaswag import ENDINGS, Questions, load_questions
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError
+from gpt2_triton.inference.losses import Stopped
 from gpt2_triton.model.model import Model
 
 MULTIPLE = 32
@@ -34,21 +35,33 @@ def questions_of_run(config: Config) -> Questions | None:
     return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",))["completion"]
 
 
-def evaluate(model: Model, questions: Questions, control: ControlGroup = SINGLE_PROCESS) -> Scores:
-    """Return the scores of `model` on `questions`, divided among the ranks of `control`."""
-    part = ending_losses(model, questions, control.rank, control.size)
+def evaluate(
+    model: Model,
+    questions: Questions,
+    control: ControlGroup = SINGLE_PROCESS,
+    stop: Callable[[], bool] = lambda: False,
+) -> Scores:
+    """Return the scores of `model` on `questions`, divided among the ranks of `control`.
+
+    If `stop` is True on one rank, all raise Stopped.
+    """
+    part = ending_losses(model, questions, control.rank, control.size, stop)
     answered = np.flatnonzero(part)  # other ranks' endings are 0
     losses = np.zeros_like(part)
-    for places, values in control.all_gather([answered.tolist(), part[answered].tolist()]):
+    for places, values, stopped in control.all_gather([answered.tolist(), part[answered].tolist(), stop()]):
+        if stopped:
+            raise Stopped
         losses[places] = values
     return scores(questions, losses)
 
 
-def ending_losses(model: Model, questions: Questions, rank: int = 0, ranks: int = 1) -> np.ndarray:
+def ending_losses(
+    model: Model, questions: Questions, rank: int = 0, ranks: int = 1, stop: Callable[[], bool] = lambda: False
+) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
     A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes the
-    batches rank, rank + ranks, ...; the other endings keep 0.
+    batches rank, rank + ranks, ..., until `stop` is True; the other endings keep 0.
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
@@ -56,6 +69,8 @@ def ending_losses(model: Model, questions: Questions, rank: int = 0, ranks: int 
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:
+            if stop():
+                break
             ids, targets = _batch(questions, lengths, chosen, T)
             each = model.evaluate(ids, targets).numpy().reshape(ids.shape)
             # np.sum pairs numbers by position: padding would change the last bit; cumsum adds in order

@@ -1,7 +1,7 @@
 """Losses over tokens: a run's validation loss, a checkpoint's perplexity, the loss of single sequences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,25 +16,38 @@ from gpt2_triton.errors import DataError, same_on_all_ranks
 from gpt2_triton.model.model import Model
 
 
+class Stopped(Exception):
+    """An evaluation was broken off on all ranks, because one rank asked for it."""
+
+
 def validation_loss(
-    model: Model, loader: ValidationLoader, control: ControlGroup = SINGLE_PROCESS, fp8: bool = False
+    model: Model,
+    loader: ValidationLoader,
+    control: ControlGroup = SINGLE_PROCESS,
+    stop: Callable[[], bool] = lambda: False,
+    fp8: bool = False,
 ) -> float:
     """Return the mean loss of a run's validation tokens.  With `fp8` the forward pass is in fp8.
 
     Each rank computes a part of the batches, rank r the batches r, r + size, r + 2 * size, ...
-    If one rank cannot read its batches, all ranks raise DataError.
+    If one rank cannot read its batches, all ranks raise DataError; if `stop` is True on one, all raise Stopped.
     """
-    total, wrong, batches = 0.0, "", loader.batches(model.B, control.rank, control.size)
+    total, wrong, stopped = 0.0, "", False
     try:
-        for ids, targets in batches:
+        for ids, targets in loader.batches(model.B, control.rank, control.size):
+            stopped = stop()
+            if stopped:
+                break
             total += float(model.evaluate(ids, targets, fp8).numpy().sum(dtype=np.float64))
     except DataError as error:  # the other ranks wait for this one
         wrong = str(error)
-    totals = control.all_gather([total, wrong])
-    if errors := [wrong for _, wrong in totals if wrong]:
+    found = control.all_gather([total, wrong, stopped])
+    if errors := [wrong for _, wrong, _ in found if wrong]:
         with same_on_all_ranks():
             raise DataError(errors[0])
-    return sum(total for total, _ in totals) / loader.tokens
+    if any(stopped for *_, stopped in found):
+        raise Stopped
+    return sum(total for total, *_ in found) / loader.tokens
 
 
 class Perplexity(NamedTuple):

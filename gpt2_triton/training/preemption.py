@@ -1,11 +1,12 @@
 """How a run ends before its last step: by a signal, or by the time limit train.max_minutes.
 
-After the first SIGINT, SIGTERM or SIGHUP (a closed terminal) the run finishes its step, saves and ends.  Validation and
-samples that were due after this step are left to the resumed run.  A second signal ends the run at once.  Before the
-loop there is nothing to save, and Python's own handlers act.
+After the first signal of NUMBERS the run finishes its step, saves and ends: SIGINT, SIGTERM, SIGHUP (a closed
+terminal), and what schedulers send before a limit.  Validation and samples that were due after this step, and a
+validation under way, are left to the resumed run.  A second signal ends the run at once.  Before the loop there is
+nothing to save, and Python's own handlers act.
 
 Such a run leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The next start removes the file
-when its loop begins.
+when its loop begins, or when it fails.
 
 A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  A rank's request is
 therefore summed over ranks in the next step, as the loss is, and all ranks stop after the same step.
@@ -17,6 +18,7 @@ import shlex
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from gpt2_triton.console import print_from_handler
 
 PREEMPTED = "PREEMPTED"
 REPEAT_WINDOW = 1  # seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TO_STOP = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (*TO_STOP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class ShutdownSignals:
@@ -37,15 +41,16 @@ class ShutdownSignals:
         self.all_ranks_agree = False  # the last finished step carried a rank's request to stop
         self.made_at = time.monotonic()
         self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
-        self._window = LAUNCHED_WINDOW if ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ else REPEAT_WINDOW
+        self._by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._window = LAUNCHED_WINDOW if ranks > 1 or self._by_torchrun else REPEAT_WINDOW
         self._replaced: dict[int, Any] = {}  # the program's own handlers, by signal
 
     def begin_loop(self, run_dir: Path) -> None:
-        """Install the handlers, if this is the main thread.  Under nohup SIGHUP is ignored, and stays ignored."""
+        """Install the handlers, if this is the main thread.  What is ignored stays so, as SIGHUP under nohup."""
         self._run_dir = run_dir
         if threading.current_thread() is threading.main_thread():
             for number in NUMBERS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                if number in TO_STOP or signal.getsignal(number) != signal.SIG_IGN:
                     self._replaced[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: Any) -> None:
@@ -54,8 +59,12 @@ class ShutdownSignals:
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
             later = f"{self._window} second{'s' * (self._window > 1)}"
             print_from_handler(f"stopping after this step; {again} after {later} ends at once without a checkpoint")
-        elif time.monotonic() - self._received_at > self._window:
-            self._leave(number)
+            if self._by_torchrun and SHUTDOWN not in os.environ:
+                print_from_handler(
+                    f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
+                )
+        elif number != signal.SIGXCPU and time.monotonic() - self._received_at > self._window:
+            self._leave(number)  # the system repeats SIGXCPU each second
         self.received = number
 
     def _leave(self, number: int) -> None:
@@ -67,15 +76,14 @@ class ShutdownSignals:
     def how_to_continue(self) -> str:
         return f"the same command with --run_dir {shlex.quote(str(self._run_dir))} --resume continues"
 
-    @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """True when this rank has a reason to end the run."""
         return self.received > 0 or self.time_is_up
 
     @property
     def stop(self) -> bool:
         """True once all ranks agree to end the run."""
-        return self.all_ranks_agree if self._ranks > 1 else self.requested
+        return self.all_ranks_agree if self._ranks > 1 else self.is_requested()
 
 
 class BorrowedSignals(ShutdownSignals):
@@ -108,3 +116,14 @@ def mark_preempted(run_dir: Path) -> None:
     """Leave PREEMPTED in the run directory, if the disk allows it."""
     with contextlib.suppress(OSError):
         (run_dir / PREEMPTED).touch()
+
+
+@contextlib.contextmanager
+def unmarked_by_errors(run_dir: Path) -> Iterator[None]:
+    """Remove PREEMPTED if the block fails: a script that looks for the file would start the run again for ever."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            (run_dir / PREEMPTED).unlink()
+        raise

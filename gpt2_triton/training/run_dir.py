@@ -9,6 +9,7 @@ from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
+from gpt2_triton.training.preemption import unmarked_by_errors
 from gpt2_triton.training.start import Resume
 
 
@@ -19,6 +20,7 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))
+    held.enter_context(unmarked_by_errors(run_dir))
     found = latest_checkpoint(run_dir / "checkpoints") if resume else None
     if found is None:
         _begin(run_dir, resume)

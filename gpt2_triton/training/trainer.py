@@ -23,7 +23,7 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
 from gpt2_triton.inference import hellaswag
-from gpt2_triton.inference.losses import validation_loss
+from gpt2_triton.inference.losses import Stopped, validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import fp8, tensor_stats
@@ -129,10 +129,12 @@ class Trainer:
         self._calibrate()
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
-            self._validate(step)
+            self._call(["eval.every"], step)
         if self.state.left_out:
             self._finish_step()
             self._call(self.state.left_out, step)
+            if step >= last:  # no later save has what these tasks found
+                self._save(step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
         while step < last and not self.signals.stop and not self.state.is_out_of_patience(self.config):
@@ -154,7 +156,7 @@ class Trainer:
         if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a due rewind
             self._save(step)
         self._wait_for_save(raise_errors=True)
-        if not stopping or step >= self.config.train.steps:
+        if not stopping or (step >= self.config.train.steps and not self.state.left_out):
             return 0
         received = max(self.control.all_gather(self.signals.received))
         if self.group.rank == 0:
@@ -166,7 +168,7 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         inputs = step_inputs(step, self.config)
         self.signals.time_is_up |= time.monotonic() > self.ends_at
-        inputs[step_io.STOP] = self.signals.requested
+        inputs[step_io.STOP] = self.signals.is_requested()
         self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
 
     def _read_step(self, running: int = 0) -> bool:
@@ -259,33 +261,36 @@ class Trainer:
         """Evaluate, sample and save what is due after `step` steps.  Return True if the run has to rewind instead."""
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
-        if not self._stops_at(step) and (due and self._finish_step() or save and self._read_step()):
+        if not self.signals.stop and (due and self._finish_step() or save and self._read_step()):
             return True
         self._call(due, step)
-        if not self._stops_at(step) and (save or self.state.best_step == step):
+        if not self.signals.stop and (save or self.state.best_step == step):
             self._save(step)
         return False
 
-    def _stops_at(self, step: int) -> bool:
-        """Return True if the run stops after this step: _end saves it, and the resumed run calls the tasks due."""
-        return self.signals.stop and step < self.config.train.steps
-
     def _call(self, due: list[str], step: int) -> None:
-        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps the keys of tasks not yet called."""
+        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps the keys of tasks not yet done.
+
+        Then _end saves, and the resumed run calls these tasks.
+        """
         tasks = self._tasks()
         self.state.left_out = [key for key in due if key in tasks]  # a key of an earlier version may be gone
-        while self.state.left_out and not self._stops_at(step):
-            every, task = tasks[self.state.left_out[0]]
-            if every:
-                task(step)  # a task that fails stays in left_out
-            self.state.left_out.pop(0)
+        try:
+            while self.state.left_out and not self.signals.stop:
+                every, task = tasks[self.state.left_out[0]]
+                if every:
+                    task(step)  # a task that fails stays in left_out
+                self.state.left_out.pop(0)
+        except Stopped:
+            self.signals.all_ranks_agree = True
 
     def _validate(self, step: int) -> None:
         assert self.data.validation
         with self.watchdog.phase("validating"):
-            loss, in_fp8 = validation_loss(self.model, self.data.validation, self.control), None
+            given = self.model, self.data.validation, self.control, self.signals.is_requested
+            loss, in_fp8 = validation_loss(*given), None
             if self.model.has_fp8:
-                in_fp8 = validation_loss(self.model, self.data.validation, self.control, fp8=True)
+                in_fp8 = validation_loss(*given, fp8=True)
         self.log.validation(step, loss, in_fp8)
         if self.config.checkpoint.best == "val_loss":
             self.state.record_validation(step, loss)
@@ -293,7 +298,7 @@ class Trainer:
     def _answer_hellaswag(self, step: int) -> None:
         assert self.data.hellaswag
         with self.watchdog.phase("answering HellaSwag"):
-            scores = hellaswag.evaluate(self.model, self.data.hellaswag, self.control)
+            scores = hellaswag.evaluate(self.model, self.data.hellaswag, self.control, self.signals.is_requested)
         self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
 
     def _sample(self, step: int) -> None:

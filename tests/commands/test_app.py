@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -413,3 +414,15 @@ def test_a_rank_opens_its_own_gpu_while_torch_is_imported(monkeypatch, gpus, ope
     monkeypatch.setattr(app.ctypes, "CDLL", lambda name: driver)
     app._open_gpu()
     assert retained == ([] if opened is None else [opened])
+
+
+def test_sigterm_ends_process_1_of_a_container(monkeypatch):
+    """Linux gives process 1 no default actions: `docker stop` would wait for a start, and then kill."""
+    codes, handler = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    try:
+        run(lambda: signal.raise_signal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert codes == [128 + signal.SIGTERM]

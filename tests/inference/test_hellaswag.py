@@ -7,6 +7,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.load import load_for_losses
+from gpt2_triton.inference.losses import Stopped, validation_loss
 from tests.data.prepare.test_text import gpt2, llama3
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
@@ -214,7 +216,7 @@ class MadeUpLosses:
 
     B, T, config = 2, 64, tiny_config(model=dict(block_size=64))
 
-    def evaluate(self, ids, targets):
+    def evaluate(self, ids, targets, fp8=False):
         return torch.from_numpy(np.where(targets < 0, 0, np.sin(7.0 * ids + 3.0 * targets) + 1).reshape(-1))
 
 
@@ -232,6 +234,21 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
     assert np.array_equal(sum(parts), hellaswag.ending_losses(model, questions))
     for part in parts:  # neither has the scores without the other
         assert part.any() and hellaswag.scores(questions, part) != evaluate()
+
+
+def test_stop_on_one_rank_breaks_off_the_evaluation_on_both(rows_file):
+    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))["completion"]
+    model, store = MadeUpLosses(), torch.distributed.HashStore()
+    loader = SimpleNamespace(batches=lambda *_: [(np.zeros((2, 64), np.int32),) * 2], tokens=128)
+
+    def evaluate(rank):
+        for evaluation, made_of in ((hellaswag.evaluate, questions), (validation_loss, loader)):
+            group = ControlGroup(evaluation.__name__, rank, 2, store)
+            with pytest.raises(Stopped):
+                evaluation(model, made_of, group, lambda: rank == 1)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(evaluate, range(2))] == [None, None]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Signals: the first ends a run after its step, the second at once; a launcher's repetition is not a second one."""
 
+import itertools
 import os
 import pty
 import signal
@@ -8,15 +9,21 @@ import sys
 import pytest
 
 from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
-from gpt2_triton.training.preemption import LAUNCHED_WINDOW, PREEMPTED, REPEAT_WINDOW, BorrowedSignals, ShutdownSignals
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from gpt2_triton.training.preemption import (
+    LAUNCHED_WINDOW,
+    NUMBERS,
+    PREEMPTED,
+    REPEAT_WINDOW,
+    SHUTDOWN,
+    BorrowedSignals,
+    ShutdownSignals,
+)
 
 
 @pytest.fixture
 def exit_codes(monkeypatch):
     """Exit codes with which the process would have ended at once; the handlers are restored afterwards."""
-    codes, handlers = [], {number: signal.getsignal(number) for number in STOPPING}
+    codes, handlers = [], {number: signal.getsignal(number) for number in NUMBERS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as where nohup did not start the tests
     monkeypatch.setattr(os, "_exit", codes.append)
     yield codes
@@ -24,7 +31,7 @@ def exit_codes(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("number", NUMBERS)
 def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, monkeypatch, capfd, number):
     """A repeat within a second is the same event: a shell and the kernel both send SIGHUP as a terminal is closed."""
     signals, moment = ShutdownSignals(1), 100.0
@@ -45,6 +52,15 @@ def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, monk
     assert capfd.readouterr().out == f"{ended} {tmp_path} --resume continues\n"
 
 
+def test_signals_of_a_cpu_limit_come_each_second_and_are_one(exit_codes, tmp_path, monkeypatch):
+    signals, moments = ShutdownSignals(1), itertools.count(100.0, 1.1)
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
+    signals.begin_loop(tmp_path)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGXCPU)
+    assert signals.stop and not exit_codes
+
+
 def test_signals_ignore_sighup_under_nohup(exit_codes, tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = ShutdownSignals(1)
@@ -59,6 +75,7 @@ def test_signals_of_launched_ranks_wait_for_agreement_and_ignore_repeats(
 ):
     """A launcher forwards a signal that the rank got too, also one that started a single rank."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.delenv(SHUTDOWN, raising=False)
     signals, moment = ShutdownSignals(ranks), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.begin_loop(tmp_path)
@@ -69,10 +86,19 @@ def test_signals_of_launched_ranks_wait_for_agreement_and_ignore_repeats(
     moment += 1  # that many seconds and one after the first, not after the last
     signal.raise_signal(signal.SIGTERM)
     assert exit_codes == [143]
-    line = (
-        f"stopping after this step; a second signal after {LAUNCHED_WINDOW} seconds ends at once without a checkpoint\n"
-    )
-    assert capfd.readouterr().out.startswith(line + "ended at once: steps since the last checkpoint are lost; ")
+    lines = capfd.readouterr().out.splitlines()
+    again = f"a second signal after {LAUNCHED_WINDOW} seconds ends at once without a checkpoint"
+    assert lines[0] == f"stopping after this step; {again}"
+    assert lines[1] == f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
+    assert lines[2].startswith("ended at once: steps since the last checkpoint are lost; ")
+
+
+def test_line_about_torchrun_is_left_out_where_its_limit_is_set(exit_codes, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(SHUTDOWN, "150")
+    ShutdownSignals(2).begin_loop(tmp_path)
+    signal.raise_signal(signal.SIGTERM)
+    assert len(capfd.readouterr().out.splitlines()) == 1
 
 
 def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, tmp_path, monkeypatch):

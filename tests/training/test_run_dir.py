@@ -42,6 +42,17 @@ def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path / "typo") == []
 
 
+@pytest.mark.parametrize(("error", "stays"), [(CheckpointError, False), (KeyboardInterrupt, True)])
+def test_start_that_fails_removes_the_mark_of_the_stop_before_it(tmp_path, error, stays):
+    """Else a script that looks for PREEMPTED would start the run for ever.  A signal at the start leaves the mark."""
+    write(tmp_path / "checkpoints", 10)
+    (tmp_path / PREEMPTED).touch()
+    with contextlib.suppress(error), contextlib.ExitStack() as held:
+        open_run_dir(tmp_path, True, held)
+        raise error
+    assert (tmp_path / PREEMPTED).exists() == stays
+
+
 def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys):
     (tmp_path / "stats.jsonl").touch()
     for number in (1, 2):

@@ -1,6 +1,7 @@
 """The training loop: the same bytes twice and when resumed, known losses, and non-finite steps."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -86,6 +87,35 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         train(run_config(), tmp_path, resume=True)
     assert train(run_config(), tmp_path, resume=True) == 0
     assert records(tmp_path) == records(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+
+
+@pytest.mark.parametrize("validated", [0, 2, 4, STEPS])
+def test_signal_within_a_validation_breaks_it_off_and_the_resumed_run_repeats_it(
+    unbroken, tmp_path, monkeypatch, validated
+):
+    """Step 0 is not saved; after the last step only the validation is left."""
+    with monkeypatch.context() as patch:
+        signal_within_validation(patch, validated)
+        assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    assert (tmp_path / PREEMPTED).exists()
+    assert (validated, "val_loss") not in [(record["step"], key) for record in records(tmp_path) for key in record]
+    if validated:
+        state, _ = load_checkpoint(find_checkpoint(tmp_path))
+        assert (state["step"], state["left_out"][0]) == (validated, "eval.every")
+    assert train(run_config(), tmp_path, resume=True) == 0
+    assert records(tmp_path) == records(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+
+
+def signal_within_validation(patch, step):
+    """Raise SIGTERM in the first of the two batches of the validation after `step`."""
+    evaluate, calls = Model.evaluate, itertools.count()
+
+    def interrupted(self, *given):
+        if next(calls) == 2 * -(-step // 2):  # a validation after steps 0, 2, 4 and 5
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(self, *given)
+
+    patch.setattr(Model, "evaluate", interrupted)
 
 
 def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(tmp_path):
