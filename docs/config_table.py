@@ -10,9 +10,10 @@ from gpt2_triton.config.schema import may_change_on_resume, options
 
 HEAD = """# The configuration
 
-Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section. The
-defaults are llm.c's recipe for GPT-2 124M on FineWeb. A resume may change `free` keys. It refuses another value of a
-`kept` key: that would be a new run. `python docs/config_table.py` prints this page.
+Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section
+([an example](training.md#a-file-of-your-own)). The defaults are the recipe `gpt2_124m`, which is llm.c's, except that
+they print no samples, ask no HellaSwag and keep only the newest checkpoints. A resume may change `free` keys. It
+refuses another value of a `kept` key: that would be a new run. `python docs/config_table.py` prints this page.
 """
 LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
 

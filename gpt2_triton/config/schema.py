@@ -1,4 +1,4 @@
-"""Every key of the configuration: type, limits, default (llm.c's recipe for GPT-2 124M on FineWeb) and meaning.
+"""Every key of the configuration: type, limits, default and meaning.  The defaults are the recipe gpt2_124m.
 
 Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration or in
 values.py; a rule between keys stands in rules.py.  A resumed run may change `free` keys.  It must keep the
@@ -133,7 +133,9 @@ class TrainConfig(ConfigSection):
     # The micro-batch may change, since the tokens of a step may not.
     batch_size: int = free(64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20)
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
-    total_batch_tokens: OptionalInt = kept(None, "tokens of a step; null is batch_size * seq_len", ge=1, le=1 << 40)
+    total_batch_tokens: OptionalInt = kept(
+        524_288, "tokens of a step, on all GPUs together; null is batch_size * seq_len", ge=1, le=1 << 40
+    )
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
@@ -191,7 +193,7 @@ class OptimConfig(ConfigSection):
 
 class MemoryConfig(ConfigSection):
     recompute: Annotated[str, AfterValidator(check_recompute)] = free(
-        "gelu",
+        "auto",
         f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that fits; act and norm stand for gelu and ln",
     )
@@ -215,7 +217,7 @@ class SampleConfig(ConfigSection):
 
 
 class CheckpointConfig(ConfigSection):
-    every: int = free(0, "steps between checkpoints; the last step is always saved", ge=0)
+    every: int = free(1000, "steps between checkpoints; the last step is always saved; 0 saves it alone", ge=0)
     keep: int = free(2, "newest checkpoints to keep; 0 keeps all", ge=0)
     major: int = free(0, "also keep each step that is a multiple of this; 0 none", ge=0)
     best: Literal["none", "val_loss"] = free("none", "val_loss: also save each lowest validation loss, as RUN/best")

@@ -53,7 +53,13 @@ def test_config_derived_sizes():
     small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
     assert StepShape.of(small) == StepShape(gpus=1, micro_batch=4, accumulation=1, zero=0)
     assert small.head_rows == 10112
-    assert Config().train.step_tokens == 64 * 1024
+    assert Config.load({}, {"train.total_batch_tokens": "null"}).train.step_tokens == 64 * 1024
+
+
+def test_the_defaults_are_the_recipe_gpt2_124m_but_for_the_keys_that_config_md_names():
+    recipe = Config.load("gpt2_124m")
+    added = recipe.replace(sample=Config().sample.model_dump(), checkpoint={"major": 0}, eval={"hellaswag_every": 0})
+    assert added == Config() and recipe != Config()
 
 
 @pytest.mark.parametrize("C, width", [(768, 256), (1024, 256), (1280, 256), (1600, 320)])

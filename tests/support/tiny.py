@@ -18,8 +18,9 @@ def tiny_config(**sections) -> Config:
     base = dict(
         model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),
         data=dict(train="builtin", val="builtin", tokenizer="bytes"),
-        train=dict(steps=4, batch_size=2, seq_len=16) | numbers,
+        train=dict(steps=4, batch_size=2, seq_len=16, total_batch_tokens=None) | numbers,
         optim=dict(lr=1e-3, warmup=0, schedule="constant"),
+        memory=dict(recompute="gelu"),
         eval=dict(every=0),
     )
     return Config.model_validate(merged(base, sections))
