@@ -23,6 +23,11 @@ OptionalInt = Annotated[int | None, NullIsNone]
 OptionalFloat = Annotated[float | None, NullIsNone]
 OptionalText = Annotated[str | None, NullIsNone]
 TokenizerName = Literal["gpt2", "llama3", "bytes"]
+Tags = Annotated[
+    str | None,
+    BeforeValidator(lambda value: ",".join(map(str, value)) if isinstance(value, list) else value),
+    NullIsNone,
+]
 NothingIsNone = BeforeValidator(lambda value: "none" if value == "" else value)
 
 
@@ -227,7 +232,12 @@ class LogConfig(ConfigSection):
     every: int = free(1, "steps between logged steps", ge=1)
     stats_every: int = free(0, "steps between statistics of tensors; also of the last step; 0 never", ge=0)
     wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
-    wandb_project: OptionalText = free(None, "W&B project; null is $WANDB_PROJECT, else gpt2_triton", min_length=1)
+    # wandb's variables win over these keys
+    wandb_project: OptionalText = free(None, "W&B project, or $WANDB_PROJECT; null is gpt2_triton", min_length=1)
+    wandb_name: OptionalText = free(None, "name of the W&B run, or $WANDB_NAME; null is the run directory's")
+    wandb_entity: OptionalText = free(None, "W&B user or team, or $WANDB_ENTITY; null is the account's own")
+    wandb_group: OptionalText = free(None, "group of W&B runs, or $WANDB_RUN_GROUP; null is none")
+    wandb_tags: Tags = free(None, "tags of the W&B run, as a,b or [a, b], or $WANDB_TAGS; null is none")
 
 
 class ParallelConfig(ConfigSection):

@@ -30,7 +30,7 @@ def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "
         yield run_dir
         return
     check_run_dir(run_dir, resume)
-    project = config.log.wandb_project or os.environ.get("WANDB_PROJECT", "")
+    project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
     if config.log.wandb != "disabled" and (wrong := sorted({*project} & {*"/\\#?%:"})):
         todo = "choose another name; WANDB_ENTITY names a team"
         raise ConfigError(f"log.wandb_project or WANDB_PROJECT: W&B refuses {' '.join(wrong)} in {project!r}; {todo}")

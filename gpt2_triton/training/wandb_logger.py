@@ -1,6 +1,6 @@
 """Weights & Biases: sends the records of metrics.jsonl while training.
 
-wandb's environment variables replace our defaults.  A row's step is the training step.  A resumed run continues under
+wandb's environment variables win over our keys.  A row's step is the training step.  A resumed run continues under
 the id in run.json.  The server drops rows of steps that it already has.  After a crash these are the steps computed
 again; after a rewind, all steps up to the failed step.
 """
@@ -20,11 +20,15 @@ END_SECONDS = 60.0  # wandb.finish sends the last rows for so long
 
 
 class WandbLogger:
-    """Sends records as rows.  The first failure prints a warning and ends the sending; the run goes on."""
+    """Sends records as rows.  The first failure prints a warning and ends the sending; the run goes on.
+
+    `close` prints the warning again: hours of steps have passed since the first one.
+    """
 
     def __init__(self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None):
         """`run_id`: the run to continue at Weights & Biases; None starts a new one."""
         self._run: Any = None
+        self._failure = ""
         self.run_id = run_id
         mode: str = config.log.wandb
         if mode == "online":
@@ -38,10 +42,17 @@ class WandbLogger:
 
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
             raise LookupError("no API key; `wandb login` asks for it")
+        log = config.log
+        ours = {
+            "WANDB_PROJECT": ("project", log.wandb_project or "gpt2_triton"),
+            "WANDB_NAME": ("name", log.wandb_name or run_dir.resolve().name),
+            "WANDB_ENTITY": ("entity", log.wandb_entity),
+            "WANDB_RUN_GROUP": ("group", log.wandb_group),
+            "WANDB_TAGS": ("tags", log.wandb_tags and log.wandb_tags.split(",")),
+            "WANDB_DIR": ("dir", str(run_dir)),
+        }
         self._run = wandb.init(
-            project=config.log.wandb_project or os.environ.get("WANDB_PROJECT") or "gpt2_triton",
-            name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
-            dir=os.environ.get("WANDB_DIR") or str(run_dir),
+            **dict(argument for variable, argument in ours.items() if not os.environ.get(variable)),
             id=self.run_id,
             resume="allow",
             mode=mode,
@@ -55,6 +66,8 @@ class WandbLogger:
             self._attempt(lambda: self._run.log(record, step=record["step"]))
 
     def close(self, failed: bool = False) -> None:
+        if self._failure:
+            self._warn("W&B lacks steps of this run")
         if self._run is not None:
             self._attempt(lambda: self._run.finish(exit_code=int(failed)))
             self._run = None
@@ -64,6 +77,8 @@ class WandbLogger:
             action()
         except Exception as error:
             self._run = None
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            what = f"no Weights & Biases from here on ({reason}); {METRICS} has everything"
-            print_line(f"warning: {what}", error=True)
+            self._failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self._warn("no Weights & Biases from here on")
+
+    def _warn(self, what: str) -> None:
+        print_line(f"warning: {what} ({self._failure}); {METRICS} has everything", error=True)

@@ -41,7 +41,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("", {"optim.weight_decay": "null"}, "optim.tau: None beside optim.weight_decay None; give one"),
     ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
     ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
-    ("parallel: {gpus: 3}", {}, "x.yaml: train.total_batch_tokens: 524288 is no multiple of train.seq_len 1024 times 3"),
+    ("parallel: {gpus: 3}", {}, "train.total_batch_tokens: 524288 is no multiple of train.seq_len 1024 times 3 GPUs"),
     ("", {"memory.recompute": "all"}, "memory.recompute: must be auto, none, gelu"),
     ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
     ("", {"memory.recompute": "gelu:13"}, "memory.recompute: gelu:13 names more layers than model.n_layer 12"),

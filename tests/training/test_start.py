@@ -33,7 +33,7 @@ def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_pa
 
 
 def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
-    for project, variable in (("a/b", "other"), (None, "a/b")):
+    for project, variable in (("a/b", ""), ("other", "a/b")):
         monkeypatch.setenv("WANDB_PROJECT", variable)
         config = Config.model_validate(dict(log=dict(wandb="offline", wandb_project=project)))  # old runs may have one
         with pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"), starting(config, tmp_path / "run", False):

@@ -78,7 +78,7 @@ def test_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, mon
         run(tmp_path, range(1, 4), wandb="online")
         assert time.monotonic() - start < 30
         broken.shutdown()
-    assert capsys.readouterr().err.count("warning:") == 1
+    assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1
     assert len(read_metrics(tmp_path / METRICS)) == 4
 
 
@@ -161,7 +161,7 @@ def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, 
 def init_with(directory, monkeypatch, variables, **log):
     """Return the arguments of wandb.init of a run in this environment; None if it is not called."""
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
-    for name in ("MODE", "PROJECT", "NAME", "DIR"):
+    for name in ("MODE", "PROJECT", "NAME", "DIR", "ENTITY", "RUN_GROUP", "TAGS"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -169,29 +169,47 @@ def init_with(directory, monkeypatch, variables, **log):
     return next((keys for name, _, keys in fake.calls if name == "init"), None)
 
 
-def test_a_key_wins_over_wandbs_variable_and_the_variable_over_our_default(tmp_path, monkeypatch):
-    given = dict(PROJECT="theirs", NAME="name", DIR="/elsewhere", MODE="offline")
-    found = init_with(tmp_path, monkeypatch, given, wandb="online")
-    assert [found[key] for key in ("project", "name", "dir", "mode")] == ["theirs", "name", "/elsewhere", "offline"]
-    assert init_with(tmp_path, monkeypatch, given, wandb="online", wandb_project="mine")["project"] == "mine"
-    found = init_with(tmp_path, monkeypatch, dict(PROJECT=""), wandb="online")
+KEYS = dict(project="mine", name="third try", entity="team", group="rates", tags=["long", "d12"])
+
+
+def test_keys_name_the_run_and_wandbs_variables_win(tmp_path, monkeypatch):
+    """wandb reads a variable itself, where an argument of `init` would win."""
+    log = {f"wandb_{key}": value for key, value in KEYS.items()}
+    found = init_with(tmp_path, monkeypatch, dict(PROJECT=""), wandb="online", **log)
+    assert KEYS.items() <= found.items()
+    assert init_with(tmp_path, monkeypatch, {}, wandb="online", wandb_tags="long,d12")["tags"] == KEYS["tags"]
+    given = dict(PROJECT="theirs", NAME="n", DIR="/d", ENTITY="e", RUN_GROUP="g", TAGS="t", MODE="offline")
+    found = init_with(tmp_path, monkeypatch, given, wandb="online", **log)
+    assert not {*KEYS, "dir"} & {*found} and found["mode"] == "offline"
+
+
+def test_a_run_without_keys_has_the_name_of_its_directory_in_the_accounts_project(tmp_path, monkeypatch):
+    found = init_with(tmp_path, monkeypatch, {}, wandb="online")
     assert [found[key] for key in ("project", "name", "mode")] == ["gpt2_triton", "run", "online"]
+    assert [found[key] for key in ("entity", "group", "tags")] == [None, None, None]
+
+
+def test_wandbs_mode_turns_online_off_but_nothing_on(tmp_path, monkeypatch):
     assert init_with(tmp_path, monkeypatch, dict(MODE="online"), wandb="offline")["mode"] == "offline"
     assert init_with(tmp_path, monkeypatch, dict(MODE="disabled"), wandb="online") is None
     assert init_with(tmp_path, monkeypatch, dict(MODE="online")) is None  # log.wandb asks for it, or nobody does
 
 
 @pytest.mark.parametrize("broken", ["login", "Settings", "init", "log", "finish"])
-def test_wandb_errors_warn_once_and_never_stop_a_run(tmp_path, monkeypatch, capsys, broken):
+def test_wandb_errors_warn_at_once_and_at_the_end_and_never_stop_a_run(tmp_path, monkeypatch, capsys, broken):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
     run(tmp_path, range(1, 4), wandb="online")
     assert len(read_metrics(tmp_path / METRICS)) == 4
-    what = f"no Weights & Biases from here on (ConnectionError: no network in {broken})"
-    assert capsys.readouterr().err == f"warning: {what}; metrics.jsonl has everything\n"
+    at_once, *at_the_end = capsys.readouterr().err.splitlines()
+    assert at_once.startswith(f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken})")
+    again = (
+        f"warning: W&B lacks steps of this run (ConnectionError: no network in {broken}); metrics.jsonl has everything"
+    )
+    assert at_the_end == ([] if broken == "finish" else [again])
 
 
 def test_missing_wandb_is_a_warning_and_disabled_wandb_is_not_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(tmp_path, [1], wandb="offline")
-    assert capsys.readouterr().err.count("warning:") == 1
+    assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1
     assert run(tmp_path, [1]) is None and capsys.readouterr().err == ""
