@@ -1,12 +1,7 @@
 """metrics.jsonl, the only record of a run's numbers; Weights & Biases and plots are made from it.
 
-One object per line, each with `step`, the number of finished steps:
-    {"step": 12, "loss": ..., "lr": ..., "norm": ..., "ms": ..., "tok_s": ..., "mfu": ..., "tokens": ...}
-    {"step": 250, "val_loss": ..., "val_loss_fp8": ...}, val_loss_fp8 only in fp8 runs
-    {"step": 250, "hellaswag": acc_norm, "hellaswag_acc": acc}
-    {"step": 250, "sample": ...}   {"step": 300, "rewound_from": 412, "sample": ...}
-A step also has "loss_z" and "norm_z" if 128 earlier steps are known, "skipped": true if it was skipped, and
-"outlier": true if it was skipped as an outlier.  Numbers that are not finite are null, since JSON has no NaN.
+One object per line, each with `step`, the number of finished steps; docs/guide/logging.md lists the keys.  Numbers that
+are not finite are null, since JSON has no NaN.
 """
 
 import json

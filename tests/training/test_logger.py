@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,8 @@ from gpt2_triton.training.logger import Logger, duration
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 from tests.support.loop import records
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
 def config(**log):
@@ -90,6 +94,28 @@ def test_peak_flops_are_those_of_the_gpu(monkeypatch):
     for name, tflops in {"NVIDIA H200": 989.4, "NVIDIA H100 PCIe": 756, **others}.items():
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
         assert device.peak_flops() == (tflops and tflops * 1e12)
+
+
+def test_logging_md_lists_every_metric_of_every_kind_of_record(tmp_path):
+    logger = Logger(tmp_path, config())
+    kinds = {
+        "step": (result(4.5, 1.25, 0.5, applied=False, z=(7.0, 0.0)),),
+        "validation": (4.75, 4.76),
+        "hellaswag": (0.3, 0.31),
+        "sample": ("Once",),
+        "rewind": (3, 99),
+    }
+    silent = {"info", "statistics", "close", "sync"}  # they write nothing into metrics.jsonl
+    assert {name for name in vars(Logger) if not name.startswith("_")} == kinds.keys() | silent
+    logged = {"step"}
+    for kind, values in kinds.items():
+        getattr(logger, kind)(7, *values)
+        logged |= read_metrics(tmp_path / METRICS)[-1].keys()
+    page = (GUIDE / "logging.md").read_text(encoding="utf-8").partition("## Metrics")[2].partition("##")[0]
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    units = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| `")]
+    assert {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)} == logged
+    assert units.count("") == 2  # of the learning rate and of the norm
 
 
 def test_logger_names_the_cause_of_a_skipped_step(tmp_path, capsys):
