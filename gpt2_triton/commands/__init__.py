@@ -10,6 +10,9 @@ from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.config import recipes
 from gpt2_triton.console import command_line, print_line
 
+# where cyclopts would write ARGS
+USAGES = {"configs": "[NAME]", "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]"}
+
 tools = make_app(command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export.")
 for name, path in {
     "train": "train:command",
@@ -23,7 +26,8 @@ for name, path in {
     "plot": "plot:plot",
     "stats": "stats:stats",
 }.items():
-    tools.command(f"gpt2_triton.commands.{path}", name=name)
+    given = {"usage": f"Usage: {command_line(name)} {USAGES[name]}"} if name in USAGES else {}
+    tools.command(f"gpt2_triton.commands.{path}", name=name, **given)
 
 REMOVED = {  # command: its replacement
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",

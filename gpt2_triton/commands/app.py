@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, UnusedCliTokensError, convert
+from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, UnusedCliTokensError, convert
 from cyclopts.validators import Number
 
 from gpt2_triton.config.other_projects import counterpart
@@ -103,9 +103,13 @@ def _wrong_call(error: CycloptsError) -> str:
         wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name, or quotes"
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
-    hint = counterpart(wrong.removeprefix("Unknown option: --"))
-    if "use sample" in hint or "no counterpart" in hint:  # the other hints name train's options
-        return wrong + hint
+    if isinstance(error, UnknownOptionError):
+        option, _, guess = wrong.removeprefix("Unknown option: ").partition(". Did you mean ")
+        wrong = f"{option}: unknown option"
+        hint = counterpart(option.removeprefix("--"))
+        if "use sample" in hint or "no counterpart" in hint:  # the other hints name train's options
+            return wrong + hint
+        wrong += f"; did you mean {guess}" if guess else ""
     return wrong if wrong.endswith("?") else f"{wrong}; see --help"
 
 

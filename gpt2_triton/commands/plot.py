@@ -171,7 +171,7 @@ def compare(run: Curves, curve: dict[str, Any]) -> str:
 
 
 def plot(
-    *runs: Path,
+    *runs: Annotated[Path, Parameter(required=True)],
     out: Annotated[Path, Parameter(name=("out", "-o"))] = Path("loss.png"),
     openai: bool = False,
     beside: str = "",
@@ -184,8 +184,6 @@ def plot(
         openai: Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb, comparable for the tokenizer gpt2.
         beside: Published curves, with commas between: gpt2_124m_llmc, modded_nanogpt_adamw, modded_nanogpt_muon.
     """
-    if not runs:
-        raise ConfigError("plot: expected one or more run directories")
     for run in runs if openai or beside else ():
         config = run / "config.yaml"
         if config.is_file() and "tokenizer: gpt2\n" not in config.read_text():

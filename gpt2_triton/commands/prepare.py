@@ -10,7 +10,6 @@ from cyclopts.validators import Number
 
 from gpt2_triton.commands.app import AT_LEAST_1, make_app
 from gpt2_triton.config.schema import TokenizerName
-from gpt2_triton.errors import ConfigError
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Annotated[TokenizerName, Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")]
@@ -24,7 +23,7 @@ Strict = Annotated[bool, Parameter(help="Refuse the text if anything in it would
 
 @app.command(name="text")
 def prepare_text(
-    *inputs: Path,
+    *inputs: Annotated[Path, Parameter(required=True)],
     out: Out = Path("data/text"),
     tokenizer: Tokenizer = "gpt2",
     val_fraction: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] = 0.1,
@@ -42,8 +41,6 @@ def prepare_text(
         inputs: Files, folders (searched for such files, through links) and quoted globs.
         val_fraction: Fraction of the text that becomes validation data, taken from its end.
     """
-    if not inputs:
-        raise ConfigError("prepare text: expected one or more text files")
     from gpt2_triton.data.prepare import documents, text
 
     measured = text.measure_text(inputs, workers, documents.Reading(field, endoftext))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -25,9 +26,18 @@ from gpt2_triton.training.start import Resume, check_run_dir, starting
 FLAGS = ("data", "field", "strict", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
-config_app = make_app(NAME, "Train a model from a recipe or a YAML file; any key below can be given another value.")
+ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be given another value.
+
+{NAME} quickstart
+{NAME} own --data my.txt --run_dir runs/mine
+{NAME} gpt2_124m --plan --gpu 4090
+{NAME} mine.yaml --optim.lr 3e-4 --run_dir runs/a --resume"""
+config_app = make_app(NAME, ABOUT)
 config_app.usage = f"Usage: {NAME} [OPTIONS] CONFIG"
-config_app.group_parameters = Group("Keys of the configuration", sort_key=2)
+config_app.group_parameters = Group(
+    "Keys of the configuration", "A default holds where neither CONFIG nor the command line names the key.", sort_key=2
+)
+config_app.group_commands = Group("Help", sort_key=3)
 app = config_app.meta
 app.group_parameters = Group("Run", sort_key=1)
 
@@ -39,7 +49,7 @@ def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> 
 
 @app.default
 def train(
-    config: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
+    config: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     /,
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
@@ -50,7 +60,7 @@ def train(
     gpus: Annotated[int | None, AT_LEAST_1] = None,
     print_config: bool = False,
     run_dir: Path | None = None,
-    resume: Annotated[Resume, Parameter(show_choices=False)] = False,
+    resume: Annotated[Resume, Parameter(show_choices=False, metavar="[must]")] = False,
 ) -> int:
     """Train a model from a recipe or a YAML file; any key below can be given another value.
 
@@ -64,8 +74,6 @@ def train(
         run_dir: Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
         resume: Continue after the newest intact checkpoint; without one start a new run, with `must` end with code 4.
     """
-    if config is None:
-        raise ConfigError("CONFIG requires an argument, as in `train own --data my.txt`; see --help")
     if str(config).startswith("-"):
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
@@ -133,8 +141,11 @@ def _start(config: Path, given: dict[str, str], run_dir: Path | None, resume: Re
 
 def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
     """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}; `hint` ends a refusal."""
-    known, given, rest = [key for key, _ in options()], dict[str, str](), iter(words)
-    for word in rest:
+    known = dict(options())
+    given = dict[str, str]()
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             usual = "; options are --section.key value, as in --optim.lr 3e-4; quote a pattern, as in 'train_*.bin'"
@@ -143,10 +154,13 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
             raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")
         if key in given:
             raise ConfigError(f"--{key}: given twice; remove one")
-        if not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise ConfigError(f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE")
+        is_alone = not equals and (not rest or rest[0].startswith("--"))
+        if is_alone and known[key].annotation is not bool:
+            raise ConfigError(f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE")
+        if is_alone:
+            value = "true"
+        elif not equals:
+            value = rest.popleft()
         given[key] = value
     return given
 

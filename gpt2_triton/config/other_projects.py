@@ -23,7 +23,7 @@ NANOGPT = {
     "log_interval": "log.every",
     "out_dir": "--run_dir",
     "wandb_log": "log.wandb online",
-    "wandb_run_name": "--run_dir: the run takes the directory's name",
+    "wandb_run_name": "log.wandb_name",
     "device": "none: a run uses the GPU if there is one; CUDA_VISIBLE_DEVICES chooses",
     "backend": "none: GPUs communicate through NCCL",
     "compile": "none: kernels are always compiled",

@@ -17,13 +17,15 @@ from gpt2_triton.commands import run as run_command
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import trainer
 
 ROOT = Path(__file__).parents[2]
 
 MISTAKES = [  # arguments of train.py, part of the message
-    ([], "CONFIG requires an argument, as in `train own --data my.txt`; see --help"),
+    ([], "CONFIG requires an argument; see --help"),
     (["--data", "my.txt"], "CONFIG requires an argument"),
     (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
     (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own?"),
@@ -377,17 +379,18 @@ def test_select_device_refuses_what_cannot_run(machine, found, message):
     (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
     (["export", "a"], "--out requires an argument; see --help"),
     (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name, or quotes; see --help"),
-    (["sample", "a", "--num_samples", "2"], "--num_samples; for nanoGPT's num_samples use sample --num\n"),
-    (["sample", "a", "--max-new-tokens=9"], "Unknown option: --max_new_tokens. Did you mean --tokens?\n"),
+    (["sample", "a", "--num_samples", "2"], "--num_samples: unknown option; for nanoGPT's num_samples use sample"),
+    (["sample", "a", "--max-new-tokens=9"], "--max_new_tokens: unknown option; for nanoGPT's max_new_tokens use"),
     (["sample", "a", "--device=cpu"], "nanoGPT's device has no counterpart here: a run uses the GPU"),
-    (["sample", "a", "--out_dir", "b"], "Unknown option: --out_dir; see --help"),
+    (["sample", "a", "--out_dir", "b"], "--out_dir: unknown option; see --help"),
     (["smaple", "a"], 'Unknown command "smaple"'),
-    (["plot"], "plot: expected one or more run directories"),
+    (["sample", "a", "--top-pp", "9"], "--top_pp: unknown option; did you mean --top_p?\n"),
+    (["plot"], "RUNS requires an argument"),
     (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
     (["stats", "nowhere"], "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100"),
     (["prepare", "text", "a.txt", "--workers", "0"], 'Invalid value "0" for --workers. Must be >= 1'),
     (["prepare", "text", "a.txt", "--val_fraction", "1"], '"1.0" for --val_fraction. Must be < 1'),
-    (["prepare", "text"], "prepare text: expected one or more text files"),
+    (["prepare", "text"], "INPUTS requires an argument; see --help"),
     (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
 ])  # fmt: skip
 def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
@@ -426,3 +429,10 @@ def test_sigterm_ends_process_1_of_a_container(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert codes == [128 + signal.SIGTERM]
+
+
+def test_a_key_that_is_true_or_false_needs_no_true():
+    words = ["--data.allow_changed", "--model.tied", "false", "--log.wandb=offline"]
+    assert parse_overrides(words) == {"data.allow_changed": "true", "model.tied": "false", "log.wandb": "offline"}
+    with pytest.raises(ConfigError, match="--train.steps: expected a value after it"):
+        parse_overrides(["--train.steps", "--data.allow_changed"])

@@ -35,10 +35,17 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
 
 
+def test_the_usage_names_what_the_arguments_are_called(monkeypatch, capsys):
+    names = {"plot": "RUNS...", "configs": "[NAME]", "perplexity": "[SHARDS...]", "prepare text": "INPUTS..."}
+    for words, name in names.items():
+        assert page(tools, words.split(), monkeypatch, capsys).splitlines()[0].endswith(f" {name}")
+
+
 @pytest.mark.parametrize(("app", "words"), [(train, ["gpt2_124m"]), (tools, ["train"])])
 def test_train_lists_its_own_options_then_every_key_with_its_meaning(app, words, monkeypatch, capsys):
     text = page(app, words, monkeypatch, capsys)
     assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")
+    assert text.index("--plan --gpu 4090\n") < text.index("*  CONFIG") and "BOOL" not in text
     words = re.sub("[│╰─╯]", " ", text).split()
     assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [w for w in words if re.match(r"--[\w.]+-", w)]
     for key, field in options():
