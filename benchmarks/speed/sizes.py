@@ -42,7 +42,12 @@ class Work(NamedTuple):
             dict(
                 model=dict(size=self.size),
                 data=dict(tokenizer="llama3" if self.size == "llama:1b" else "gpt2"),
-                train=dict(batch_size=self.batch, seq_len=SIZES[self.size].T, precision=self.precision),
+                train=dict(
+                    batch_size=self.batch,
+                    seq_len=SIZES[self.size].T,
+                    total_batch_tokens=None,
+                    precision=self.precision,
+                ),
                 optim=dict(name=self.optim, lr=3e-4, warmup=0, schedule="constant"),
                 memory=dict(recompute=self.recompute),
             )

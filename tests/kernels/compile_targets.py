@@ -51,7 +51,7 @@ TARGETS = {
 BF16: dict[str, dict[str, object]] = dict(
     model=dict(n_layer=2),
     data=dict(train="builtin", val="builtin"),
-    train=dict(batch_size=4),
+    train=dict(batch_size=4, total_batch_tokens=None),
     memory=dict(recompute="none"),
     log=dict(stats_every=1),
     sample=dict(every=1),
