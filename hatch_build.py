@@ -1,6 +1,6 @@
-"""Hook of hatchling: adds what only a built package needs, the commit of the code and, in a wheel, the recipes.
+"""Hook of hatchling: adds what only a built package needs: the commit of the code; in a wheel, recipes and figures.
 
-An editable install has neither: it runs in the checkout, which has git and configs/.
+An editable install has neither: it runs in the checkout, which has git, configs/ and docs/results/.
 """
 
 import json
@@ -17,7 +17,7 @@ from gpt2_triton import version as code  # noqa: E402
 
 
 class BuiltPackageHook(BuildHookInterface):
-    """Adds gpt2_triton/commit.json and gpt2_triton/configs/."""
+    """Adds gpt2_triton/commit.json, gpt2_triton/configs/ and gpt2_triton/results.json."""
 
     _file: str | None = None
 
@@ -27,6 +27,8 @@ class BuiltPackageHook(BuildHookInterface):
         package = Path(self.root) / "gpt2_triton"
         if self.target_name == "wheel":
             build_data["force_include"][str(Path(self.root) / "configs")] = "gpt2_triton/configs"
+            record = Path(self.root) / "docs" / "results" / "current.json"
+            build_data["force_include"][str(record)] = "gpt2_triton/results.json"
         if state := code.git_state(package):  # none in an unpacked sdist, which holds the file
             handle, self._file = tempfile.mkstemp()
             os.write(handle, json.dumps(state).encode())

@@ -17,11 +17,13 @@ from typing import Any
 
 from benchmarks.losses import pairs, ratio
 from benchmarks.pictures import LOSSES, MACHINE, NAMES
-from benchmarks.speed.sizes import MODELS, T, work_of
+from benchmarks.speed.sizes import MODELS, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.speed import training_hours
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.device import GPUS
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, plan_memory
@@ -57,13 +59,11 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.meta.{key}": value for key, value in section["meta"].items()}
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
-        tokens = found[f"recipe.{name}.tokens"] = config.train.steps * config.train.step_tokens
-        size, arm = f"d{config.model.n_layer}", "bf16" if config.train.precision == "bf16" else "fp8"  # auto: fp8 here
-        ms = found.get(f"{MACHINE}.steps.{size}.{arm}.ms")
-        if ms and config.train.seq_len == T and config.model.vocab_size > 50_000:
-            update = found.get(f"{MACHINE}.ops.{size}.fp8.adamw.ms", 0.0)  # bf16's too; `ms` has one a micro-batch
-            micro_batches = tokens / found[f"{MACHINE}.steps.{size}.{arm}.tok_s"] / ms * 1e3
-            found[f"recipe.{name}.hours"] = (micro_batches * (ms - update) + config.train.steps * update) / 3.6e6
+        found[f"recipe.{name}.tokens"] = config.train.steps * config.train.step_tokens
+        chosen, _ = config.choose_precision(GPUS[MACHINE].architecture)
+        hours = training_hours(chosen, record.get(MACHINE, {}))
+        if hours is not None:
+            found[f"recipe.{name}.hours"] = hours
     return found
 
 

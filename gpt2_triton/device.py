@@ -59,10 +59,10 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
     raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}{size}")
 
 
-def gpu_of(key: str | None) -> Gpu:
-    """Return the GPU of a key or SIZE; of None an h200."""
-    size = SIZE.fullmatch(key or "h200")
-    return Gpu((), UNKNOWN, 0.0, float(size[1])) if size else GPUS[key or "h200"]
+def gpu_of(key: str) -> Gpu:
+    """Return the GPU of a key or SIZE."""
+    size = SIZE.fullmatch(key)
+    return Gpu((), UNKNOWN, 0.0, float(size[1])) if size else GPUS[key]
 
 
 def is_called(name: str, *parts: str) -> bool:
@@ -176,18 +176,22 @@ def name() -> str:
     return torch.cuda.get_device_name()
 
 
-def peak_flops() -> float | None:
-    """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU or it is not in the table."""
+def own_key() -> str | None:
+    """Return the key of this machine's GPU; None if there is no GPU or it is not in the table."""
     with suppress(ConfigError):
-        return GPUS[find_gpu(torch.cuda.get_device_name())].tflops * 1e12 if present() else None
+        return find_gpu(torch.cuda.get_device_name()) if present() else None
     return None
 
 
+def peak_flops() -> float | None:
+    """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU or it is not in the table."""
+    key = own_key()
+    return GPUS[key].tflops * 1e12 if key else None
+
+
 def memory_bytes(name: str | None) -> int:
-    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU, else of an h200."""
-    if name is None and present():
-        return torch.cuda.mem_get_info(local_gpu())[1]
-    return int(gpu_of(name).memory * 2**30)
+    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU."""
+    return int(gpu_of(name).memory * 2**30) if name else torch.cuda.mem_get_info(local_gpu())[1]
 
 
 def free_and_total_bytes(device: str) -> tuple[int, int]:

@@ -1,46 +1,98 @@
 """The text of `train --plan`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import vocabulary_note
+from gpt2_triton.config.speed import figures_of, training_hours
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import format_bytes
+from gpt2_triton.console import format_bytes, format_count
 from gpt2_triton.model.arena import MemoryPlan
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, forecast
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, Forecast, forecast
+from gpt2_triton.training.logger import duration
 
 
-def plan_report(
-    config: Config, K: Any, gpu_bytes: int, shape: StepShape, gpu: str = "a GPU", architecture: str | None = None
-) -> str:
-    """Return the text: buffers, memory by level and stage, whether the run fits; without `architecture` for a CPU."""
-    config, notes = config.choose_precision(architecture)
-    found = forecast(config, K, gpu_bytes - CONTEXT_BYTES - MODULE_BYTES, shape)
-    plan, level = found.plan, found.config.memory.recompute
+class Gpu(NamedTuple):
+    """What a plan is for."""
+
+    name: str  # in the verdict
+    nbytes: int
+    architecture: str | None = None  # None: a CPU
+    key: str | None = None  # of device.GPUS
+
+
+class Report(NamedTuple):
+    """The text of a plan in parts."""
+
+    fits: bool
+    verdict: list[str]  # whether the run fits; tokens, time, batches, parameters
+    choices: list[str]  # memory by recompute level and ZeRO stage
+    buffers: list[str]
+
+    def text(self, buffers: bool) -> str:
+        """Return the verdict first, and the buffers if they are asked for."""
+        end = ["", *self.buffers] if buffers else ["", "--buffers also prints each buffer"]
+        return "\n".join([*self.verdict, "", *self.choices, *end])
+
+
+def plan_report(config: Config, K: Any, gpu: Gpu, shape: StepShape) -> Report:
+    """Return the plan of a run on GPUs of one kind."""
+    config, notes = config.choose_precision(gpu.architecture)
+    found = forecast(config, K, gpu.nbytes - CONTEXT_BYTES - MODULE_BYTES, shape)
+    fits = found.plan.total <= found.budget
     rest = f", and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
-    gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
-    largest, rows = found.levels[level][1], shape.micro_batch * shape.accumulation
-    usable, machine = found.usable_batch(level), f"{gpu} of {format_bytes(gpu_bytes)}"
-    fits = f"fits {machine}" if plan.total <= found.budget else f"does not fit {machine}; {found.todo}"
-    of_step = f"; {usable:,} is the largest that divides a step" if usable < min(largest, rows) else ""
-    lines = [*_buffers(plan), "", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
-    for name, (nbytes, most) in found.levels.items():
-        lines.append(f"{name:<16}{format_bytes(nbytes):>12}{most:>28,}{'  <-' if name == level else ''}")
-    if found.stages:
-        lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {shape.gpus} GPUs"]
-    for stage, nbytes in found.stages.items():
-        lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == shape.zero else ''}")
-    lines += [
-        "",
-        f"memory {format_bytes(plan.total)}{rest if architecture else ''}: {fits}",
-        f"tokens of a step {config.train.step_tokens:,}: {gpus}{shape.accumulation} x "
-        f"{shape.micro_batch} sequences of {config.train.seq_len:,}",
-        *([f"largest train.batch_size that fits {largest:,}{of_step}"] if architecture else []),
+    machine = f"{gpu.name} of {format_bytes(gpu.nbytes)}"
+    verdict = [
+        f"fits {machine}" if fits else f"does not fit {machine}; {found.todo}",
+        f"memory {format_bytes(found.plan.total)}{rest if gpu.architecture else ''}",
+        *_work(config, shape),
+        *_time(config, gpu, shape),
+        *(_largest_batch(found) if gpu.architecture else []),
         f"parameters {config.n_params:,}",
         *notes,
         *vocabulary_note(config),
     ]
-    return "\n".join(lines)
+    return Report(fits, verdict, _choices(found), _buffers(found.plan))
+
+
+def _work(config: Config, shape: StepShape) -> list[str]:
+    """Return a line about the tokens of a step and of the run."""
+    train = config.train
+    gpus = f"{shape.gpus} GPUs, on each " if shape.gpus > 1 else ""
+    rows = f"{gpus}{shape.accumulation} x {shape.micro_batch} sequences of {train.seq_len:,}"
+    total = format_count(train.steps * train.step_tokens)
+    return [f"tokens {total}: {train.steps:,} steps of {train.step_tokens:,}, {rows}"]
+
+
+def _time(config: Config, gpu: Gpu, shape: StepShape) -> list[str]:
+    """Return a line about the time of all steps, if the model was measured on this GPU."""
+    hours = training_hours(config, figures_of(gpu.key)) if gpu.key else None
+    if hours is None:
+        return []
+    gpus = f", an {gpu.key}'s divided by {shape.gpus}" if shape.gpus > 1 else ""
+    return [f"time about {duration(3600 * hours / shape.gpus)} by measured speed{gpus}, without validations"]
+
+
+def _largest_batch(found: Forecast) -> list[str]:
+    level, shape = found.config.memory.recompute, found.shape
+    largest = found.levels[level][1]
+    usable = found.usable_batch(level)
+    limit = min(largest, shape.micro_batch * shape.accumulation)
+    of_step = f"; {usable:,} is the largest that divides a step" if usable < limit else ""
+    return [f"largest train.batch_size that fits {largest:,}{of_step}"]
+
+
+def _choices(found: Forecast) -> list[str]:
+    """Return the memory by recompute level, and on several GPUs by ZeRO stage; an arrow marks the run's."""
+    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
+    for level, (nbytes, most) in found.levels.items():
+        arrow = "  <-" if level == found.config.memory.recompute else ""
+        lines.append(f"{level:<16}{format_bytes(nbytes):>12}{most:>28,}{arrow}")
+    if found.stages:
+        lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {found.shape.gpus} GPUs"]
+    for stage, nbytes in found.stages.items():
+        lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == found.shape.zero else ''}")
+    return lines
 
 
 def _buffers(plan: MemoryPlan) -> list[str]:

@@ -5,7 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
@@ -19,11 +19,14 @@ from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import ConfigError, OutOfMemoryError
 from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import Resume, check_run_dir, starting
 
-FLAGS = ("data", "field", "strict", "plan", "gpu", "gpus", "print_config", "run_dir", "resume")
+if TYPE_CHECKING:
+    from gpt2_triton.commands.plan import Report
+
+FLAGS = ("data", "field", "strict", "plan", "buffers", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be given another value.
@@ -56,6 +59,7 @@ def train(
     field: Field = "text",
     strict: Strict = False,
     plan: bool = False,
+    buffers: bool = False,
     gpu: str | None = None,
     gpus: Annotated[int | None, AT_LEAST_1] = None,
     print_config: bool = False,
@@ -67,8 +71,9 @@ def train(
     Args:
         config: A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
         data: Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
-        plan: Print the memory that the run needs and the largest batch that fits a GPU, and stop.
-        gpu: GPU of --plan, such as 4090 (an unknown name lists all) or 24GiB. By default this machine's, else an h200.
+        plan: Print whether the run fits a GPU, its memory, batches and time, and stop, with code 5 if it does not fit.
+        buffers: With --plan: also print each buffer.
+        gpu: GPU of --plan, such as 4090 (an unknown name lists all) or 24GiB. By default this machine's, else an h100.
         gpus: Number of GPUs of --plan; by default parallel.gpus, or 1.
         print_config: Print the value of every key as YAML and stop.
         run_dir: Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
@@ -78,6 +83,8 @@ def train(
         raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
     if (gpu or gpus) and not plan:
         raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
+    if buffers and not plan:
+        raise ConfigError("--buffers: goes with --plan only")
     own.require_data(config, data, run_dir)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, strict) if data else None
@@ -88,7 +95,7 @@ def train(
     from gpt2_triton import device  # imports torch
 
     gpu = gpu and device.find_gpu(gpu)
-    if device.gpu_of(gpu).architecture == device.UNKNOWN:
+    if gpu and device.gpu_of(gpu).architecture == device.UNKNOWN:
         print(f"assumed: a GPU of {gpu} that has what the run asks for; train.precision auto takes bf16")
     if text:
         settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
@@ -98,9 +105,12 @@ def train(
             from gpt2_triton.checkpoint.sources import initial_weights
 
             initial_weights(settings)  # refuses other sizes
-    printed = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text)) if plan else settings.to_yaml()
-    print(printed.rstrip())
-    return 0
+    if not plan:
+        print(settings.to_yaml().rstrip())
+        return 0
+    report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
+    print(report.text(buffers))
+    return 0 if report.fits else OutOfMemoryError.exit_code
 
 
 command = make_app("train", "Train a model from a recipe or a YAML file.")
@@ -128,7 +138,7 @@ def _start(config: Path, given: dict[str, str], run_dir: Path | None, resume: Re
     if text:
         settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)
         if rank == 0:
-            print(_plan(settings, StepShape.of(settings, ranks), None, picked=True).rpartition("\n\n")[2])
+            print("\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict))
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
@@ -165,20 +175,23 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
     return given
 
 
-def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> str:
-    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are `picked`, else for an h200."""
+def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "Report":
+    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are `picked`, else for an h100."""
     from gpt2_triton import device
 
     device.require_triton()
     on_cpu = picked and not gpu and device.select_interpreter()  # the run's table of launch parameters
     import gpt2_triton.kernels as kernels
-    from gpt2_triton.commands.plan import plan_report
+    from gpt2_triton.commands.plan import Gpu, plan_report
 
     if on_cpu:
-        return plan_report(config, kernels, device.free_and_total_bytes("cpu")[1], shape, "this machine")
-    here = device.present() and not gpu
-    where = f"the GPU {gpu}" if gpu else "this GPU" if here else "the GPU h200 (--gpu names another)"
-    architecture = device.architecture() if here else device.gpu_of(gpu).architecture
-    if config.train.precision == "fp8" and architecture != device.UNKNOWN:
-        device.require_fp8(where, architecture)
-    return plan_report(config, kernels, device.memory_bytes(gpu), shape, where, architecture)
+        return plan_report(config, kernels, Gpu("this machine", device.free_and_total_bytes("cpu")[1]), shape)
+    if device.present() and not gpu:
+        planned = Gpu("this GPU", device.memory_bytes(None), device.architecture(), device.own_key())
+    else:
+        key = gpu or "h100"
+        name = f"the GPU {key}" if gpu else f"the GPU {key} (--gpu names another)"
+        planned = Gpu(name, device.memory_bytes(key), device.gpu_of(key).architecture, key)
+    if config.train.precision == "fp8" and planned.architecture not in (None, device.UNKNOWN):
+        device.require_fp8(planned.name, planned.architecture)
+    return plan_report(config, kernels, planned, shape)

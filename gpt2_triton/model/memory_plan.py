@@ -234,4 +234,4 @@ def out_of_memory(
         return OutOfMemoryError(f"the model needs {has}: {todo}")
     todo = forecast(config, K, free_bytes(device), shape).todo
     now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
-    return OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows the buffers")
+    return OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows what fits")

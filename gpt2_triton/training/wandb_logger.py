@@ -43,7 +43,7 @@ class WandbLogger:
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
             raise LookupError("no API key; `wandb login` asks for it")
         log = config.log
-        ours = {
+        ours: dict[str, tuple[str, Any]] = {
             "WANDB_PROJECT": ("project", log.wandb_project or "gpt2_triton"),
             "WANDB_NAME": ("name", log.wandb_name or run_dir.resolve().name),
             "WANDB_ENTITY": ("entity", log.wandb_entity),

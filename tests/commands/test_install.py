@@ -88,7 +88,8 @@ def test_commands_and_recipes_are_there(run):
     listed = run("configs")
     assert [name for name in recipes.names() if f"\n{name} " not in listed] == []
     (run.here / "mine.yaml").write_text(run("configs", "gpt2_124m"))
-    assert "GiB" in run("train", "mine.yaml", "--plan", "--gpu", "h200")
+    plan = run("train", "mine.yaml", "--plan", "--gpu", "h100")
+    assert plan.startswith("fits the GPU h100 of ") and "\ntime about " in plan
 
 
 def test_text_is_prepared_trained_on_and_sampled(run):

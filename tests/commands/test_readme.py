@@ -93,7 +93,7 @@ def test_training_commands_are_accepted(command, capsys, monkeypatch, workplace)
         shown = "--plan" if "--gpus" in words else "--print_config"  # which is faster, but of one GPU
         words = [*words, shown]
     assert main(train_app, words) == 0, capsys.readouterr().err
-    said = {"--plan": "\narena ", "--print_config": "n_layer:", "--help": "--optim.lr"}[shown]
+    said = {"--plan": "\nmemory ", "--print_config": "n_layer:", "--help": "--optim.lr"}[shown]
     assert said in capsys.readouterr().out
 
 

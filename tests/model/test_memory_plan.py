@@ -1,5 +1,6 @@
 """The plan of a configuration: the recompute level that fits, and the refusal of a plan that is too large."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt2_triton import device
-from gpt2_triton.commands.plan import plan_report
+from gpt2_triton.commands.plan import Gpu, plan_report
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
@@ -131,23 +132,41 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(found.stages) == [0, 1, 2]
     assert found.levels["gelu:1"][0] == found.stages[shape.zero] == found.plan.total
     assert list(forecast(tiny_config(), reference, GIB, StepShape.of(tiny_config())).levels) == [*RECOMPUTE_LEVELS]
-    lines = plan_report(config, reference, 8 * GIB, shape, architecture="9.0").splitlines()
+    report = plan_report(config, reference, Gpu("a GPU", 8 * GIB, "9.0"), shape)
+    lines = report.text(buffers=False).splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
-    assert lines[-4].endswith(" for the CUDA context, kernels and graphs: fits a GPU of 8.00 GiB")
-    assert lines[-3:] == [
-        "tokens of a step 32: 2 GPUs, on each 1 x 1 sequences of 16",
+    assert lines[0] == "fits a GPU of 8.00 GiB" and report.fits
+    assert lines[1].endswith(" for the CUDA context, kernels and graphs")
+    assert lines[2:5] == [
+        "tokens 128: 4 steps of 32, 2 GPUs, on each 1 x 1 sequences of 16",
         f"largest train.batch_size that fits {found.levels['gelu:1'][1]:,}",
         f"parameters {config.n_params:,}",
     ]
-    assert {*found.plan.buffers} <= {line.split(" ")[0] for line in lines}
+    assert len(lines) < 20
+    listed = {line.split(" ")[0] for line in report.text(buffers=True).splitlines()}
+    assert {*found.plan.buffers} <= listed and {*found.plan.buffers} - {line.split(" ")[0] for line in lines}
 
 
 def test_plan_report_names_the_largest_batch_that_divides_a_step():
     config = tiny_config(train=dict(total_batch_tokens=12 * 16, batch_size=1))
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
     budget = plan_memory(config, reference, five)[0].total + CONTEXT_BYTES + MODULE_BYTES
-    report = plan_report(config, reference, budget, StepShape.of(config), architecture="9.0")
-    assert "largest train.batch_size that fits 5; 4 is the largest that divides a step\n" in report
+    report = plan_report(config, reference, Gpu("a GPU", budget, "9.0"), StepShape.of(config))
+    assert "largest train.batch_size that fits 5; 4 is the largest that divides a step" in report.verdict
+
+
+def times(gpu="h100", gpus=1, recipe="gpt2_124m", **overrides):
+    config = Config.load(recipe, {key.replace("__", "."): value for key, value in overrides.items()}, gpus)
+    shape = StepShape.of(config, gpus)
+    report = plan_report(config, reference, Gpu("a GPU", 80 * GIB, "9.0", gpu), shape)
+    return [line for line in report.verdict if line.startswith("time ")]
+
+
+def test_a_plan_has_the_minutes_of_a_model_that_was_measured_on_its_gpu():
+    [bf16], [fp8], [eight] = times(), times(recipe="gpt2_124m_fast"), times(gpus=8)
+    assert re.fullmatch(r"time about \dh \d\dm by measured speed, without validations", bf16) and fp8 < bf16
+    assert re.fullmatch(r"time about \d\dm \d\ds by measured speed, an h100's divided by 8, without validations", eight)
+    assert times("4090") == times(None) == times(model__n_layer=11) == times(train__dtype="fp32") == []
 
 
 @pytest.mark.parametrize(("gpus", "stage", "batch", "level", "end"), [
@@ -161,8 +180,8 @@ def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
     fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level))
     fits, rest = plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total, CONTEXT_BYTES + MODULE_BYTES
     for gpu_bytes, said in ((rest + fits, end), (rest, f"; {NO_BATCH}")):
-        report = plan_report(config, reference, gpu_bytes, StepShape.of(config, gpus), architecture="9.0")
-        assert report.rpartition("\n\n")[2].partition("\n")[0].endswith(f" MiB{said}")
+        report = plan_report(config, reference, Gpu("a GPU", gpu_bytes, "9.0"), StepShape.of(config, gpus))
+        assert report.verdict[0].endswith(f" MiB{said}") and report.fits == (not said)
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
