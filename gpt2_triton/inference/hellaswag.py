@@ -149,9 +149,10 @@ LABELS = {
 
 
 def format_table(results: dict[str, Scores]) -> str:
-    """Return a table with one line for each style."""
+    """Return a table with one line for each style, and one for guesses."""
     lines = [f"{'style':<12}{'acc':>8}{'+-':>8}{'acc_norm':>10}{'+-':>8}"]
     for style, s in results.items():
         numbers = f"{s['acc']:>8.4f}{s['acc_stderr']:>8.4f}{s['acc_norm']:>10.4f}{s['acc_norm_stderr']:>8.4f}"
         lines.append(f"{style:<12}{numbers}  {LABELS[style]}")
-    return "\n".join(lines)
+    chance = 1 / ENDINGS
+    return "\n".join([*lines, f"{'guessing':<12}{chance:>8.4f}{'':>8}{chance:>10.4f}"])

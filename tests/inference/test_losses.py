@@ -2,12 +2,15 @@
 
 import json
 import math
+import runpy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from eval import against_torch
+from benchmarks.accuracy import hellaswag
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
@@ -20,6 +23,8 @@ from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
 from tests.support.loop import records, train
 from tests.support.tiny import tiny_config, tiny_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +121,26 @@ def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_against_torch_finds_equal_predictions(trained, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
+def test_the_scripts_of_eval_are_the_commands(trained, tmp_path, monkeypatch, capsys, name):
+    words = [str(trained[0] / "run")]
+    words += ["--data", str(write(tmp_path / "rows.jsonl", [row(0)]))] if name == "hellaswag" else []
+    assert main(app, [name, *words]) == 0
+    printed = capsys.readouterr().out
+    script = str(ROOT / "eval" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(script, run_name="__main__")
+    assert capsys.readouterr().out == printed and printed.count("\n") >= 2
+
+
+@pytest.mark.slow
+def test_the_comparison_with_torch_finds_equal_predictions(trained, tmp_path, capsys):
     """In fp32 on both sides; autocast may differ."""
     directory, _ = trained
     questions = write(tmp_path / "rows.jsonl", [row(i) for i in range(4)])
-    assert against_torch.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
+    assert hellaswag.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours, fp32")]
     assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
 

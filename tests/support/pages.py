@@ -52,6 +52,8 @@ def command_of(line: str) -> Command:
     for name in ("gpt2_triton", "benchmarks", "train.py"):
         if name in words and (words[words.index(name) - 1] in ("-m", "python") or launched):
             program, rest = name, words[words.index(name) + 1 :]
+    if script := re.fullmatch(r"python eval/(\w+)\.py", " ".join(words[:2])):
+        program, rest = "gpt2_triton", [script[1], *words[2:]]
     if program in ("gpt2_triton", "gpt2-triton"):
         program, rest = ("train.py", rest[1:]) if rest[0] == "train" else ("tools", rest)
     return Command(line, "train", [*rest, *launched]) if program == "train.py" else Command(line, program, rest)

@@ -1,6 +1,6 @@
 """Runs HellaSwag with this package and with plain PyTorch on the same checkpoint: accuracies, times, different choices.
 
-    python -m eval.against_torch CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
+    python -m benchmarks.accuracy.hellaswag CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
 
 PyTorch runs the questions in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run
 is the reference.  Where another run chooses another ending, fp32 must find both about equally likely: `largest gap` is
@@ -11,17 +11,23 @@ Our bf16 model runs again with a tenth of the tokens per batch; the exit code is
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gpt2_triton.commands.app import select_device
+from gpt2_triton.data.hellaswag import STYLES, Questions, load_questions
+
+if TYPE_CHECKING:
+    from gpt2_triton.model.model import Model
 
 SEQUENCES = 128  # in PyTorch's groups: their fp32 logits take 4 GB
 
 
-def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.ndarray:
+def torch_losses(params: Any, dims: dict[str, int], questions: Questions, device: str, autocast: bool) -> np.ndarray:
     """Return the summed loss of each ending's tokens, float64 [endings]."""
     from benchmarks.torch_reference import gpt2_loss
 
@@ -35,21 +41,21 @@ def torch_losses(params, dims, questions, device: str, autocast: bool) -> np.nda
             whole = np.concatenate([context, ending])
             ids[row, : len(whole) - 1] = whole[:-1]
             targets[row, len(context) - 1 : len(whole) - 1] = ending
-        tensors = (torch.from_numpy(array).to(device) for array in (ids, targets))
+        x, y = (torch.from_numpy(array).to(device) for array in (ids, targets))
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
-            losses = gpt2_loss(params, *tensors, dims["V"], dims["NH"], reduction="none")
+            losses = gpt2_loss(params, x, y, dims["V"], dims["NH"], reduction="none")
         out.append(losses.double().view(-1, T).sum(1).cpu().numpy())
     return np.concatenate(out)
 
 
-def our_losses(model, questions) -> np.ndarray:
+def our_losses(model: "Model", questions: Questions) -> np.ndarray:
     """Return the summed loss of each ending's tokens, float64 [endings]."""
     from gpt2_triton.inference.hellaswag import ending_losses
 
     return ending_losses(model, questions)
 
 
-def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
+def gaps(questions: Questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
     """Return, for choices by sum and by sum over length, how many differ from the reference's and the largest gap."""
     from gpt2_triton.inference.hellaswag import predictions
 
@@ -62,7 +68,7 @@ def gaps(questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int
     return found
 
 
-def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
+def report(style: str, questions: Questions, runs: dict[str, tuple[np.ndarray, float]]) -> None:
     from gpt2_triton.inference.hellaswag import scores
 
     print(f"\n{style}, {len(questions.labels):,} questions")
@@ -76,13 +82,13 @@ def report(style: str, questions, runs: dict[str, tuple[np.ndarray, float]]) -> 
         print(f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)), flush=True)
 
 
-def timed(function, *arguments) -> tuple[np.ndarray, float]:
+def timed(function: Callable[..., np.ndarray], *arguments: Any) -> tuple[np.ndarray, float]:
     start = time.perf_counter()
     return function(*arguments), time.perf_counter() - start
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkpoint")
     parser.add_argument("--data", type=Path, help="HellaSwag's .jsonl; by default downloaded")
     parser.add_argument("--limit", type=int, default=0)
@@ -92,7 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     select_device()
     from benchmarks.torch_reference import leaves
     from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.data.hellaswag import STYLES, load_questions
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_losses
 
