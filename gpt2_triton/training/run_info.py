@@ -22,6 +22,7 @@ def describe_start(
     config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
 ) -> dict[str, Any]:
     """Return the entry of a start; `device` is the GPU's name, `calibrated` whether this start finds fp8's scales."""
+    products = "fp32" if config.train.dtype == "fp32" else config.train.precision
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "after_step": after_step,
@@ -32,7 +33,7 @@ def describe_start(
         "table": table_file.about(),
         "gpus": shape.gpus,
         "zero": shape.zero,
-        "precision": {"products": config.train.precision, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},
+        "precision": {"products": products, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},
         "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
     }
 
