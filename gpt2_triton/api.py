@@ -7,6 +7,7 @@ other: CUDA graphs and the interpreter have one state for a process.
 
 import contextlib
 import gc
+import re
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,8 @@ import numpy as np
 
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config as Config
-from gpt2_triton.console import silent
-from gpt2_triton.errors import ConfigError, DataError
+from gpt2_triton.console import print_line, silent
+from gpt2_triton.errors import ConfigError, DataError, UserError
 from gpt2_triton.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -34,6 +35,18 @@ def _exclusive(console: bool = False) -> Iterator[None]:
     """Let one thread at a time into the context; print in it only if `console`."""
     with _one_call, silent(not console):
         yield
+
+
+@contextlib.contextmanager
+def _in_words_of_python() -> Iterator[None]:
+    """Name arguments of `train` in errors as Python does: resume="must" for --resume must."""
+    words = {"--resume must": 'resume="must"', "--resume": "resume=True", "--run_dir": "run_dir"}
+    try:
+        yield
+    except UserError as error:
+        text = re.sub("|".join(words), lambda option: words[option[0]], str(error))
+        error.args = (text,)
+        raise
 
 
 def _free_unused_memory() -> None:
@@ -125,10 +138,11 @@ def train(
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     settings, directory = config if isinstance(config, Config) else Config.load(config, gpus=ranks), Path(run_dir)
-    with _exclusive(console and rank == 0), starting(settings, directory, resume):
+    with _in_words_of_python(), _exclusive(console and rank == 0), starting(settings, directory, resume):
         from gpt2_triton import device
 
-        device.select_interpreter()
+        if device.select_interpreter():
+            print_line(device.NO_GPU)
         from gpt2_triton.training import trainer
 
         _free_unused_memory()

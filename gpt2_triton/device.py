@@ -45,6 +45,7 @@ GPUS = {
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
+NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
 UNKNOWN = "unknown"  # architecture of that
 
 

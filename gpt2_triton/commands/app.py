@@ -157,7 +157,7 @@ def select_device(silent: bool = False) -> None:
     from gpt2_triton import device
 
     if device.select_interpreter() and not silent:
-        print_line("no CUDA GPU found: the kernels run in Triton's interpreter on the CPU")
+        print_line(device.NO_GPU)
     # numpy warns of losses that are not finite; training reports them itself
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 

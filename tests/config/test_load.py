@@ -23,6 +23,8 @@ MISTAKES = [  # YAML, overrides, what the message says
     ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
     ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: must not be a boolean"),
     ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
+    ("train: {steps: 0x10}", {}, "x.yaml:1: train.steps: must be a valid integer, got '0x10' (optimizer steps)"),
+    ("train: {steps: 1:30}", {}, "x.yaml:1: train.steps: must be a valid integer, got '1:30' (optimizer steps)"),
     ("train: {steps: 1.5}", {}, "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part"),
     ("", {"train.steps": "1,000"}, "train.steps: must be a valid integer, got '1,000'"),
     ("optim: {lr: '0,001'}", {}, "x.yaml:1: optim.lr: must be a valid number, got '0,001' (peak"),
@@ -155,7 +157,15 @@ def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1e3", 1000), ("1.5e3", 1500), ("10B", 10**10), ("1.5M", 1_500_000), ("64k", 64_000), ("1_000", 1000)],
+    [
+        ("1e3", 1000),
+        ("1.5e3", 1500),
+        ("10B", 10**10),
+        ("1.5M", 1_500_000),
+        ("64k", 64_000),
+        ("1_000", 1000),
+        ("01_000", 1000),
+    ],
 )
 def test_load_takes_whole_numbers_as_people_write_them(tmp_path, text, number):
     (tmp_path / "x.yaml").write_text(f"train: {{steps: {text}}}\n")
