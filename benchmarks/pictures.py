@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.losses import pairs, ratio
-from benchmarks.speed.sizes import MODELS
+from benchmarks.speed.sizes import MODELS, work_of
+from gpt2_triton import kernels
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.device import GPUS
+from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
@@ -24,10 +29,14 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
-CURVES = {  # arms of minutes_prose: names and colors
-    "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00"), "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7"),
-    "muon, fp8": ("gpt2_triton, Muon, fp8", "#009E73"), "muon, fp8, 56%": ("the same, 56% of the steps", "#56B4E9"),
-}  # fmt: skip
+RUNS = {  # arms of minutes_prose: name, color and marker in the picture
+    "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00", "s"),
+    "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7", "D"),
+    **dict.fromkeys(
+        ("muon, fp8, 44%", "muon, fp8, 56%", "muon, fp8, 74%", "muon, fp8"),
+        ("gpt2_triton, Muon, fp8:\n44, 56, 74, 100% of the steps", "#009E73", "o"),
+    ),
+}
 
 Figures = Mapping[str, Any]
 
@@ -58,13 +67,15 @@ def operations(figures: Figures) -> Any:
 
 
 def comparison(figures: Figures) -> Any:
-    """Return the picture of speed, memory and loss over minutes: gpt2_triton in bf16 and fp8, and PyTorch."""
+    """Return the picture of speed, memory, and loss over minutes: gpt2_triton in bf16 and fp8, and PyTorch."""
     sizes = [size for size in MODELS if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
     figure = new_figure(12, 3.9)
     speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
     for i, (arm, color) in enumerate(COLORS.items()):
         at = [group + 0.27 * (i - 1) for group in range(len(sizes))]
-        rates, gib = ([figures[f"steps.{size}.{arm}.{name}"] for size in sizes] for name in ("tok_s", "gib"))
+        rates = [figures[f"steps.{size}.{arm}.tok_s"] for size in sizes]
+        planned = recipe_memory(figures)
+        gib = [planned.get(f"{size}.{arm}", figures[f"steps.{size}.{arm}.gib"]) for size in sizes]
         ratios = [rate / figures[f"steps.{size}.torch.tok_s"] for size, rate in zip(sizes, rates, strict=True)]
         texts = [f"{rate / 1e3:.3g}k tokens/s" for rate in rates], [f"{value:.1f}" for value in gib]
         for axes, values, labels in zip((speed, memory), (ratios, gib), texts, strict=True):
@@ -74,20 +85,45 @@ def comparison(figures: Figures) -> Any:
         axes.set_xticks(range(len(sizes)), [NAMES[size] for size in sizes])
         axes.set(title=title, ylim=(0, 1.45 * axes.dataLim.y1))
         finish(axes, "upper center")
-    curves(loss)
+    memory.set_xlabel("gpt2_triton: memory.recompute auto")
+    final_losses(loss)
     return figure
 
 
-def curves(axes: Any) -> None:
-    """Draw each arm's training loss over steps times its median step time; the legend has its final validation loss."""
-    rows = pairs.read_results(MINUTES)
-    val = {row["arm"]: row["val_loss"] for row in rows}
-    for arm, (name, color) in CURVES.items():
-        axes.plot(*pairs.curve(rows, arm), color=color, lw=1.4, label=f"{name}: {val[arm]:.2f}")
-    low = min(min(row["curve"]) for row in rows)
-    axes.set(title="124M: training loss", xlabel="minutes on one GPU", ylim=(low - 0.05, low + 2.5))
+def recipe_memory(figures: Figures) -> dict[str, float]:
+    """Return the GiB of "SIZE.ARM" at the level of memory.recompute auto on MACHINE, which a recipe takes there.
+
+    It is the plan, and what a run was measured to take beside its plan.
+    """
+    budget = int(GPUS[MACHINE].memory * GIB) - CONTEXT_BYTES - MODULE_BYTES
+    found = {}
+    for size in MODELS:
+        for arm in ("bf16", "fp8"):
+            key = f"steps.{size}.{arm}"
+            if f"{key}.planned" in figures:
+                config = work_of(size, recompute="auto", precision=arm).config()
+                shape = StepShape.of(config)
+                plan, _ = plan_memory(choose_recompute(config, kernels, budget, shape), kernels, shape)
+                beside = figures[f"{key}.gib"] - figures[f"{key}.planned"]
+                found[f"{size}.{arm}"] = round(plan.total / GIB + beside, 1)
+    return found
+
+
+def final_losses(axes: Any) -> None:
+    """Draw the validation loss at the end of each run over its minutes, steps times the median step time."""
+    rows = {row["arm"]: row for row in pairs.read_results(MINUTES)}
+    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for arm, looks in RUNS.items():
+        row = rows[arm]
+        points.setdefault(looks, []).append((row["steps"] * row["ms"] / 60e3, row["val_loss"]))
+    for (name, color, marker), at in points.items():
+        axes.plot(*zip(*at, strict=True), marker=marker, color=color, lw=1.4, label=name)
+        for minutes, loss in at:
+            axes.annotate(f"{loss:.2f}", (minutes, loss), (5, 5), textcoords="offset points", size=8.5)
+    longest = max(minutes for at in points.values() for minutes, _ in at)
+    axes.set(title="124M: validation loss at a run's end", xlabel="minutes on one GPU", xlim=(0, 1.1 * longest))
+    axes.margins(y=0.25)
     finish(axes, "upper right")
-    axes.get_legend().set_title("validation loss at the end", {"size": 8.5})
 
 
 def scale(_: Figures) -> Any:
@@ -144,7 +180,8 @@ def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
     changed = []
     for name, (kind, picture, losses) in DRAWN.items():
         figures = {key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)}
-        digest = hashlib.sha256(json.dumps(figures).encode() + (losses.read_bytes() if losses else b"")).hexdigest()
+        drawn_from = json.dumps(figures | recipe_memory(figures)).encode() + (losses.read_bytes() if losses else b"")
+        digest = hashlib.sha256(drawn_from).hexdigest()
         file = PICTURES / f"{name}.png"
         if file.exists() and digest.encode() in file.read_bytes():
             continue

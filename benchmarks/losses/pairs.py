@@ -265,14 +265,6 @@ def report(series: Series, rows: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def curve(rows: list[Result], arm: str) -> tuple[list[float], list[float]]:
-    """Return an arm's curve: minutes at its median step time, and training losses averaged over its runs."""
-    mine = [row for row in rows if row["arm"] == arm]
-    means = [statistics.fmean(values) for values in zip(*(row["curve"] for row in mine), strict=False)]
-    minutes = mine[0]["stride"] * statistics.median(row["ms"] for row in mine) / 60e3
-    return [(i + 0.5) * minutes for i in range(len(means))], means
-
-
 def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> int:
     """Make the runs that have no result; return the number of runs that failed."""
     if not (a.data and any(a.data.glob("train_*.bin")) and any(a.data.glob("val_*.bin"))):

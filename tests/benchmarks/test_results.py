@@ -19,7 +19,7 @@ from tests.support.elsewhere import compiled_elsewhere
 from tests.support.pages import FENCE
 
 META = dict(commit="abc1234", gpu="H100", gpus=1, power_limit_w=700.0, torch="2.11", triton="3.6")
-STEP = dict(ms=80.0, tok_s=819_200.0, joules=55.9, gib=16.3, recompute="gelu")
+STEP = dict(ms=80.0, tok_s=819_200.0, joules=55.9, gib=16.3, planned=16.1, recompute="gelu")
 OPS = {"matmul.ms": 40.0, "matmul.floor_ms": 35.0, "adamw.ms": 7.0, "adamw.floor_ms": 7.0, "ms": 80.0, "floor_ms": 71.0}
 FIGURES = {
     f"{key}.{name}": value
@@ -152,6 +152,14 @@ def test_no_text_of_a_picture_is_cut_off(name):
     assert beyond_the_edges(figure) <= 0
     figure.text(0.99, 0.5, "beyond the edge")
     assert beyond_the_edges(figure) > 0.1
+
+
+def test_memory_is_drawn_at_the_level_that_recipes_take():
+    """124M: 21.0 GiB planned at `none`, and the 0.2 that a run was measured to take beside its plan."""
+    level = pages.TABLES["memory"](RECORD).splitlines()[2].split("|")
+    assert level[1] == " `none` "
+    found = pictures.recipe_memory(RECORD["h100"])
+    assert found["d12.bf16"] == pytest.approx(float(level[2]) + 0.2, abs=0.06) and "d24.bf16" not in found
 
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
