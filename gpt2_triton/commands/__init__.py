@@ -11,7 +11,11 @@ from gpt2_triton.config import recipes
 from gpt2_triton.console import command_line, print_line
 
 # where cyclopts would write ARGS
-USAGES = {"configs": "[NAME]", "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]"}
+USAGES = {
+    "compile": "[OPTIONS] CONFIG [--section.key VALUE]...",
+    "configs": "[NAME]",
+    "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]",
+}
 
 tools = make_app(command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export.")
 for name, path in {

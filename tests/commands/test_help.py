@@ -36,7 +36,13 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
 
 
 def test_the_usage_names_what_the_arguments_are_called(monkeypatch, capsys):
-    names = {"plot": "RUNS...", "configs": "[NAME]", "perplexity": "[SHARDS...]", "prepare text": "INPUTS..."}
+    names = {
+        "plot": "RUNS...",
+        "configs": "[NAME]",
+        "perplexity": "[SHARDS...]",
+        "prepare text": "INPUTS...",
+        "compile": "VALUE]...",
+    }
     for words, name in names.items():
         assert page(tools, words.split(), monkeypatch, capsys).splitlines()[0].endswith(f" {name}")
 

@@ -18,14 +18,17 @@ from rich.console import Console
 
 import gpt2_triton
 from benchmarks.__main__ import app as benchmarks_app
+from benchmarks.losses import pairs
+from benchmarks.pictures import LOSSES
 from gpt2_triton import device
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import FLAGS
+from gpt2_triton.commands.train import FLAGS, parse_overrides
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
@@ -41,7 +44,7 @@ RUN = {  # tools that run to their end on tiny data
 }  # fmt: skip
 PARSED = {"stats", "compile"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
-OF_OTHERS = {"--max-restarts", "--section.key"}  # torchrun's, and no option
+OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
 SHELL = {"python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
 
@@ -73,7 +76,7 @@ def workplace(tmp_path_factory):
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, tensors, state, Retention(1))
         (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
-    for arch, name in (("llama", "Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
+    for arch, name in (("llama", "models/Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
         model, config = tiny_model(model=dict(arch=arch))
         weights = from_checkpoint("", {"params": model.state.params}, config)
         export(weights, directory / name, "hf", "bf16")
@@ -247,6 +250,27 @@ def test_make_targets_run_commands_that_exist(target, capsys):
             assert main(tools_app, [*shlex.split(line)[3:], "--help"]) == 0
         elif "-m benchmarks " in line:
             assert main(benchmarks_app, [*shlex.split(line)[3:], "--help"]) == 0
+
+
+def test_the_yaml_file_of_the_guide_is_a_configuration_and_its_first_half_the_defaults(tmp_path):
+    (block,) = blocks(text_of(ROOT / "docs" / "guide" / "training.md"), "yaml")
+    (tmp_path / "mine.yaml").write_text(block)
+    config, default = Config.load(tmp_path / "mine.yaml"), Config()
+    for section in ("model", "data", "train", "optim"):
+        assert getattr(config, section) == getattr(default, section)
+    assert config.log.wandb_tags == "fineweb,adamw" and config.eval.hellaswag_every > 0
+
+
+def test_the_command_with_muon_has_what_was_measured():
+    """The longest run with Muon of benchmarks/losses/scale.yaml."""
+    (command,) = (c for c in commands(text_of(ROOT / "docs" / "guide" / "recipes.md")) if "muon" in c.words)
+    printed = Config.load(command.words[0], parse_overrides([w for w in command.words[1:] if w != "--resume"][2:]))
+    measured = pairs.read_series(LOSSES / "scale.yaml").arms["L1 muon 1B"].options
+    run = Config.load("gpt2_124m", measured)
+    assert printed.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
+    assert printed.replace(optim={"lr": run.optim.lr}).optim == run.optim
+    assert (printed.train.steps, printed.train.step_tokens) == (run.train.steps, run.train.step_tokens)
+    assert printed.choose_precision("9.0")[0].train.precision == run.train.precision
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide" / "api.md"], ids=lambda page: page.stem)
