@@ -3,15 +3,13 @@
 The table has peak speeds, for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
 """
 
-import functools
 import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -95,33 +93,10 @@ def select_interpreter() -> bool:
             "and import that after the first call of gpt2_triton, or set TRITON_INTERPRET=1 before"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    patch_language_once()
+    from gpt2_triton.interpreter import make_fast
+
+    make_fast()
     return True
-
-
-def patch_language_once() -> None:
-    """Make Triton's interpreter patch triton.language once per process, and not look for overflow of integers.
-
-    It patches about 200 functions for each launch and device function, and restores them: half of a small model's step.
-    Without a GPU no kernel is compiled, so nothing needs the originals.  Overflow is reported with debug alone.
-    """
-    from triton.runtime import interpreter
-
-    original = getattr(interpreter, "_patch_lang", None)
-    if original is None or original.__module__ == __name__:
-        return
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-
-    @functools.cache
-    def patch_all() -> None:
-        languages = {"tl": interpreter.tl, "core": interpreter.tl.core}  # all that the interpreter looks for
-        original(SimpleNamespace(__globals__=languages))
-
-    def patch_lang(fn: Any) -> Any:
-        patch_all()
-        return SimpleNamespace(restore=lambda: None)  # nothing
-
-    interpreter._patch_lang = patch_lang
 
 
 def require_triton() -> str:

@@ -12,13 +12,9 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
 
-    from gpt2_triton import device
-
-    device.patch_language_once()
-
     from tests.support import interpreter
 
-    interpreter.make_fast()
+    interpreter.prepare()
 
 import pytest  # noqa: E402
 

@@ -21,7 +21,8 @@ GROUND = "errors console device files version"
 ROOMS = {
     "errors": "",
     "console": "errors files",
-    "device": "errors version",
+    "device": "errors version interpreter",
+    "interpreter": "interpreter",
     "files": "errors",
     "version": "",
     "kernels": "kernels",

@@ -1,0 +1,84 @@
+"""The replaced parts of Triton's interpreter give Triton's bits, for all types and shapes that they know or refuse."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+from gpt2_triton.interpreter.blocks import Affine, Box
+from tests.support import interpreted
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+
+OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod lt le gt ge eq ne and or xor lshift"
+)
+METHODS = [f"__{name}__" for name in [*OPERATORS.split(), "rshift", "getitem", "init"]]
+REPLACED = {
+    interpreter: "_patch_lang _get_np_dtype",
+    interpreter.GridExecutor: "__call__",
+    interpreter.InterpretedFunction: "__call__",
+    interpreter.TensorHandle: "__init__",
+    interpreter.InterpreterBuilder: "create_masked_load create_masked_store cast_impl",
+    core.tensor: f"to reshape {' '.join(METHODS)}",
+    core.block_type: "__init__ to_ir",
+    core.tensor_descriptor_base: "load store",
+}
+KEPT = {
+    interpreter: "_implicit_cvt interpreter_semantic interpreter_builder InterpreterOptions _interpreter",
+    interpreter.InterpretedFunction: "rewritten_fn rewrite",
+    core: "validate_block_shape _unwrap_shape",
+}
+FUNCTIONS = (
+    "exp exp2 log log2 sqrt sin cos floor minimum maximum sum max arange full zeros zeros_like program_id where dot "
+    "load store"
+)
+
+
+def test_each_replaced_attribute_is_triton_s():
+    """A new Triton fails here, and not in a user's run."""
+    for owner, names in REPLACED.items():
+        for name in names.split():
+            assert vars(owner)[name].__module__.startswith("gpt2_triton.interpreter"), name
+    for owner, names in KEPT.items():
+        assert all(hasattr(owner, name) for name in names.split())
+    for name in FUNCTIONS.split():
+        triton_s = getattr(tl, name).args[0]
+        assert getattr(triton_s, "__module__", "triton").startswith("triton"), name
+    assert {"data", "dtype", "attr"} <= interpreter.TensorHandle.__dataclass_fields__.keys()
+
+
+@pytest.mark.slow
+def test_every_expression_has_triton_s_bits(tmp_path):
+    found = []
+    for mode in ("", "fast"):
+        out = tmp_path / f"results_{mode}"
+        command = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted", out, mode]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        found.append(pickle.loads(out.read_bytes()))
+    triton_s, fast = found
+    assert len(fast) == len(set(interpreted.EXPRESSIONS)) + len(interpreted.STORES)
+    assert [name for name, result in triton_s.items() if fast[name] != result] == []
+    assert sum(result[0] == "raises" for result in fast.values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("expression", "kind"),
+    [
+        ("a[:, None] * 8 + b[None, :]", Affine), ("fp + (a.to(tl.int64) * n + n)", Affine), ("fp + n + a", Affine),
+        ("(a < 5)[:, None] & (b < n)[None, :]", Box), ("a.to(tl.int64) * 300_000_000", Affine),
+        ("a * 300_000_000", interpreter.TensorHandle), ("a * a", interpreter.TensorHandle),
+        ("a >= 5", interpreter.TensorHandle),
+    ],
+)  # fmt: skip
+def test_a_block_of_consecutive_numbers_is_not_made(expression, kind):
+    names = interpreted.operands()
+    handle = eval(expression, names).handle
+    assert type(handle) is kind
+    assert kind is interpreter.TensorHandle or "data" not in vars(handle)
