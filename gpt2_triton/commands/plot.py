@@ -86,22 +86,26 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
     layout: list[Any] = [["loss"] * len(panels), panels]
     axes = figure.subplot_mosaic(layout, height_ratios=[2, 1])
-    tops = []
+    lows, tops = list[float](), list[float]()
     for i, run in enumerate(runs):
         style = dict(color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3])
-        tops.append(_draw_loss(axes["loss"], run, style))
+        low, top = _draw_loss(axes["loss"], run, style)
+        lows.append(low)
+        tops.append(top)
         for key in panels:
             _draw_line(axes[key], run.points(key), style, smooth=key != "lr")
     last = axes["loss"].dataLim.x1
     for curve, marker in zip(curves, "sDv"):
-        shown = curve["points"][curve["points"][:, 0] <= last]
-        about = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)
-        axes["loss"].plot(*shown.T, color="0.2", lw=1.0, marker=marker, ms=3, label=f"{curve['name']}\n{about}")
-    axes["loss"].set_ylim(top=max(tops) + 0.1)
-    if len(norms := np.concatenate([run.points("norm")[:, 1] for run in runs])):
-        axes["norm"].set_ylim(0, 2 * np.quantile(norms, 0.98) or 1.0)  # one spike must not flatten the rest
+        lows.append(_draw_curve(axes["loss"], curve, marker, last))
     if openai:
         _draw_openai(axes)
+        lows += [loss for loss, _ in OPENAI.values()]
+    margin = 0.04 * (max(tops) - min(lows)) or 0.1
+    axes["loss"].set_ylim(min(lows) - margin, max(tops) + margin)
+    for key in {*panels} - {"hellaswag"}:
+        axes[key].set_ylim(bottom=0)
+    if len(norms := np.concatenate([run.points("norm")[:, 1] for run in runs])):
+        axes["norm"].set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)  # one spike must not flatten the rest
     for key, panel in axes.items():
         _finish(panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots"))
         panel.set_xlabel("tokens")
@@ -111,14 +115,29 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     return [compare(run, curve) for curve in curves for run in runs]
 
 
-def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> float:
-    """Draw training and validation loss; return a top below the first fall, which would flatten the rest."""
+def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
+    """Draw training and validation loss; return their limits, of a long run without its first fall."""
     loss, val = run.points("loss"), run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
     axes.plot([], [], label=run.summary(), **style)
-    line = smoothed(loss)
-    return float(line[len(line) // 20 if len(line) >= SMOOTH_FROM // 2 else 0 :, 1].max())
+    values = np.concatenate([loss, val])[:, 1]
+    line = smoothed(loss)[:, 1]
+    # the first fall of a long run would flatten the rest
+    top = values.max() if len(loss) < SMOOTH_FROM else line[len(line) // 20 :].max()
+    return float(values.min()), float(top)
+
+
+def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> float:
+    """Draw a published curve up to `last` tokens, and return its lowest loss there; of one point only the label."""
+    tokens = curve["points"][:, 0]
+    shown = curve["points"][tokens <= last]
+    label = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)
+    if len(shown) < 2:
+        label += f"\nits next loss is at {format_count(tokens[len(shown)])} tokens"
+        shown = shown[:0]
+    axes.plot(*shown.T, color="0.2", lw=1.0, marker=marker, ms=3, label=f"{curve['name']}\n{label}")
+    return float(shown[:, 1].min(initial=np.inf))
 
 
 def _draw_line(axes: Any, points: np.ndarray, style: dict[str, Any], smooth: bool = True) -> None:
@@ -148,7 +167,9 @@ def _draw_openai(axes: dict[str, Any]) -> None:
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
-    axes.locator_params(axis="x", nbins=4)
+    axes.locator_params(axis="x", nbins=4 if title in PANELS.values() else 10)
+    if title == PANELS["lr"]:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     if axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.tick_params(labelsize=8)

@@ -126,6 +126,22 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
     assert not (tmp_path / "loss.png").exists()
 
 
+def test_a_short_run_shows_all_its_losses_and_says_where_a_published_curve_goes_on(panels, tmp_path):
+    run = write_run(tmp_path / "run", 120)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 0, "val_loss": 4.5}\n')
+    drawn = panels(run, beside=["gpt2_124m_llmc"])
+    low, top = drawn["loss"].get_ylim()
+    assert 2.3 < low < 2.5 and 4.5 < top < 4.7
+    assert drawn["legend"][1].endswith("\nits next loss is at 131M tokens")
+    assert [drawn[title].get_ylim()[0] for title in ("learning rate", "gradient norm", "tokens per second")] == [0] * 3
+
+
+def test_the_first_fall_of_a_long_run_does_not_flatten_the_rest(panels, tmp_path):
+    low, top = panels(write_run(tmp_path / "run", 500))["loss"].get_ylim()
+    assert 2.49 < low < 2.5 and 2.5 < top < 2.6
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_has_only_begun_is_drawn(panels, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "tokens": 100, "tok_s": 0.0, "norm": 0.0}\n')
