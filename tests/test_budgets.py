@@ -41,7 +41,7 @@ CEILINGS = {
     "tests/benchmarks/tune": 2_800,
     "tests/chaos": 4_900,
     "tests/checkpoint": 20_300,
-    "tests/commands": 14_600,
+    "tests/commands": 15_200,
     "tests/config": 6_500,
     "tests/data": 7_700,
     "tests/data/prepare": 10_500,
