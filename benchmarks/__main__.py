@@ -24,7 +24,7 @@ app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, 
 app.help_epilogue = (
     "Further programs have --help and are run by name, such as python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
-    "losses.loss_compare, losses.vs_torch, as_gpu, results."
+    "losses.loss_compare, losses.vs_torch, losses.as_portable, as_gpu, results."
 )
 Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
 As = Annotated[Code | None, Parameter(help="Execute this GPU's code, on a Hopper GPU (benchmarks/as_gpu.py).")]

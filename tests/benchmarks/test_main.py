@@ -69,7 +69,7 @@ def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, 
 
 def test_help_names_programs_that_exist():
     names = re.findall(r"[\w.]+\w", app.help_epilogue.partition("multi_gpu: ")[2])
-    assert len(names) == 9
+    assert len(names) == 10
     for name in names:
         file = Path(benchmarks.__file__).parent / f"{name.replace('.', '/')}.py"
         assert '__name__ == "__main__"' in file.read_text(), name
