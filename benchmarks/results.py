@@ -4,9 +4,10 @@
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
-The record has a section for each kind of machine (h100, or h100x2 for two GPUs), and one for losses
-(benchmarks/losses).  A section holds `meta`, which describes machine and commit, and figures such as steps.d12.fp8.ms.
-benchmarks/pages.py explains the markers that `render` fills.
+The record has a section for each kind of machine (h100, or h100x2 for two GPUs), for each code that it executed for
+another GPU (h100_sm_80_code, by `run --as a100`), and one for losses (benchmarks/losses).  A section holds `meta`,
+which describes machine and commit, and figures such as steps.d12.fp8.ms.  benchmarks/pages.py explains the markers
+that `render` fills.
 
 `run` measures the missing figures of this machine's sections, and writes each part at once.  If the commit, torch or
 Triton has changed, it empties a section first.  Parts are compared within a group, so one GPU measures a group in turn.
@@ -28,7 +29,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import pages, pictures
+from benchmarks import as_gpu, pages, pictures
+from benchmarks.as_gpu import Code
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
 from benchmarks.speed.steps import CHUNKED, PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
@@ -221,6 +223,22 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
     ]
 
 
+def parts_as(code: Code, sizes: list[str]) -> list[list[Part]]:
+    """Return the parts for the code of another GPU: of this package alone, and fp8 where Hopper has its products."""
+
+    def group(size: str) -> list[Part]:
+        arms = {"bf16": work_of(size)}
+        if code not in as_gpu.KEYS:
+            arms["fp8"] = work_of(size, None, "none", "fp8")
+        timed = [
+            part(f"steps.{size}.{arm}", 45, steps, ours(work, code), size, tokens_of(size))
+            for arm, work in arms.items()
+        ]
+        return [*timed, part(f"ops.{size}.bf16", 90, operations, size, ("--as", code))]
+
+    return [group(size) for size in sizes]
+
+
 def commit_of_code() -> str:
     """Return the last commit that changed the measured code; a commit that changes pages only does not count."""
 
@@ -245,13 +263,21 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
 
     from benchmarks.speed.energy import power_limit
 
-    gpu, gpus = torch.cuda.get_device_name(), device.count()
+    gpu, gpus = device.name(), device.count()
     kinds = [key for key, known in device.GPUS.items() if device.is_called(gpu, *known.device_names)]
     if not kinds:
         raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name")
     meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
     meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
     return kinds[0], meta | dict(command="python -m benchmarks.results run")
+
+
+def executed(code: Code, name: str, meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the section and the meta of another GPU's code on one GPU of this machine."""
+    as_gpu.require_hopper()
+    title = as_gpu.title(code)
+    meta |= dict(gpu=f"{title} on {meta['gpu']}", gpus=1, command=f"{meta['command']} --as {code}")
+    return f"{name}_{slug(title)}", meta
 
 
 class Measuring:
@@ -314,6 +340,7 @@ def run(
     seconds: float = 86_400,
     commit: str = "",
     plan: bool = False,
+    as_: Code | None = None,
 ) -> int:
     """Measure the missing figures of this machine's sections; return 1 if a part failed.
 
@@ -324,12 +351,15 @@ def run(
         seconds: Time limit; a part that would exceed it is left for another run.
         commit: Commit of the code; give it where there is no git checkout.
         plan: Print the missing parts and about how many seconds they take, and measure nothing.
+        as_: Measure this GPU's code, executed on a Hopper GPU, in a section of its own.
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
         raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
     require_directory("out", out)
     name, meta = machine(commit or commit_of_code())
+    if as_:
+        name, meta = executed(as_, name, meta)
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
     one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi", "multi_first_step"} else {}
     several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 and {*kinds} & {"multi", "multi_first_step"} else {}
@@ -338,7 +368,8 @@ def run(
         todo = [part for part in group if part.key.partition(".")[0] in kinds]
         return [part for part in todo if not any(key.startswith(f"{part.key}.") for key in section)]
 
-    groups = [group for parts in parts_of(names, name) if (group := missing(parts, one))]
+    asked = parts_as(as_, names) if as_ else parts_of(names, name)
+    groups = [group for parts in asked if (group := missing(parts, one))]
     joint = missing(joint_parts(names, gpus), several) if gpus > 1 else []
     for group in [*groups, *([joint] if joint else ())]:
         print(*(f"{part.key} {part.seconds} s" for part in group), sep=", ")

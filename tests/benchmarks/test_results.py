@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from benchmarks import pages, pictures, results
+from benchmarks import as_gpu, pages, pictures, results
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
 from tests.support.elsewhere import compiled_elsewhere
@@ -237,6 +237,22 @@ def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measure
     _, record = measured(groups, [], "--parts", "first_step,steps,ops")
     first, steps, ops = caches.values()
     assert first != steps == ops and record.keys() == {"h100"}
+
+
+def test_another_gpu_s_code_has_a_section_named_by_the_code(measured, monkeypatch):
+    """Of one GPU, without PyTorch's figures; fp8 has products on Hopper in the portable code alone."""
+    monkeypatch.setattr(as_gpu, "require_hopper", lambda: None)
+    found = {}
+    for code in ("a100", "h100-portable"):
+        found[code] = [part.key for group in results.parts_as(code, ["d12", "d48"]) for part in group]
+    assert found["a100"] == ["steps.d12.bf16", "ops.d12.bf16", "steps.d48.bf16", "ops.d48.bf16"]
+    assert found["h100-portable"][:3] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
+    part = results.Part("steps.d12.bf16", 1, lambda limit, env: dict(ms=5.0))
+    monkeypatch.setattr(results, "parts_as", lambda code, sizes: [[part]])
+    code, record = measured([], [], "--as", "a100", gpu="NVIDIA H100 80GB HBM3", command="run")
+    assert code == 0 and [*record] == ["h100_sm_80_code"] and record["h100_sm_80_code"]["steps.d12.bf16.ms"] == 5.0
+    meta = record["h100_sm_80_code"]["meta"]
+    assert (meta["gpu"], meta["gpus"], meta["command"]) == ("sm_80 code on NVIDIA H100 80GB HBM3", 1, "run --as a100")
 
 
 def test_an_interrupt_leaves_all_other_parts(measured):
