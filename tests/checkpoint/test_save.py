@@ -205,28 +205,34 @@ def killed_at_line(n, save_step):
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-def kill_at_every_line(directory):
+def kill_at_every_line(directory, save_step=lambda directory: write(directory, 30, keep=1)):
     """Save step 30 in place of 10 and 20, killed at each line in turn; print the step that a run would resume from."""
-    n, found = 1, None
-    write(directory, 10)
-    write(directory, 20)
-    while killed_at_line(n, lambda: write(directory, 30, keep=1)):
+    n = 1
+    write_missing(directory)
+    while killed_at_line(n, lambda: save_step(directory)):
         assert all(verify(path) == "" for path in directory.glob("step_*")), n
         found = find_checkpoint(directory)
         print(found.name)
         if found.name == STEP_30:
             save._discard(found)
-            write(directory, 10)
-            write(directory, 20)
+        write_missing(directory)
         n += 1
+
+
+def write_missing(directory):
+    for step in (10, 20):
+        if not format.step_path(directory, step).exists():
+            write(directory, step)
 
 
 def kill_at_every_line_without_room(directory):
     """As kill_at_every_line, where step 10 has to go before step 30 is written."""
-    write(directory, 10)
-    write(directory, 20)
-    leave_room(pytest.MonkeyPatch(), directory, NEEDED - 1)
-    kill_at_every_line(directory)
+
+    def save_step(directory):
+        leave_room(pytest.MonkeyPatch(), directory, NEEDED - 1)
+        write(directory, 30, keep=1)
+
+    kill_at_every_line(directory, save_step)
 
 
 def kill_at_every_line_of_a_replacement(directory):
