@@ -6,7 +6,7 @@ The table has peak speeds, for the model flops utilisation (MFU), and memory, fo
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,7 @@ GPUS = {
     "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
+CGROUP, CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
 NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
 UNKNOWN = "unknown"  # architecture of that
@@ -176,7 +177,27 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return (available, total) bytes of this machine; page cache counts as available."""
+    """Return (available, total) bytes of this machine or container; page cache counts as available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
-    return 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
+    found = [(1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]), *_limits()]
+    return min(available for available, _ in found), min(total for _, total in found)
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield (available, total) bytes of each control group of this process with a limit: a container's, or a job's.
+
+    A container sees its own group at CGROUP, and /proc may name a path outside of it.
+    """
+    lines = CGROUPS_OF_PROCESS.read_text().splitlines() if CGROUPS_OF_PROCESS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        is_v1 = "memory" in controllers.split(",")
+        root = CGROUP / "memory" if is_v1 else CGROUP
+        limit, used = ("memory.limit_in_bytes", "total_rss") if is_v1 else ("memory.max", "anon")
+        own = root / path.strip("/")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such file, or no limit: "max"
+                total = int((group / limit).read_text())
+                rows = (group / "memory.stat").read_text().splitlines()
+                yield total - int(dict(row.split() for row in rows)[used]), total
