@@ -5,6 +5,7 @@ import re
 
 from gpt2_triton.errors import ConfigError
 
+OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # Open MPI's and MPICH's
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,7 +32,12 @@ def first_host(nodes: str) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing variable."""
+    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing variable, and for mpirun,
+    each of whose processes would be a run of its own.
+    """
+    for name in OF_MPI if "WORLD_SIZE" not in os.environ else ():
+        if _number(name, "1") > 1:
+            raise ConfigError(f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset {name}")
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     missing = [name for name in NAMES if name not in os.environ]
     if (size > 1 or rank > 0) and missing:

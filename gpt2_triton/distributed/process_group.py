@@ -45,6 +45,7 @@ class ProcessGroup:
         self.store: Any = None
         self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
         self._timeout = timedelta(seconds=12 * timeout)  # the watchdog reports first: it names the rank at fault
+        self._own: Any = None  # our group beside the program's; None: ours is the default group
         self._allocations = 0
         self._stream_barrier: shared_memory.StreamBarrier | None = None  # for GPUs that share memory
         if device == "cuda":
@@ -54,14 +55,11 @@ class ProcessGroup:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL promises no fixed order of multicast sums
         self.store = connect(self.rank, self.size, 3 * timeout)
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
-        dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            store=self.store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=self._timeout,
-            device_id=gpu,
-        )
+        kind: dict[str, Any] = dict(backend="nccl" if gpu else "gloo", timeout=self._timeout, device_id=gpu)
+        if dist.is_initialized():  # by the program that trains by a call
+            self._own = dist.new_group(**kind)
+        else:
+            dist.init_process_group(store=self.store, rank=self.rank, world_size=self.size, **kind)
 
     def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
         """Allocate on each rank together; return own memory, and all ranks' if they can read each other's."""
@@ -103,7 +101,7 @@ class ProcessGroup:
 
     def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None, **options: Any) -> None:
         try:
-            function(*tensors, group=group, **options)
+            function(*tensors, group=group or self._own, **options)
         except RuntimeError as error:
             reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # a sentence, no C++ location
             todo = "another rank has exited; see its log, or the launcher's"
@@ -116,11 +114,11 @@ class ProcessGroup:
     def close(self) -> None:
         """Wait for the other ranks and leave the group.  Leaving without waiting would break collectives in flight."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self._own)
             if self._stream_barrier is not None:
                 self._stream_barrier.close()
                 self._stream_barrier = None
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._own)
 
 
 def _collective_by_name(new: str, old: str) -> Callable[..., Any]:

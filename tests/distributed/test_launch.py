@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
-from gpt2_triton.distributed.launcher_env import NAMES, first_host, rank_and_size, set_env_from_slurm
+from gpt2_triton.distributed.launcher_env import NAMES, OF_MPI, first_host, rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError
 from tests.support import ranks
 from tests.support.loop import losses
@@ -89,6 +89,17 @@ def test_rank_and_size_refuses_missing_variables(environment):
     environment(WORLD_SIZE="two")
     with pytest.raises(ConfigError, match="^WORLD_SIZE: expected a number, got 'two'; [^\n]*$"):
         rank_and_size()
+
+
+@pytest.mark.parametrize("name", OF_MPI)
+def test_processes_of_mpirun_are_no_runs_of_their_own(environment, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert rank_and_size() == (0, 1)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset"):
+        rank_and_size()
+    environment(**TORCHRUN)
+    assert rank_and_size() == (1, 2)
 
 
 def test_rank_left_over_in_the_environment_is_refused(environment, capsys):

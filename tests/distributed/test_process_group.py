@@ -1,12 +1,16 @@
-"""Errors of the process group when other ranks are gone."""
+"""The process group: errors when other ranks are gone, and a group that the program has made before."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import PeerLostError
+from tests.support import ranks
 
 
 def gone(*_arguments, **_names):
@@ -25,3 +29,21 @@ def test_failed_collective_is_one_line_with_torchs_first_sentence():
 def test_lost_store_is_one_line():
     with pytest.raises(PeerLostError, match="^rank 0 or the launcher has exited; .*$"):
         ControlGroup("name", 1, 2, SimpleNamespace(set=gone)).all_gather(1)
+
+
+def beside_a_group_of_the_program():
+    """Return the sum of ranks + 1 in our group, twice, and then in the program's."""
+    numbers = [torch.full((1,), int(os.environ["RANK"]) + 1) for _ in range(3)]
+    dist.init_process_group("gloo")
+    for ours in numbers[:2]:
+        group = ProcessGroup("cpu", 30)
+        group.all_reduce(ours)
+        group.close()
+    dist.all_reduce(numbers[2])
+    dist.destroy_process_group()
+    return torch.cat(numbers).tolist()
+
+
+@pytest.mark.slow
+def test_group_of_the_program_stays(tmp_path):
+    assert ranks.run(2, tmp_path / "stderr", beside_a_group_of_the_program) == [[3, 3, 3]] * 2
