@@ -1,6 +1,7 @@
-"""RUN/run.json: the run's id at Weights & Biases and its name, and each start's code, packages, device and plan.
+"""RUN/run.json: the run's id at Weights & Biases and its place, and each start's code, packages, device and plan.
 
-    {"wandb_id": "1a2b3c4d", "name": "RUN", "starts": [{"time": ..., "after_step": 0, "git": {"commit": ...}, ...}]}
+    {"wandb_id": "1a2b3c4d", "place": ["/data/RUN", 1234567],
+     "starts": [{"time": ..., "after_step": 0, "git": {"commit": ...}, ...}]}
 Each start of the run adds an entry.  The entries show whether the commit or the GPU has changed.
 """
 
@@ -42,11 +43,17 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """Return run.json, or {} if it is missing or damaged, of a copy without the id; OSError if it cannot be read."""
     try:
         found = json.loads((run_dir / RUN).read_bytes())
-        is_copy = found.get("name", run_dir.resolve().name) != run_dir.resolve().name
+        place = found.get("place")  # older runs have none
+        is_copy = place is not None and not any(here == there for here, there in zip(_place(run_dir), place))
         return {"wandb_id": None if is_copy else found["wandb_id"], "starts": list(found["starts"])}
     except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError):
         return {}
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
-    write_json(run_dir / RUN, {"wandb_id": wandb_id, "name": run_dir.resolve().name, "starts": starts})
+    write_json(run_dir / RUN, {"wandb_id": wandb_id, "place": _place(run_dir), "starts": starts})
+
+
+def _place(run_dir: Path) -> list[Any]:
+    """Return path and inode: a moved directory keeps its inode, one mounted elsewhere too; a copy has neither."""
+    return [str(run_dir.resolve()), run_dir.stat().st_ino]

@@ -174,7 +174,8 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     for resume_step, about in ((0, {"git": "a"}), (6, {"git": "b"})):
         Logger(tmp_path, config(), resume_step, about=about).close()
     assert (tmp_path / "config.yaml").read_text() == config().to_yaml()
-    expected = {"wandb_id": None, "name": tmp_path.name, "starts": [{"git": "a"}, {"git": "b"}]}
+    place = [str(tmp_path), tmp_path.stat().st_ino]
+    expected = {"wandb_id": None, "place": place, "starts": [{"git": "a"}, {"git": "b"}]}
     assert json.loads((tmp_path / "run.json").read_text()) == expected
     Logger(tmp_path, config(), 0, about={"git": "c"}).close()
     assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]

@@ -146,8 +146,10 @@ def test_each_record_is_logged_at_its_step_under_the_id_of_run_json(tmp_path, mo
         assert [step for _, step in logged] == [record["step"] for record, _ in logged]
         assert [record for record, _ in logged] == read_metrics(tmp_path / "name" / METRICS)[-len(logged) :]
         assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
-    copy = shutil.copytree(tmp_path / "name", tmp_path / "copy")
-    assert run(copy, [6], 5, wandb="offline") != run_id
+    (tmp_path / "name").rename(tmp_path / "moved")
+    assert run(tmp_path / "moved", [6], 5, wandb="offline") == run_id
+    copy = shutil.copytree(tmp_path / "moved", tmp_path / "another" / "moved")
+    assert run(copy, [7], 6, wandb="offline") != run_id
 
 
 def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, monkeypatch):
