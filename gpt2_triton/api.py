@@ -8,6 +8,7 @@ other: CUDA graphs and the interpreter have one state for a process.
 import contextlib
 import gc
 import re
+import sys
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -32,9 +33,23 @@ _one_call = threading.RLock()
 
 @contextlib.contextmanager
 def _exclusive(console: bool = False) -> Iterator[None]:
-    """Let one thread at a time into the context; print in it only if `console`."""
-    with _one_call, silent(not console):
+    """Let one thread at a time into the context; print in it only if `console`.
+
+    A default device of the program is for tensors of the program: torch's and safetensors' functions get the host.
+    """
+    torch = sys.modules.get("torch")
+    host = contextlib.nullcontext()
+    if torch and torch.get_default_device().type != "cpu":
+        host = torch.device("cpu")
+    with _one_call, silent(not console), host:
         yield
+
+
+def _path(name: str, given: str | Path) -> Path:
+    """Return a path with ~/ expanded, as by the commands; ConfigError for an empty one."""
+    if given == "":
+        raise ConfigError(f"{name}: empty, perhaps from an unset variable; give a path")
+    return Path(given).expanduser()
 
 
 @contextlib.contextmanager
@@ -61,7 +76,7 @@ class Run:
     """A run on disk; its properties read its files.  ConfigError if the directory holds no run."""
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
+        self.directory = _path("directory", directory)
         if not (self.directory / "config.yaml").is_file():
             raise ConfigError(f"{directory}: no config.yaml there; expected the directory of a run")
 
@@ -137,7 +152,8 @@ def train(
         raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     set_env_from_slurm()
     rank, ranks = rank_and_size()
-    settings, directory = config if isinstance(config, Config) else Config.load(config, gpus=ranks), Path(run_dir)
+    directory = _path("run_dir", run_dir)
+    settings = config if isinstance(config, Config) else Config.load(config, gpus=ranks)
     with _in_words_of_python(), _exclusive(console and rank == 0), starting(settings, directory, resume):
         from gpt2_triton import device
 
@@ -344,5 +360,6 @@ class Model:
             from gpt2_triton.checkpoint.weights import from_checkpoint
 
             self._open()
-            export(from_checkpoint(self._source, self._tensors, self.config), Path(directory), format, dtype)
-            return Path(directory)
+            made = _path("directory", directory)
+            export(from_checkpoint(self._source, self._tensors, self.config), made, format, dtype)
+            return made

@@ -99,10 +99,18 @@ def print_line(text: str, error: bool = False) -> None:
     """Print a line at once, to stderr if it is an error; a console that cannot be written loses it."""
     if _is_silent:
         if error:
-            warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+            _warn(text.removeprefix("warning: "))
         return
     with contextlib.suppress(OSError, ValueError):  # ValueError: closed
         print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def _warn(text: str) -> None:
+    """Issue a warning; where a filter makes errors of warnings, print it instead: it must not end a run."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except UserWarning:
+        print(f"UserWarning: {text}", file=sys.stderr)
 
 
 def print_from_handler(text: str) -> None:

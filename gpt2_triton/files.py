@@ -106,9 +106,14 @@ def is_text(path: str | Path) -> bool:
     return str(path).lower().endswith(TEXT_SUFFIXES)
 
 
+def expand(path: str) -> str:
+    """Return a path with ~/ and environment variables such as $DATA in place of their values."""
+    return os.path.expanduser(os.path.expandvars(path))
+
+
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, sorted; ~/ is home.  A path that exists is taken literally, with [ or *."""
-    pattern = os.path.expanduser(pattern)
+    """Return the paths that match a glob, expanded and sorted.  A path that exists is taken literally, with [ or *."""
+    pattern = pattern if os.path.lexists(pattern) else expand(pattern)
     return [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 

@@ -26,6 +26,7 @@ from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import expand
 from gpt2_triton.model.tables import Part
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
@@ -59,15 +60,16 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     """Return "checkpoint" or a key of READERS, and the place to read."""
     kind, _, where = source.partition(":")
     if where and (kind in READERS or kind == "checkpoint"):
-        return kind, where
-    return "hf" if (Path(source) / "config.json").is_file() else "checkpoint", source
+        return kind, expand(where)
+    place = expand(source)
+    return "hf" if (Path(place) / "config.json").is_file() else "checkpoint", place
 
 
 def initial_weights(config: Config) -> Iterable[Part]:
     """Return parts of `params`, and of fp32 masters' `low`, from init_from; nothing for scratch."""
-    kind, _, where = config.init_from.partition(":")
-    if kind == "scratch":
+    if config.init_from == "scratch":
         return []
+    kind, where = _kind_and_place(config.init_from)
     if kind in READERS:
         return flat_parts(READERS[kind](where), config)
     _, saved, tensors = _config_and_tensors(where)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import sha256, write_atomic
+from gpt2_triton.files import expand, sha256, write_atomic
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
@@ -57,7 +57,7 @@ class Questions(NamedTuple):
 def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
     """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl."""
     try:
-        with open(path or downloaded(), "rb") as file:
+        with open(expand(str(path)) if path else downloaded(), "rb") as file:
             rows = [*map(Example.model_validate_json, itertools.islice(file, limit or None))]
     except ValidationError as error:
         raise DataError(f"{path}: not rows of HellaSwag: {error.errors()[0]['msg']}; {TODO}") from None

@@ -15,7 +15,9 @@ Seen with Triton 3.6, 3.8 and 3.9.  Without a GPU no kernel is compiled, so noth
 """
 
 import ctypes
+import sys
 
+import triton
 from triton.runtime import interpreter
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
@@ -28,8 +30,19 @@ def make_fast() -> None:
     if interpreter._patch_lang.__module__ == launch.__name__:
         return
     _keep_freed_memory()
+    _interpret_language()
     for module in (launch, blocks, operators, functions, memory):
         module.replace()
+
+
+def _interpret_language() -> None:
+    """Let the interpreter run functions of triton.language that were decorated for compilation: by a program that had
+    imported triton before, as models of transformers do, and torch.use_deterministic_algorithms.
+    """
+    for module in [module for name, module in sys.modules.items() if name.startswith("triton.language")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(value.fn))
 
 
 def _keep_freed_memory() -> None:

@@ -25,6 +25,7 @@ from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import same_on_all_ranks
+from gpt2_triton.files import expand
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
@@ -92,7 +93,7 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
 
 def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if data or configuration differ between ranks."""
-    T, where = config.train.seq_len, config.init_from.partition(":")[2]
+    T, where = config.train.seq_len, expand(config.init_from.partition(":")[2])
     for directory in (run_dir, *([Path(where)] if where else [])):
         look_in(config.data.tokenizer, directory)
     with same_on_all_ranks():

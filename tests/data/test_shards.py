@@ -128,12 +128,13 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
             require_tokenizer(str(given), "gpt2")
 
 
-def test_open_shards_sorts_a_glob_of_home_without_hidden_files(tmp_path, monkeypatch):
+def test_open_shards_sorts_an_expanded_glob_without_hidden_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for i in (2, 0, 1):
         write_shard(tmp_path / f"train_{i:06d}.bin", np.full(20, i, np.uint16))
     (tmp_path / ".train_000003.bin.77.tmp").write_bytes(b"unfinished")
-    assert [int(map_tokens(s.path)[0]) for s in open_shards("~/*", VOCAB, SEQ_LEN)] == [0, 1, 2]
+    for pattern in ("~/*", "$HOME/*"):
+        assert [int(map_tokens(s.path)[0]) for s in open_shards(pattern, VOCAB, SEQ_LEN)] == [0, 1, 2]
 
 
 # ---- fingerprints ----
