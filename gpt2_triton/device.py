@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.version import installed
+from gpt2_triton.version import installed, release
 
 
 class Gpu(NamedTuple):
@@ -83,7 +83,7 @@ def select_interpreter() -> bool:
     triton, numpy = require_triton(), installed("numpy") or ""
     if present():
         return False
-    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+    if release(triton) < (3, 7) and release(numpy) >= (2, 4):
         needs = 'the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
         raise ConfigError(f"no GPU, and triton {triton} with numpy {numpy}: {needs}")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -98,10 +98,6 @@ def require_triton() -> str:
     if (version := installed("triton")) is None:
         raise ConfigError("triton: not installed; pip install triton, on Linux or WSL2")
     return version
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def architecture() -> str:

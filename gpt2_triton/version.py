@@ -4,6 +4,7 @@ It imports no package: --version must be fast, and hatch_build.py calls `git_sta
 """
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 __version__ = "0.3.0"
 PACKAGE = Path(__file__).parent
+NEWEST_TRITON = "3.9"  # of those that the tests pass with; pyproject.toml has the oldest
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
 BELOW = {  # package: the names of its distributions; torch for AMD's GPUs brings Triton under another name
     "torch": ("torch",),
@@ -35,6 +37,20 @@ def installed(package: str) -> str | None:
         with suppress(PackageNotFoundError):
             return installed_version(name)
     return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def triton_notice() -> str | None:
+    """Return a line for the console about a Triton that is newer than the tests'."""
+    found = installed("triton")
+    if found is None or release(found) <= release(NEWEST_TRITON):
+        return None
+    todo = "if a kernel fails, install an older torch, which brings its own"
+    return f"triton {found}: newer than {NEWEST_TRITON}, the newest that is tested; {todo}"
 
 
 def code_state() -> dict[str, Any] | None:

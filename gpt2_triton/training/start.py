@@ -10,9 +10,11 @@ from typing import Literal
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, RUN
+from gpt2_triton.version import triton_notice
 
 Resume = bool | Literal["must"]
 
@@ -30,6 +32,8 @@ def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "
         yield run_dir
         return
     check_run_dir(run_dir, resume)
+    if notice := triton_notice():
+        print_line(notice)
     project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
     if config.log.wandb != "disabled" and (wrong := sorted({*project} & {*"/\\#?%:"})):
         todo = "choose another name; WANDB_ENTITY names a team"

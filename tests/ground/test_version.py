@@ -66,6 +66,15 @@ def test_version_imports_no_other_package():
     assert ran.stdout == "{'gpt2_triton'}\n"
 
 
+def test_hardware_page_names_the_oldest_and_the_newest_tested_versions():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "guide" / "hardware.md").read_text(encoding="utf-8")
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    oldest = dict(re.findall(r'"(torch|triton)>=([\d.]+)', project))
+    assert f"torch {oldest['torch']} to " in page
+    assert f"Triton {oldest['triton']} to {version.NEWEST_TRITON}" in page
+
+
 def test_changelog_begins_with_this_version():
     text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (\S+)", text, re.M)[0] == __version__

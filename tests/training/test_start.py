@@ -1,11 +1,11 @@
-"""The start of a run: fp8 is refused on a GPU that has none, and so is a project that W&B would refuse."""
+"""The start of a run: fp8 is refused on a GPU that has none, as is a project that W&B would; a new Triton is named."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt2_triton import device
+from gpt2_triton import device, version
 from gpt2_triton.commands.train import train
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
@@ -39,3 +39,15 @@ def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"), starting(config, tmp_path / "run", False):
             pass
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("found", "lines"), [("3.9.1", 0), ("3.10.0", 1), ("4.0+git1a2b", 1)])
+def test_a_triton_newer_than_the_tests_is_named_once_at_the_start(tmp_path, monkeypatch, capsys, found, lines):
+    monkeypatch.setattr(version, "installed_version", lambda name: found)
+    config = Config.model_validate(dict(data=dict(train="builtin", val="builtin")))
+    with starting(config, tmp_path / "run", False):
+        pass
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": newer than 3.9, the newest that is tested; ")[0] for line in printed] == (
+        [f"triton {found}"] * lines
+    )
