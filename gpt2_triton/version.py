@@ -64,15 +64,29 @@ def code_state() -> dict[str, Any] | None:
 def git_state(directory: Path) -> dict[str, Any] | None:
     """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there is none, as when installed."""
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(directory), *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another project's checkout
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+        _git(directory, "ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another checkout
+        commit, changes = _git(directory, "rev-parse", "HEAD"), _git(directory, "status", "--porcelain", "-uno")
+        return {"commit": commit, "dirty": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def web_address(directory: Path) -> str | None:
+    """Return the address from which the checkout that tracks `directory` was cloned, as https; None without one."""
+    if git_state(directory) is None:
+        return None
+    try:
+        origin = _git(directory, "remote", "get-url", "origin")
+    except subprocess.SubprocessError:
+        return None
+    found = re.fullmatch(r"(?:(?:https?|ssh)://(?:[^/@]+@)?|[^/@]+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", origin)
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def _git(directory: Path, *words: str) -> str:
+    command = ["git", "-C", str(directory), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
 
 def version_text() -> str:

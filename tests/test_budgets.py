@@ -47,7 +47,7 @@ CEILINGS = {
     "tests/data/prepare": 10_500,
     "tests/distributed": 4_400,
     "tests/gpu": 7_600,
-    "tests/ground": 3_300,
+    "tests/ground": 3_500,
     "tests/inference": 7_500,
     "tests/kernels": 52_300,
     "tests/model": 26_800,
