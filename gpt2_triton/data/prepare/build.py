@@ -10,7 +10,7 @@ import functools
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -102,7 +102,7 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
             places.append(place)
             _record_progress(out_dir, recipe, shards, places)
     if not count_tokens(shards, "train"):
-        _remove(out_dir, *shards, PROGRESS, LOCK)  # else the command that the message suggests would be refused
+        _remove(out_dir, *shards, PROGRESS)  # else the command that the message suggests would be refused
         few = f"the validation shard takes all {count_tokens(shards):,} tokens"
         raise DataError(f"{source.name}: too little text: {few}; give that number as --tokens, or less")
     for split in ("train", "val"):
@@ -152,7 +152,6 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
     """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
-        _remove(out_dir, LOCK)
         raise directory_in_use(out_dir)
     if not record.get("shards"):
         return {}, [None]
@@ -248,4 +247,11 @@ def _locked(out_dir: Path) -> Iterator[None]:
         else:  # only under a lock: another host may be writing its file
             for hidden in out_dir.glob(".*.tmp"):
                 hidden.unlink()
-        yield
+        try:
+            yield
+        except DataError:
+            if not (out_dir / PROGRESS).exists():  # refused before anything was made
+                _remove(out_dir, LOCK)
+                with suppress(OSError):  # not empty
+                    out_dir.rmdir()
+            raise
