@@ -83,7 +83,8 @@ def find_checkpoint(path: Path) -> Path:
         return path
     found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():
-        raise CheckpointError(f"{path}: this run has no checkpoint yet; wait for its next save")
+        todo = "wait for its next save, or if it ended, start it again"
+        raise CheckpointError(f"{path}: this run has no checkpoint yet; {todo}")
     if found is None:
         todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
         raise CheckpointError(f"{path}: no checkpoint found; {todo}")
