@@ -3,11 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
 # the bytecode of all files takes a minute, that of what is imported seconds
-PIP := $(BIN)/python -m pip install --quiet --no-compile
+PIP := $(BIN)/python -m pip install --no-compile
 
-# torch for a GPU brings its own Triton, which nothing else may replace; torch for CPUs has none.  An AMD GPU needs
-# pytorch.org's index, and a virtual environment of its own: docs/guide/install.md
-TORCH := $(if $(shell command -v nvidia-smi),torch==2.11.0,torch==2.13.0 triton==3.9.0)
+# torch for a GPU brings its own Triton, which nothing else may replace.  pytorch.org's build for CPUs has none; where
+# that index is out of reach, pip takes the build for GPUs, and then its Triton.  An AMD GPU needs another index, and a
+# virtual environment of its own: docs/guide/install.md
+FOR_CPU := --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0 triton==3.9.0
+GPU := $(shell command -v nvidia-smi)
 
 .PHONY: quickstart test test-all lint verify compile-all chaos clean
 
@@ -44,7 +46,8 @@ clean:
 .venv/torch:
 	@if command -v rocminfo && ! command -v nvidia-smi; then echo "for an AMD GPU see docs/guide/install.md"; exit 1; fi
 	$(PYTHON) -m venv .venv
-	$(PIP) $(TORCH)
+	@echo "installing into .venv: downloads $(if $(GPU),3 GB,0.7 GB or, if only PyPI is reached, 3 GB)"
+	$(PIP) $(if $(GPU),torch==2.11.0,$(FOR_CPU))
 	@touch $@
 
 .venv/installed: .venv/torch pyproject.toml constraints.txt
