@@ -11,7 +11,11 @@ PIP := $(BIN)/python -m pip install --no-compile
 FOR_CPU := --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0 triton==3.9.0
 GPU := $(shell command -v nvidia-smi)
 
-.PHONY: quickstart test test-all lint verify compile-all chaos clean
+# what a user gets: an environment made by `pip install .` alone
+INSTALLED := .venv-installed
+PAIR := -m pip list --format freeze | grep -E "^(torch|triton)="
+
+.PHONY: quickstart test test-all test-installed lint verify compile-all chaos clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
@@ -24,6 +28,18 @@ test: lint # lint and the fast tests: five minutes on two cores
 test-all: lint
 	$(BIN)/python -m pytest --durations=10 tests/gpu # first and alone: they measure memory and time
 	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2 --dist worksteal
+	$(MAKE) test-installed
+
+test-installed: .venv/torch # kernels, quickstart and own with the torch and Triton that `pip install .` chooses
+	$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/python -m pip install --no-compile .
+	@$(INSTALLED)/bin/python $(PAIR) > $(INSTALLED)/pair.txt
+	@echo "pip install . chose" $$(cat $(INSTALLED)/pair.txt) "in $$(du -sh $(INSTALLED) | cut -f 1)"
+	@if $(BIN)/python $(PAIR) | cmp -s - $(INSTALLED)/pair.txt; then echo "that is .venv's pair: pip finds no other"; fi
+	@$(INSTALLED)/bin/python -m pip freeze --exclude gpt2_triton > $(INSTALLED)/chosen.txt
+	$(INSTALLED)/bin/python -m pip install --no-compile -c $(INSTALLED)/chosen.txt pytest pytest-timeout pytest-xdist
+	$(INSTALLED)/bin/python -m pytest --durations=5 -n 2 --dist worksteal tests/commands/test_install.py tests/kernels \
+		-m "installed or not slow"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -41,7 +57,7 @@ chaos: .venv/installed-dev # random faults for an hour, a resume after each, the
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(KEYS)
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache loss.png
+	rm -rf .venv $(INSTALLED) .mypy_cache .pytest_cache .ruff_cache loss.png
 
 .venv/torch:
 	@if command -v rocminfo && ! command -v nvidia-smi; then echo "for an AMD GPU see docs/guide/install.md"; exit 1; fi

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     interpreter.prepare()
 
 import pytest  # noqa: E402
+import triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,6 +29,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--named-in", type=Path, metavar="PAGE", help="only tests that this page names, as `training/test_x.py::name`"
     )
+
+
+def pytest_report_header():
+    return f"torch {torch.__version__}, triton {triton.__version__}"
 
 
 def pytest_configure(config):

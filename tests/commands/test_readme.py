@@ -46,7 +46,7 @@ PARSED = {"stats", "compile"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
 OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
-SHELL = {"python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
+SHELL = {"git", "python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
 
 
 def of(program):
