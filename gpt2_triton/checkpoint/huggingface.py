@@ -20,7 +20,7 @@ from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.data.tokenizer import Tokenizer
+from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import read_json
 
@@ -59,12 +59,16 @@ def read(name: str) -> Weights:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
-    config = read_json(path := directory / "config.json")
-    if config.get("model_type") == "llama":
-        weights = huggingface_llama.read(f"hf:{name}", path, config, places, load)
-    else:
-        tied = config.get("tie_word_embeddings", True)
-        weights = find_weights(f"hf:{name}", _model(path, config), places, load, tied=tied)
+    path = directory / "config.json"
+    config = read_json(path)
+    if how := config.get("quantization_config"):
+        kind = how.get("quant_method", "some") if isinstance(how, dict) else how
+        raise CheckpointError(f"{path}: the weights are quantized ({kind}); take the model that is not")
+    reader = huggingface_llama.model if config.get("model_type") == "llama" else _model
+    model = reader(path, config)
+    tied = config.get("tie_word_embeddings", model.tied)
+    weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
+    look_in(weights.tokenizer or "", directory)
     tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
     return dataclasses.replace(weights, tokenizer=tokenizer, beside=directory)
 

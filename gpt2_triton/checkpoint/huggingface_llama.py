@@ -1,16 +1,11 @@
 """config.json of a Llama in Hugging Face's format, in both directions; huggingface.py reads and writes the files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from gpt2_triton.checkpoint.state_dict import floats
-from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, parameter_shapes, to_fp32, tokenizer_of
+from gpt2_triton.checkpoint.weights import model_config_from_sizes
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
 
 # our name: the key in config.json
@@ -24,10 +19,8 @@ REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read(
-    where: str, path: Path, config: Mapping[str, Any], stored: Mapping[str, Path], load: Callable[[str], Tensor]
-) -> Weights:
-    """Return the Llama of config.json at `path`, whose tensors `load` reads; CheckpointError if it cannot run here."""
+def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """Return the Llama of config.json at `path`; CheckpointError if it cannot run here."""
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
@@ -36,17 +29,7 @@ def read(
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
     sizes |= {"tied": bool(config.get("tie_word_embeddings"))}  # False without the key, as in transformers
-    model = model_config_from_sizes(where, arch="llama", **sizes, **_rope(path, config))
-
-    shapes, tokenizer = parameter_shapes(model), tokenizer_of(model)
-    if absent := [name for name in shapes if name not in stored]:
-        raise CheckpointError(f"{where}: {absent[0]} is missing; download the model again")
-
-    def read(name: str, rows: slice) -> np.ndarray:
-        return to_fp32(floats(where, name, load, shapes[name])[rows])
-
-    look_in(tokenizer or "", path.parent)
-    return Weights(where, model, tokenizer, read)
+    return model_config_from_sizes(str(path), arch="llama", **sizes, **_rope(path, config))
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:

@@ -229,7 +229,8 @@ REFUSED_CONFIGS = [
     (dict(n_layer=3), "has no tensor h.2.attn.c_attn.bias, a part of a GPT-2 of 3 layers; correct its configuration"),
     (dict(n_layer=1), "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers; correct its configuration"),
     (dict(vocab_size=299), r"wte.weight is torch.float32 \(300, 64\), expected floating-point numbers \(299, 64\)"),
-    (dict(tie_word_embeddings=False), "its output head is not its token embedding"),
+    (dict(tie_word_embeddings=False), "has no tensor lm_head.weight, a part of a GPT-2 of 2 layers; .* save the whole"),
+    (dict(quantization_config=dict(quant_method="gptq")), r"config.json: the weights are quantized \(gptq\); take the"),
 ]  # fmt: skip
 
 
@@ -244,9 +245,11 @@ def test_import_refuses_other_models(copy, keys, message):
 REFUSED_TENSORS = [
     (lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}), "its output head is not"),
     (lambda t: t.pop("transformer.h.1.ln_2.bias"), "has no tensor h.1.ln_2.bias, .* or save the whole model"),
-    (lambda t: t.update({"h.0.attn.c_attn.lora_A.weight": torch.zeros(1)}), "lora_A.* or merge its adapt"),
+    (lambda t: t.update({"h.0.attn.c_attn.lora_A.weight": torch.zeros(1)}), "lora_A.*, merge its adapters"),
+    (lambda t: t.update({"ema.weight": torch.zeros(1)}), "ema.weight is no part of a GPT-2 of 2 layers; .* take this"),
+    (lambda t: t.update({"module.wpe.weight": torch.zeros(1)}), "has .*wpe.weight and .*wpe.weight; take one of them"),
     (lambda t: t["transformer.h.0.ln_1.bias"].fill_(float("nan")), "h.0.ln_1.bias has a NaN or an infinity"),
-    (lambda t: t.update({"transformer.ln_f.bias": t["transformer.ln_f.bias"].char()}), "is torch.int8 .* expected"),
+    (lambda t: t.update({"transformer.ln_f.bias": t["transformer.ln_f.bias"].char()}), "is torch.int8 .* quantized"),
 ]  # fmt: skip
 
 
@@ -275,7 +278,7 @@ def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
 
 def test_import_of_gpt2s_tokens_into_a_run_of_bytes_names_the_tokenizer_too():
     theirs = Weights("theirs", ModelConfig(n_layer=1, n_head=1, n_embd=64), "gpt2", lambda name, rows: 0)
-    with pytest.raises(CheckpointError, match="model.vocab_size to 50257, and take data with data.tokenizer gpt2$"):
+    with pytest.raises(CheckpointError, match="model.vocab_size to 50257 and data.tokenizer to gpt2$"):
         check_sizes(theirs, tiny_config())
 
 

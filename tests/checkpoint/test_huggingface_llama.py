@@ -68,32 +68,81 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
         assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
 
 
-def test_a_vocabulary_as_large_as_gpt2s_with_other_tokens_is_not_gpt2s(tmp_path):
-    _, _, out = exported(tmp_path, vocab_size=50304)
-    assert huggingface.read(str(out)).tokenizer is None
-    (out / "tokenizer.json").unlink()
-    (out / "vocab.json").unlink()
-    assert huggingface.read(str(out)).tokenizer == "gpt2"
+def edit(out, change):
+    """Replace the tensors in `out` by those that `change` makes of them."""
+    save_file(change(load_file(out / "model.safetensors")), out / "model.safetensors")
 
 
-def test_a_tied_head_may_be_repeated_and_an_untied_one_may_not_be_missing(tmp_path):
+def is_read(out, model):
+    return torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SPELLINGS = {
+    "a repeated head": lambda t: t | {HEAD: t[EMBEDDING].clone()},
+    "the head alone": lambda t: {HEAD if name == EMBEDDING else name: t[name] for name in t},  # as save_model keeps
+    "torch.compile": lambda t: {f"_orig_mod.{name}": t[name] for name in t},
+    "DDP": lambda t: {f"module.{name}": t[name] for name in t},
+    "LlamaModel": lambda t: {name.removeprefix("model."): t[name] for name in t},
+    "rotations": lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(32)},
+}
+
+
+@pytest.mark.parametrize("change", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_other_spellings_of_a_tied_model_are_the_same(tmp_path, change):
     model, _, out = exported(tmp_path)
-    stored = load_file(out / "model.safetensors")
-    save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, out / "model.safetensors")
-    assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
-    save_file(stored, out / "model.safetensors")
+    edit(out, change)
+    assert is_read(out, model)
+
+
+def test_a_classifier_beside_the_model_is_left_out_by_name(tmp_path, capsys):
+    model, _, out = exported(tmp_path)
+    edit(out, lambda t: t | {"score.weight": torch.zeros(2, 192)})
+    assert is_read(out, model)
+    assert f"note: hf:{out}: tensors of other heads left out (1): score.weight\n" in capsys.readouterr().err
+
+
+def test_a_trained_head_of_a_tied_model_is_used_and_named(tmp_path, capsys):
+    """As finetuning with modules_to_save writes it; transformers 5 uses it too."""
+    _, _, out = exported(tmp_path)
+    head = torch.randn(256, 192, generator=torch.Generator().manual_seed(0))
+    edit(out, lambda t: t | {HEAD: head})
+    found = huggingface.read(str(out))
+    assert not found.model.tied and "its output head is not its token embedding, though" in capsys.readouterr().err
+    export(found, tmp_path / "again", "hf", "fp32")
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[HEAD], head)
+    assert not json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"]
+
+
+ADDED = [
+    "layers.0.self_attn.q_proj.bias",
+    "layers.1.self_attn.q_proj.lora_A.default.weight",
+    "layers.2.mlp.up_proj.weight",
+]
+
+
+@pytest.mark.parametrize("added", ADDED + ["lm_head.bias", "visual.weight"])
+def test_no_tensor_is_dropped_without_a_word(tmp_path, added):
+    _, _, out = exported(tmp_path)
+    edit(out, lambda t: t | {added: torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=f"{added} is no part of a Llama of 2 layers; .* merge its adapters, or"):
+        huggingface.read(str(out))
+
+
+def test_an_untied_head_may_not_be_missing(tmp_path):
+    _, _, out = exported(tmp_path)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
-    with pytest.raises(CheckpointError, match="lm_head.weight is missing; download the model again$"):
+    with pytest.raises(CheckpointError, match="has no tensor lm_head.weight, a part of a Llama of 2 .* whole model$"):
         huggingface.read(str(out))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused(tmp_path, dtype):
     model, _, out = exported(tmp_path)
-    stored, name = load_file(out / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    save_file(stored | {name: stored[name].to(dtype)}, out / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name} is {dtype} .*, expected floating-point numbers"):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(out, lambda t: t | {name: t[name].to(dtype)})
+    with pytest.raises(CheckpointError, match=f"{name} is {dtype} .* floating-point numbers .* that is not quantized$"):
         to_flat_buffers(huggingface.read(str(out)), model.config)
 
 
