@@ -190,9 +190,9 @@ def load(
 
         _free_unused_memory()
         where = str(source.directory if isinstance(source, Run) else source)
-        config, tensors = load_weights(where)
+        config, tensors, beside = load_weights(where)
         stored = {name: tensor for name, tensor in tensors.items() if name in ("params", "low")}
-        return Model(where, config, stored, load_for_losses(config, tensors, batch_tokens, dtype, sequences=1))
+        return Model(where, config, stored, beside, load_for_losses(config, tensors, batch_tokens, dtype, sequences=1))
 
 
 class Model:
@@ -203,10 +203,12 @@ class Model:
     `close`, the end of a `with` block and garbage collection free its memory on the device.
     """
 
-    def __init__(self, source: str, config: Config, tensors: "dict[str, Tensor]", model: "ArenaModel"):
-        """`tensors` are the stored weights, on the host: `export` writes them."""
+    def __init__(
+        self, source: str, config: Config, tensors: "dict[str, Tensor]", beside: Path | None, model: "ArenaModel"
+    ):
+        """`tensors` are the stored weights, on the host, and `beside` their source's other files: for `export`."""
         self.config, self.context = config, config.train.seq_len
-        self._source, self._tensors = source, tensors
+        self._source, self._tensors, self._beside = source, tensors, beside
         self._model: ArenaModel | None = model
         self._text: Generator[str, None, None] | None = None  # the text in the cache
         self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU
@@ -236,7 +238,7 @@ class Model:
         return get_tokenizer(self.config.data.tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, int32 [n]; `<|endoftext|>` in it is the end-of-text token."""
+        """Return the tokens of a text, int32 [n]; `<|endoftext|>` and names of special tokens are these tokens."""
         from gpt2_triton.data.tokenizer import encode_documents
 
         return encode_documents(self._tokenizer(), text).astype(np.int32)
@@ -292,7 +294,7 @@ class Model:
             if model.arena.device.type == "cuda" and how not in self._compiled:
                 compile_decoding(model, *how)
                 self._compiled.add(how)
-            self._text = sample.stream(model, self._tokenizer(), prompt, tokens, how, seed)
+            self._text = sample.stream(model, self._tokenizer(), prompt, tokens, how, seed, self._beside)
             return self._pieces(self._text)
 
     def _pieces(self, text: Generator[str, None, None]) -> Iterator[str]:
@@ -361,5 +363,6 @@ class Model:
 
             self._open()
             made = _path("directory", directory)
-            export(from_checkpoint(self._source, self._tensors, self.config), made, format, dtype)
+            weights = from_checkpoint(self._source, self._tensors, self.config, self._beside)
+            export(weights, made, format, dtype)
             return made

@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_losses
 
-    config, tensors = load_weights(a.checkpoint)
+    config, tensors, _ = load_weights(a.checkpoint)
     start = time.perf_counter()
     styles = (a.style,) if a.style else tuple(STYLES)
     questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)

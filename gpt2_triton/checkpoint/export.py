@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.checkpoint import huggingface, llmc
+from gpt2_triton.checkpoint import huggingface, llmc, source_files
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.console import print_line
@@ -24,7 +24,8 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
     weights = open_weights(source) if isinstance(source, str) else source
     if format == "llmc" and weights.model.arch != "gpt2":
         raise ConfigError(f"format: llm.c's files hold a GPT-2, not model.arch {weights.model.arch}; take hf")
-    tokenizer = None if weights.tokenizer is None else get_tokenizer(weights.tokenizer)
+    is_there = format == "hf" and source_files.has_tokenizer(weights.beside)
+    tokenizer = None if weights.tokenizer is None or is_there else get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:
             named = WRITERS[format](weights, directory, dtype, tokenizer)

@@ -1,4 +1,4 @@
-"""Read and write the tokenizer in Hugging Face's files.
+"""Know the tokenizer in Hugging Face's files, and write these files.
 
 tokenizer.json is whole: programs on the tokenizers library and newer versions of transformers read it alone.  Older
 ones read vocab.json and merges.txt.  All are derived from the bytes of each token.
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, Tokenizer, byte_spelling
-from gpt2_triton.files import read_json
+from gpt2_triton.checkpoint.source_files import has_tokenizer, read_if_there
+from gpt2_triton.checkpoint.weights import tokenizer_of
+from gpt2_triton.config.rules import TOKENIZER_SIZES
+from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, Tokenizer, byte_spelling, has_llama3
 
-GPT2_THE = ("Ġthe", 262)  # a token of GPT-2's, by which its tokenizer is known
+KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}  # a token of the vocabulary; llama3's is compared whole
 STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
-KEPT = ("pad_token", "chat_template")  # of tokenizer_config.json
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -23,23 +25,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
+    """Return the name of the tokenizer in a model's directory, which may lack its files; None for another tokenizer."""
+    vocabulary = _vocabulary(directory)
+    known = [name for name, (token, number) in KNOWN_BY.items() if vocabulary.get(token) == number]
+    if has_llama3(directory):
+        known = ["llama3"]
+    elif not has_tokenizer(directory):
+        return tokenizer_of(model)
+    return next((name for name in known if TOKENIZER_SIZES[name] <= model.vocab_size), None)
 
 
-def is_gpt2(directory: Path) -> bool:
-    """Return whether the tokenizer in `directory` is GPT-2's; True if there is none."""
-    vocabulary = _read_if_there(directory / "tokenizer.json").get("model", {}).get("vocab")
-    vocabulary = vocabulary or _read_if_there(directory / "vocab.json")
-    token, number = GPT2_THE
-    return not vocabulary or (token in vocabulary and vocabulary[token] == number)
-
-
-def _added_tokens(directory: Path) -> list[dict[str, Any]]:
-    """Return the tokens that were added to the tokenizer in `directory`, as in tokenizer.json."""
-    if whole := _read_if_there(directory / "tokenizer.json"):
-        return whole.get("added_tokens", [])
-    return [_special(number, text) for text, number in _read_if_there(directory / "added_tokens.json").items()]
+def _vocabulary(directory: Path) -> dict[str, int]:
+    whole = read_if_there(directory / "tokenizer.json").get("model", {}).get("vocab")
+    found = whole or read_if_there(directory / "vocab.json")
+    return found if isinstance(found, dict) else {}  # sentencepiece's is a list
 
 
 def _special(number: int, text: str) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def _special(number: int, text: str) -> dict[str, Any]:
     return {"id": number, "content": text, "special": True} | matching
 
 
-def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, beside: Path | None) -> int:
-    """Write a tokenizer's files, with the tokens added in `beside`; return how many of `rows` tokens have a text."""
+def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
+    """Write a tokenizer's files."""
     tokens, spelling, llama = tokenizer.token_bytes(), byte_spelling(), tokenizer.name == "llama3"
     special = {tokenizer.eot: END_OF_TEXT}
     if llama:
@@ -62,8 +62,6 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, bes
     pairs = [f"{spell(left)} {spell(right)}" for left, right in parts]
     # for bytes too, since the spelling of byte 0 is Ā, a letter that texts may have
     vocabulary = {special.get(i) or spell(token): i for i, token in enumerate(ordinary if llama else tokens)}
-    added = [] if beside is None else [t for t in _added_tokens(beside) if len(tokens) <= t["id"] < rows]
-    theirs = {} if beside is None else _read_if_there(beside / "tokenizer_config.json")
     begin, end = special[tokenizer.delimiter], special[tokenizer.eot]
     ours: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
     if llama:
@@ -74,12 +72,11 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int, rows: int, bes
         steps = dict.fromkeys(STEPS, _bytes_level())
         write_json(directory / "vocab.json", vocabulary)
         (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
-    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [*itertools.starmap(_special, special.items()), *added]}
+    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [*itertools.starmap(_special, special.items())]}
     whole |= dict.fromkeys(("truncation", "padding", "normalizer")) | steps
     whole["model"] = {"type": "BPE", "ignore_merges": llama, "vocab": vocabulary, "merges": pairs}
     write_json(directory / "tokenizer.json", whole)
-    write_json(directory / "tokenizer_config.json", ours | {key: theirs[key] for key in KEPT if key in theirs})
-    return len(tokens) + len(added)
+    write_json(directory / "tokenizer_config.json", ours)
 
 
 def _bytes_level(splits: bool = True) -> dict[str, Any]:

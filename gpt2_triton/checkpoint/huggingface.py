@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files
+from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files, source_files
 from gpt2_triton.checkpoint.hf_tokenizer import write_json
 from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
@@ -24,6 +24,7 @@ from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import read_json
 
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights, and what source_files.py names
 INDEX, ADAPTER = "*.safetensors.index.json", "adapter_config.json"
 # our name: the key in config.json
 CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
@@ -59,7 +60,7 @@ def read(name: str) -> Weights:
         with safe_open(places[stored], framework="pt") as file:
             return file.get_tensor(stored)
 
-    path = directory / "config.json"
+    path = directory / source_files.CONFIG
     config = read_json(path)
     if how := config.get("quantization_config"):
         kind = how.get("quant_method", "some") if isinstance(how, dict) else how
@@ -68,8 +69,8 @@ def read(name: str) -> Weights:
     model = reader(path, config)
     tied = config.get("tie_word_embeddings", model.tied)
     weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
-    look_in(weights.tokenizer or "", directory)
-    tokenizer = None if weights.tokenizer == "gpt2" and not hf_tokenizer.is_gpt2(directory) else weights.tokenizer
+    tokenizer = hf_tokenizer.tokenizer_in(directory, model)
+    look_in(tokenizer or "", directory)
     return dataclasses.replace(weights, tokenizer=tokenizer, beside=directory)
 
 
@@ -80,7 +81,7 @@ def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # of the import, the Hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         wrong = f"hf:{name}: no such directory, and the download failed ({got})"
@@ -117,19 +118,28 @@ def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> int:
-    """Write configuration, weights in dtype "fp32" or "bf16", and tokenizer; return the tokenizer's size."""
-    eot = {} if tokenizer is None else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
-    write_json(directory / "config.json", _config(weights.model, dtype) | eot)
-    write_json(directory / "generation_config.json", {"_from_model_config": True} | eot)
+    """Write configuration, weights in dtype "fp32" or "bf16", and the source's tokenizer, else the given one.
+
+    Return the number of tokens that have a text.
+    """
+    ids = {} if tokenizer is None else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
+    ids |= source_files.ids(weights.beside)
+    write_json(directory / source_files.CONFIG, _config(weights.model, dtype) | ids)
+    write_json(directory / source_files.GENERATION, {"_from_model_config": True} | ids)
     prefix = "" if weights.model.arch == "llama" else "transformer."
     shapes = {prefix + k: shape[::-1] if k.endswith(CONV1D) else shape for k, shape in weights.shapes.items()}
     read = weights.read_all("exporting", whole=CONV1D)
     parts = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
     stored = np.ascontiguousarray if dtype == "fp32" else round_bf16
     safetensors_files.write(directory, shapes, dtype, map(stored, parts))
+    if weights.beside:
+        source_files.copy(weights.beside, directory)
+    if source_files.has_tokenizer(directory):
+        return weights.model.vocab_size
     if tokenizer is None:
         return 0
-    return hf_tokenizer.write(directory, tokenizer, weights.model.block_size, weights.model.vocab_size, weights.beside)
+    hf_tokenizer.write(directory, tokenizer, weights.model.block_size)
+    return tokenizer.vocab_size
 
 
 def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -3,20 +3,20 @@
 `checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json needs no `hf:`.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 from torch import Tensor
 
-from gpt2_triton.checkpoint import huggingface, llmc, nanogpt
+from gpt2_triton.checkpoint import huggingface, llmc, nanogpt, source_files
 from gpt2_triton.checkpoint.load import read_checkpoint
 from gpt2_triton.checkpoint.resume import config_differences, decides_weights
 from gpt2_triton.checkpoint.weights import (
     Weights,
+    check_sizes,
     first_problem,
     flat_length,
-    flat_parts,
     from_checkpoint,
     no_tokenizer,
     to_flat_buffers,
@@ -27,19 +27,27 @@ from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.data.tokenizer import look_in
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import expand
-from gpt2_triton.model.tables import Part
 
 READERS = {"hf": huggingface.read, "llmc": llmc.read, "nanogpt": nanogpt.read}
 
 
-def load_weights(source: str) -> tuple[Config, dict[str, Tensor]]:
-    """Return a source's configuration and host tensors; other projects' are fp32, with train.dtype bf16."""
+class Loaded(NamedTuple):
+    """What a model that only runs forward is made of."""
+
+    config: Config
+    tensors: dict[str, Tensor]  # on the host
+    beside: Path | None  # a directory that may have the files of source_files.py
+
+
+def load_weights(source: str) -> Loaded:
+    """Return a source's configuration and tensors; other projects' are fp32, with train.dtype bf16."""
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
-        return _config_and_tensors(where)[1:]
+        step_dir, config, tensors = _config_and_tensors(where)
+        return Loaded(config, tensors, source_files.of_step(step_dir))
     weights = READERS[kind](where)
     exact = _config_for(weights)
-    return exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact)
+    return Loaded(exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact), weights.beside)
 
 
 def open_weights(source: str) -> Weights:
@@ -48,7 +56,7 @@ def open_weights(source: str) -> Weights:
     if kind != "checkpoint":
         return READERS[kind](where)
     step_dir, config, tensors = _config_and_tensors(where)
-    return from_checkpoint(str(step_dir), tensors, config)
+    return from_checkpoint(str(step_dir), tensors, config, source_files.of_step(step_dir))
 
 
 def is_own_run(source: str) -> bool:
@@ -65,19 +73,22 @@ def _kind_and_place(source: str) -> tuple[str, str]:
     return "hf" if (Path(place) / "config.json").is_file() else "checkpoint", place
 
 
-def initial_weights(config: Config) -> Iterable[Part]:
-    """Return parts of `params`, and of fp32 masters' `low`, from init_from; nothing for scratch."""
+def initial_weights(config: Config) -> Weights | None:
+    """Return the weights of init_from, from which a run of this configuration can start; None for scratch."""
     if config.init_from == "scratch":
-        return []
+        return None
     kind, where = _kind_and_place(config.init_from)
     if kind in READERS:
-        return flat_parts(READERS[kind](where), config)
-    _, saved, tensors = _config_and_tensors(where)
-    changes, _ = config_differences(saved.to_dict(), config.to_dict())
-    for key, (then, now) in changes.items():
-        if decides_weights(key):
-            raise CheckpointError(f"init_from: {where} has {key} {then}, this run {now}; make them equal")
-    return flat_parts(from_checkpoint(where, tensors, saved), config)
+        weights = READERS[kind](where)
+    else:
+        step_dir, saved, tensors = _config_and_tensors(where)
+        changes, _ = config_differences(saved.to_dict(), config.to_dict())
+        for key, (then, now) in changes.items():
+            if decides_weights(key):
+                raise CheckpointError(f"init_from: {where} has {key} {then}, this run {now}; make them equal")
+        weights = from_checkpoint(where, tensors, saved, source_files.of_step(step_dir))
+    check_sizes(weights, config)
+    return weights
 
 
 def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from gpt2_triton.checkpoint.source_files import has_tokenizer
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
@@ -24,6 +25,7 @@ from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model import architecture
 from gpt2_triton.model.tables import Part, param_views
 
+PADDED_GPT2 = 51_200  # rows to which Megatron pads GPT-2's tokens; most others pad them to 50,304
 PART = 1 << 22  # elements that are read at once, unless a row has more
 
 
@@ -54,9 +56,9 @@ class Weights:
 
     where: str  # names the file in errors
     model: ModelConfig
-    tokenizer: str | None  # a name in data/tokenizer.py, or None if it is not known
+    tokenizer: str | None  # a name in data/tokenizer.py; None if it is not known, or another one
     rows: Callable[[str, slice], np.ndarray]  # reads these rows of the parameter of this name, fp32
-    beside: Path | None = None  # a directory that may have Hugging Face's files of its tokenizer
+    beside: Path | None = None  # a directory that may have the files of source_files.py
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -101,33 +103,31 @@ def first_problem(error: ValidationError) -> str:
 
 
 def tokenizer_of(model: ModelConfig) -> str | None:
-    """Return the tokenizer that fits the vocabulary of a file that names none; GPT-2's may be padded."""
+    """Return the tokenizer of weights without its files, if their rows tell; a GPT-2's may be padded."""
     for name, size in TOKENIZER_SIZES.items():
-        if model.vocab_size == size:
+        if model.vocab_size == size and (name, model.arch) != ("gpt2", "llama"):
             return name
-    return "gpt2" if model.vocab_size >= TOKENIZER_SIZES["gpt2"] else None
+    padded = model.arch == "gpt2" and TOKENIZER_SIZES["gpt2"] <= model.vocab_size <= PADDED_GPT2
+    return "gpt2" if padded else None
 
 
 # ---- to and from our buffers ----
 
 
 def no_tokenizer(weights: Weights) -> CheckpointError:
-    """Return the error about the vocabulary of another tokenizer."""
-    wrong = f"{weights.where}: its {weights.model.vocab_size:,} tokens are neither GPT-2's, Llama 3's nor bytes"
-    return CheckpointError(f"{wrong}; its weights can only be exported")
+    """Return the error about weights with another tokenizer, or without one."""
+    rows = f"{weights.where}: its {weights.model.vocab_size:,} tokens"
+    if weights.beside and not has_tokenizer(weights.beside):
+        return CheckpointError(f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}")
+    return CheckpointError(f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported")
 
 
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
-    """Return parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
+    """Yield parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
     fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  The padding rows of wte are
-    in no part.  Positions from the run's block_size on are left out.  CheckpointError for other sizes than the run's.
+    in no part.  Positions from the run's block_size on are left out.  `check_sizes` has passed.
     """
-    check_sizes(weights, config)
-    return _flat_parts(weights, config)
-
-
-def _flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     places = _places(config.model)
     for name, row, values in weights.read_all(f"reading {weights.where}"):
         place = places[name][row : row + len(values)]
@@ -143,7 +143,8 @@ def _flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
 
 
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
-    """Return the tensors of `flat_parts` whole; the padding rows of wte are zero."""
+    """Return the tensors of `flat_parts` whole; the padding rows of wte are zero.  CheckpointError for other sizes."""
+    check_sizes(weights, config)
     n, out = flat_length(config.model), dict[str, Tensor]()
     for name, first, elements in flat_parts(weights, config):
         if name not in out:
@@ -155,23 +156,24 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
     too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
-    if too_small or weights.tokenizer not in (tokenizer_of(weights.model), config.data.tokenizer):
+    if too_small or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
     theirs, now = (
         m.model_dump(exclude={"dropout"})
         | ({"n_kv_head": m.n_kv_head or m.n_head, "n_inner": m.inner} if m.arch == "llama" else {})
-        for m in (weights.model, config.model)
+        | {"tokenizer": tokenizer or config.data.tokenizer}
+        for m, tokenizer in ((weights.model, weights.tokenizer), (config.model, None))
     )
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:
         has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))
-        todo = " and ".join(f"model.{k} to {theirs[k]}" for k in wrong)
-        if weights.tokenizer not in (None, config.data.tokenizer):
-            todo += f", and take data with data.tokenizer {weights.tokenizer}"
+        todo = " and ".join(f"{'data' if k == 'tokenizer' else 'model'}.{k} to {theirs[k]}" for k in wrong)
         raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 
 
-def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> Weights:
+def from_checkpoint(
+    where: str, tensors: dict[str, Tensor], config: Config, beside: Path | None = None
+) -> Weights:  # fmt: skip
     """Return the weights in the tensors of our checkpoint: the fp32 masters, if it has them."""
     views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
 
@@ -181,7 +183,7 @@ def from_checkpoint(where: str, tensors: dict[str, Tensor], config: Config) -> W
             return join_master(stored.view(torch.int16).numpy(), views["low"][name][rows].numpy())
         return to_fp32(stored)
 
-    return Weights(where, config.model, config.data.tokenizer, read)
+    return Weights(where, config.model, config.data.tokenizer, read, beside)
 
 
 # ---- bits ----

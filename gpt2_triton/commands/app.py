@@ -34,6 +34,14 @@ AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0
 Checkpoint = Annotated[
     str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
 ]
+Special = Annotated[
+    bool,
+    Parameter(
+        name=["--special", "--endoftext"],
+        negative=["--no-special", "--no-endoftext"],
+        help="Take the tokenizer's special tokens in the text, and <|endoftext|>, as these tokens.",
+    ),
+]
 PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
 # the beginning of a path before ~/, which a shell expands only at a word's beginning, unquoted; a prompt is no path
 HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")

@@ -39,7 +39,7 @@ def hellaswag(
     from gpt2_triton.inference.hellaswag import evaluate, format_table, require_fitting
     from gpt2_triton.inference.load import load_for_losses
 
-    config, tensors = load_weights(checkpoint)
+    config, tensors, _ = load_weights(checkpoint)
     asked = load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(STYLES))
     model = load_for_losses(config, tensors, batch_tokens, dtype)
     for questions in asked.values():
@@ -76,7 +76,7 @@ def perplexity(
 
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
-    config, tensors = load_weights(checkpoint)
+    config, tensors, _ = load_weights(checkpoint)
     if not shards:
         shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
         print_line(f"data.val of the run: {shards[0]}")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, select_device
-from gpt2_triton.console import printable
+from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
+from gpt2_triton.console import print_line, printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference.sampling import Sampling
 
@@ -28,8 +28,9 @@ def sample(
     seed: int = 42,
     num: Annotated[int, AT_LEAST_1] = 1,
     batch: Annotated[int, AT_LEAST_1] = 64,
+    special: Special = True,
 ) -> None:
-    """Print texts that a model writes.  A text stops at the end-of-text token, which is not printed.
+    """Print texts that a model writes.  A text stops at a token that ends a text, which is not printed.
 
     Args:
         prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
@@ -46,18 +47,26 @@ def sample(
     how.check("--", tokens, seed)
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
-    from gpt2_triton.data.tokenizer import get_tokenizer
+    from gpt2_triton.data.tokenizer import encode_prompt, get_tokenizer, special_names
     from gpt2_triton.inference.load import load_for_decoding
-    from gpt2_triton.inference.sample import draw, stream_text
+    from gpt2_triton.inference.sample import draw, ends_of_text, stream_text
     from gpt2_triton.model.compiling import compile_decoding
 
-    config, tensors = load_weights(checkpoint)
+    config, tensors, beside = load_weights(checkpoint)
     model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
+    encoded, ends = [encode_prompt(tokenizer, text, special) for text in prompts], ends_of_text(tokenizer, beside)
+    found = sum(text.count(name) for text in prompts for name in special_names(tokenizer)) if special else 0
+    if found:
+        print_line(f"special tokens in the prompts: {found:,}", error=True)
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     start, count = time.perf_counter(), 0
-    texts = ((text, drawn) for text in prompts for drawn in draw(model, tokenizer, text, tokens, how, seed, num))
+    texts = (
+        (text, drawn)
+        for text, ids in zip(prompts, encoded, strict=True)
+        for drawn in draw(model, ids.tolist(), tokens, how, seed, num, ends)
+    )
     for n, (text, drawn) in enumerate(texts):
         printed, counted = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)

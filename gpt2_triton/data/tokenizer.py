@@ -16,7 +16,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,8 @@ VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 LLAMA3_VARIABLE = "LLAMA3_TOKENIZER"
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"  # of tokenizer.model
-LLAMA3_FILES = ("original/tokenizer.model", "tokenizer.model", "tokenizer.json")  # in a directory of Llama 3
+# in a directory of Llama 3 or of a run; the first two also have the names of special tokens, which differ by version
+LLAMA3_FILES = ("source/tokenizer.json", "tokenizer.json", "original/tokenizer.model", "tokenizer.model")
 LLAMA3_GET = "`pip install --no-deps llama-models==0.3.0`, or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
 LLAMA3_PATTERN = (  # of the parts of a text that are encoded alone
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -50,9 +51,13 @@ class Tokenizer(Protocol):
     delimiter: int  # between documents, and before a sample without a prompt
     eot: int  # the end-of-text token, which ends a sample; the delimiter itself but for llama3
     begins: bool  # whether the delimiter precedes every prompt
+    special: Mapping[str, int]  # special tokens by the text that stands for them
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, uint16, or uint32 for llama3; END_OF_TEXT in it is ordinary text."""
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        """Return the tokens of a text, uint16, or uint32 for llama3.
+
+        The names of special tokens in it are ordinary text, or with `special` these tokens.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without ids >= vocab_size: a model with a larger vocabulary may draw them."""
@@ -63,8 +68,9 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     name, vocab_size, delimiter, eot, begins = "bytes", 256, 0, 0, False
+    special: Mapping[str, int] = {}
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -79,9 +85,15 @@ class GPT2Tokenizer:
 
     def __init__(self, encoding: Any):
         self._encoding = encoding
+        self.special: Mapping[str, int] = {
+            name: encoding.encode_single_token(name) for name in encoding.special_tokens_set
+        }
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._encoding.encode_ordinary(text), np.uint16)
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        return np.array(self._tokens(text, special), np.uint16)
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all") if special else self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(i) for i in ids if i < self.vocab_size])
@@ -93,29 +105,50 @@ class GPT2Tokenizer:
 class Llama3Tokenizer(GPT2Tokenizer):
     name, vocab_size, delimiter, eot, begins = "llama3", 128256, 128000, 128001, True
 
-    def encode(self, text: str) -> np.ndarray:
-        parts = map(self._encoding.encode_ordinary, LONG_SPACE.split(text))
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        parts = (self._tokens(part, special) for part in LONG_SPACE.split(text))
         return np.array([*itertools.chain.from_iterable(parts)], np.uint32)
 
 
+def special_names(tokenizer: Tokenizer) -> set[str]:
+    """Return what `encode_documents` takes for special tokens in a text."""
+    return {END_OF_TEXT, *tokenizer.special}
+
+
 def encode_documents(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the tokens of a text; each END_OF_TEXT in it is the delimiter."""
-    first, *others = map(tokenizer.encode, text.split(END_OF_TEXT))
-    return np.concatenate([first, *(np.insert(part, 0, tokenizer.delimiter) for part in others)])
+    """Return the tokens of a text with special tokens; each END_OF_TEXT in it is the delimiter."""
+    first, *others = (tokenizer.encode(part, special=True) for part in text.split(END_OF_TEXT))
+    return np.concatenate([first, *(with_delimiter(tokenizer, part) for part in others)])
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the tokens of a text that a model continues; an empty one is the delimiter, and llama3's begin with it."""
-    tokens = encode_documents(tokenizer, text)
-    if len(tokens) and (tokens[0] == tokenizer.delimiter or not tokenizer.begins):
-        return tokens
-    return np.insert(tokens, 0, tokenizer.delimiter)
+def with_delimiter(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens after a delimiter; chat templates begin with it themselves."""
+    begun = len(tokens) > 0 and tokens[0] == tokenizer.delimiter
+    return tokens if begun else np.insert(tokens, 0, tokenizer.delimiter)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = True) -> np.ndarray:
+    """Return the tokens of a text that a model continues; an empty one is the delimiter, and llama3's begin with it.
+
+    Without `special`, the names of special tokens are ordinary text.
+    """
+    tokens = encode_documents(tokenizer, text) if special else tokenizer.encode(text)
+    return with_delimiter(tokenizer, tokens) if tokenizer.begins or not len(tokens) else tokens
 
 
 def look_in(tokenizer: str, directory: Path) -> None:
     """Let `llama3` take its vocabulary from a directory that has it, unless LLAMA3_TOKENIZER names another."""
-    if tokenizer == "llama3" and any((directory / name).is_file() for name in LLAMA3_FILES):
+    if tokenizer == "llama3" and _llama3_files(directory):
         os.environ[LLAMA3_VARIABLE] = os.environ.get(LLAMA3_VARIABLE) or str(directory)
+
+
+def has_llama3(directory: Path) -> bool:
+    """Return whether the first file of a vocabulary in a directory is Llama 3's."""
+    return any(map(_vocabulary_in, _llama3_files(directory)[:1]))
+
+
+def _llama3_files(directory: Path) -> list[Path]:
+    return [directory / name for name in LLAMA3_FILES if (directory / name).is_file()]
 
 
 def keep_vocabulary(tokenizer: str, directory: Path) -> None:
@@ -194,27 +227,46 @@ def _llama3_encoding() -> Any:
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
     names = [*LLAMA3_SPECIAL.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))]
     special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    special = _special_in(_llama3_path(), special)
     return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _special_in(path: Path, usual: dict[str, int]) -> dict[str, int]:
+    """Return the special tokens of a tokenizer.json if it names as many as `usual`, else `usual`."""
+    added = json.loads(path.read_bytes()).get("added_tokens", []) if path.suffix == ".json" else []
+    found = {token["content"]: token["id"] for token in added if token["id"] in usual.values()}
+    return found if len(found) == len(usual) else usual
+
+
+def _llama3_path() -> Path:
+    """Return the file that LLAMA3_TOKENIZER names or has, else llama-models'; DataError if that is not installed."""
+    if given := os.environ.get(LLAMA3_VARIABLE):
+        return [*_llama3_files(Path(given)), Path(given)][0]
+    try:
+        files = importlib.metadata.distribution("llama-models")
+    except importlib.metadata.PackageNotFoundError:
+        raise DataError(f"tokenizer llama3: its vocabulary is not installed; {LLAMA3_GET}") from None
+    return Path(str(files.locate_file("llama_models/llama3/tokenizer.model")))
 
 
 def _llama3_vocabulary() -> bytes:
     """Return the content of tokenizer.model: a line for each token, with its bytes in base64 and its rank."""
+    path = _llama3_path()
     try:
-        if given := os.environ.get(LLAMA3_VARIABLE):
-            path = next((file for name in LLAMA3_FILES if (file := Path(given, name)).is_file()), Path(given))
-        else:
-            files = importlib.metadata.distribution("llama-models")
-            path = Path(str(files.locate_file("llama_models/llama3/tokenizer.model")))
-        data = path.read_bytes()
-    except importlib.metadata.PackageNotFoundError:
-        raise DataError(f"tokenizer llama3: its vocabulary is not installed; {LLAMA3_GET}") from None
+        data = _vocabulary_in(path)
     except OSError as error:
         raise DataError(f"tokenizer llama3: {error.filename}: cannot read: {error.strerror}; {LLAMA3_GET}") from None
-    if path.suffix == ".json":
-        data = _as_tokenizer_model(data)
-    if hashlib.sha256(data).hexdigest() != LLAMA3_SHA256:
+    if not data:
         raise DataError(f"{path}: damaged, or not Llama 3's vocabulary; remove it, or set {LLAMA3_VARIABLE} to another")
     return data
+
+
+def _vocabulary_in(path: Path) -> bytes:
+    """Return Llama 3's vocabulary from a file as tokenizer.model has it; nothing from a file of another vocabulary."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        data = _as_tokenizer_model(data)
+    return data if hashlib.sha256(data).hexdigest() == LLAMA3_SHA256 else b""
 
 
 def _as_tokenizer_model(data: bytes) -> bytes:

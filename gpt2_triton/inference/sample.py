@@ -1,12 +1,14 @@
-"""Sample text after a prompt: up to a number of tokens, or up to the end-of-text token, which is left out.
+"""Sample text after a prompt: up to a number of tokens, or up to a token that ends a text, which is left out.
 
 The device draws each token with a random number, keyed by the text's seed and its number of tokens so far.  So a text
 depends on the weights, the prompt and the seed alone.
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 
+from gpt2_triton.checkpoint import source_files
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt, get_tokenizer
@@ -15,44 +17,53 @@ from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.model import Model
 
 
-def stream(
-    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int
-) -> Generator[str, None, None]:
-    """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
-    return stream_text(tokenizer, next(draw(model, tokenizer, prompt, tokens, how, seed, num=1)))
+def ends_of_text(tokenizer: Tokenizer, beside: Path | None) -> set[int]:
+    """Return the tokens that end a text: the tokenizer's, and those that the model's source names."""
+    return {tokenizer.eot} | source_files.ends(beside)
 
 
 def draw(
-    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, num: int
+    model: Model, ids: Sequence[int], tokens: int, how: Sampling, seed: int, num: int, ends: Collection[int]
 ) -> Iterator[Iterator[int]]:
-    """Yield an iterator of tokens for each of `num` texts; text i has the seed `seed` + i."""
-    batch, ids = len(model.decoding.seq), encode_prompt(tokenizer, prompt).tolist()
+    """Yield an iterator of tokens after `ids` for each of `num` texts; text i has the seed `seed` + i."""
+    batch = len(model.decoding.seq)
     if len(ids) > model.T:
         seen = max(1, model.T // 2)
         print_line(f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}", error=True)
     for first in range(seed, seed + num, batch):
         seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
         steps = generate(model, ids, tokens, seeds, how)
-        texts = _columns(steps, tokenizer.eot) if num > 1 else [(token for [token] in steps)]
+        texts = _columns(steps, ends) if num > 1 else [(token for [token] in steps)]
         for text in texts[: seed + num - first]:
-            yield itertools.takewhile(tokenizer.eot.__ne__, text)
+            yield itertools.takewhile(lambda token: token not in ends, text)
 
 
-def _columns(steps: Iterable[list[int]], eot: int) -> list[Iterator[int]]:
-    """Return the tokens of each sequence of `steps`, read until each has had the end-of-text token."""
+def _columns(steps: Iterable[list[int]], ends: Collection[int]) -> list[Iterator[int]]:
+    """Return the tokens of each sequence of `steps`, read until each has ended."""
     rows, ended = list[list[int]](), set[int]()
     for row in steps:
         rows.append(row)
-        ended |= {b for b, token in enumerate(row) if token == eot}
+        ended |= {b for b, token in enumerate(row) if token in ends}
         if len(ended) == len(row):
             break
     return [iter(column) for column in zip(*rows)]
 
 
-def sample_in_training(model: Model, config: Config) -> str:
-    """Return one text of a model in training, by the configuration's section `sample`."""
+def sample_in_training(model: Model, config: Config, beside: Path) -> str:
+    """Return one text of a model in training, by the configuration's section `sample`; `beside` may not exist."""
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
-    return s.prompt + "".join(stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed))
+    return s.prompt + "".join(
+        stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, beside)
+    )
+
+
+def stream(
+    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, beside: Path | None
+) -> Generator[str, None, None]:
+    """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
+    ids = encode_prompt(tokenizer, prompt).tolist()
+    [drawn] = draw(model, ids, tokens, how, seed, 1, ends_of_text(tokenizer, beside))
+    return stream_text(tokenizer, drawn)
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:

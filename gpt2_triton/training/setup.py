@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_triton import device
-from gpt2_triton.checkpoint import resume
+from gpt2_triton.checkpoint import resume, source_files
 from gpt2_triton.checkpoint.format import STATE
 from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.checkpoint.weights import flat_parts
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
@@ -63,6 +64,7 @@ class Start(NamedTuple):
     tensors: dict[str, Tensor]
     notes: list[str]
     weights: Iterable[Part] = ()  # of init_from
+    beside: Path | None = None  # of a new run: a directory that may have the files of source_files.py
     checkpoint: Path | None = None  # None: a new run
     config: dict[str, Any] | None = None  # from the checkpoint
 
@@ -130,11 +132,13 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
 def restore(found: Path | None, config: Config, data: Data) -> Start:
     """Read the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
     if found is None:
-        return Start(RunState(), {}, [], initial_weights(config))
+        source = initial_weights(config)
+        weights = flat_parts(source, config) if source else []
+        return Start(RunState(), {}, [], weights, beside=source.beside if source else None)
     state, tensors, notes = resume.read(found, config, to_save(config, data)["config"], data.shards)
     if 0 < state["step"] < config.train.steps:
         notes += changes_on_resume(state["step"], state["config"], config)
-    return Start(RunState.from_checkpoint(state), tensors, notes, (), found, state["config"])
+    return Start(RunState.from_checkpoint(state), tensors, notes, checkpoint=found, config=state["config"])
 
 
 def build_model(
@@ -188,6 +192,8 @@ def open_log(
     calibrates = model.has_fp8 and not model.calibrated
     about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {"notes": start.notes}
     log = Logger(run_dir, config, step, about, group.size)
+    if start.checkpoint is None:
+        source_files.keep(start.beside, run_dir)
     for note in start.notes:
         log.info(note)
     if model.has_fp8:

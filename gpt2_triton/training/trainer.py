@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton import kernels
+from gpt2_triton.checkpoint import source_files
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
@@ -304,7 +305,9 @@ class Trainer:
     def _sample(self, step: int) -> None:
         if self.group.rank == 0:
             with self.watchdog.phase("sampling"):
-                self.log.sample(step, sample_in_training(self.model, self.config))
+                self.log.sample(
+                    step, sample_in_training(self.model, self.config, self.run_dir / source_files.DIRECTORY)
+                )
 
     def _compare_replicas(self, step: int) -> None:
         digest = self.model.require_equal_replicas(self.control, step)

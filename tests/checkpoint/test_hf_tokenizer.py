@@ -11,7 +11,9 @@ import pytest
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
-from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, get_tokenizer, look_in
+from gpt2_triton.checkpoint.weights import Weights, no_tokenizer
+from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, _llama3_vocabulary, get_tokenizer, look_in
 from gpt2_triton.errors import CheckpointError
 from tests.data.prepare.test_text import llama3
 from tests.support.foreign import checkpoint_of, config_of, random_params
@@ -71,7 +73,7 @@ def test_exported_generation_config_has_our_end_of_text(exported):
 def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
     """As transformers and the tokenizers library read it, and we ourselves."""
     ours = llama3()
-    assert hf_tokenizer.write(tmp_path, ours, 2048, 128256, None) == 128256
+    hf_tokenizer.write(tmp_path, ours, 2048)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (128256, 128000, 128001)
     for text in (*TEXTS, "I'LL  pay 12345.\n\n Việt\r\n\t!?\n x"):
@@ -88,7 +90,7 @@ def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_added_tokens(tmp_path):
-    """A GPT-2 of 50,260 tokens with a tokenizer of transformers that has two of its own; one row has none."""
+    """A GPT-2 of 50,260 rows with a tokenizer of transformers that has two tokens of its own."""
     directory = export_of(tmp_path, "gpt2", 50260)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -99,22 +101,21 @@ def with_added_tokens(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True])
-def test_added_tokens_stay(with_added_tokens, tmp_path, capsys, older):
+def test_added_tokens_stay(with_added_tokens, tmp_path, older):
     if older:  # without tokenizer.json
         (with_added_tokens / "tokenizer.json").unlink()
         (with_added_tokens / "added_tokens.json").write_text('{"[PAD]": 50257, "Zebrafink": 50258}')
-    capsys.readouterr()
+    assert huggingface.read(str(with_added_tokens)).tokenizer == "gpt2"
     export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "fp32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert (tokenizer.pad_token, len(tokenizer)) == ("[PAD]", 50259)
     assert tokenizer.encode("a[PAD]Zebrafink") == [64, 50257, 50258]
-    assert capsys.readouterr().err == "note: 1 of 50,260 tokens have no text in the exported tokenizer\n"
 
 
 @pytest.mark.slow
-def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_not_trained(with_added_tokens, tmp_path, capsys):
+def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_only_exported_with_it(with_added_tokens, tmp_path):
     """Models of other languages have GPT-2's number of tokens too, and other tokens."""
-    token, number = hf_tokenizer.GPT2_THE
+    token, number = hf_tokenizer.KNOWN_BY["gpt2"]
     assert get_tokenizer("gpt2").token_bytes()[number] == b" the"
     path = with_added_tokens / "tokenizer.json"
     path.write_text(path.read_text().replace(json.dumps(token, ensure_ascii=False) + ":", '"Ġder":'))
@@ -122,11 +123,39 @@ def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_not_trained(with_added_t
     with pytest.raises(CheckpointError, match="its 50,260 tokens are neither GPT-2's, Llama 3's nor bytes; .* only"):
         initial_weights(config)
     export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "bf16")
-    assert not (tmp_path / "again" / "tokenizer.json").exists()
-    assert "note: 50,260 of 50,260 tokens have no text" in capsys.readouterr().err
-    path.unlink()
-    (with_added_tokens / "vocab.json").unlink(missing_ok=True)
-    assert huggingface.read(str(with_added_tokens)).tokenizer == "gpt2"  # no tokenizer is GPT-2's
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == path.read_bytes()
+
+
+NAMED = {"tokenizer.model": b"\n\x0e\n\x05<unk>", "vocab.txt": b"[UNK]\n"}  # of sentencepiece, of BERT
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "files", "name"),
+    [
+        ("gpt2", 50257, (), "gpt2"), ("gpt2", 50304, (), "gpt2"), ("gpt2", 51201, (), None),
+        ("llama", 50257, (), None), ("llama", 50304, (), None), ("llama", 128256, (), "llama3"),
+        ("gpt2", 256, (), "bytes"), ("llama", 256, (), "bytes"), ("gpt2", 300, (), None),
+        ("gpt2", 50257, ("vocab.txt",), None), ("llama", 128256, ("tokenizer.model",), None),
+    ],
+)  # fmt: skip
+def test_rows_tell_the_tokenizer_only_where_they_can(tmp_path, arch, rows, files, name):
+    for file in files:
+        (tmp_path / file).write_bytes(NAMED[file])
+    model = ModelConfig(arch=arch, vocab_size=rows)
+    assert hf_tokenizer.tokenizer_in(tmp_path, model) == name
+    weights = Weights("hf:m", model, name, lambda name, rows: 0, tmp_path)
+    said = "are neither GPT-2's, Llama 3's nor bytes" if files else f"; put its tokenizer.json into {tmp_path}"
+    assert said in str(no_tokenizer(weights))
+
+
+def test_llama3s_vocabulary_is_known_whole_in_a_model_with_a_row_more(tmp_path):
+    llama3()
+    vocabulary = _llama3_vocabulary()
+    (tmp_path / "tokenizer.model").write_bytes(vocabulary)
+    assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128257)) == "llama3"
+    assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128255)) is None
+    (tmp_path / "tokenizer.model").write_bytes(vocabulary + b"YQ== 128000\n")  # an expanded one
+    assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128257)) is None
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def sources(tmp_path):
 
 def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
     for source, dtype in zip(map(str, sources), ["fp32"] * 3 + ["bf16"] * 3):
-        config, tensors = load_weights(source)
+        config, tensors, _ = load_weights(source)
         assert (config.train.dtype, config.model) == (dtype, config_of(vocab_size=256).model)
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
         assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
@@ -72,7 +72,7 @@ def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, 
     assert peak < 0.1 * model.state.params.nbytes or arch == "gpt2"  # whose matrices are written whole, turned
     expected = weights.to_flat_buffers(huggingface.read(f"{tmp_path}/hf"), config)
     model.state.params.zero_()
-    peak = peak_of(lambda: model.load({}, initial_weights(config)))
+    peak = peak_of(lambda: model.load({}, weights.flat_parts(initial_weights(config), config)))
     assert peak < 0.1 * model.state.params.nbytes
     assert torch.equal(model.state.params, expected["params"]) and torch.equal(model.state.master_low, expected["low"])
 

@@ -67,6 +67,11 @@ def test_gpt2_tokenizer_takes_no_text_as_special(offline_encoding):
     assert t.eot not in ids and t.decode(ids) == "<|endoftext|>"
 
 
+def test_gpt2s_special_token_is_ordinary_text_unless_the_text_is_trusted(offline_encoding):
+    t = tokenizer.GPT2Tokenizer(offline_encoding)
+    assert t.special == {"<|endoftext|>": 50256} and t.encode("a<|endoftext|>", special=True).tolist() == [64, 50256]
+
+
 def test_encode_documents_takes_end_of_text_as_people_write_it(offline_encoding):
     for t in (tokenizer.GPT2Tokenizer(offline_encoding), tokenizer.ByteTokenizer()):
         one, two = t.encode("one\n").tolist(), t.encode("\ntwo").tolist()
@@ -137,6 +142,36 @@ def test_llama3_tokenizer_encodes_and_decodes():
     text = "<|begin_of_text|>"
     assert max(t.encode(text)) < 128000 and t.decode(t.encode(text)) == text
     assert len(t.token_bytes()) == t.vocab_size == 128256
+
+
+CHAT = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
+CHAT_IDS = [128000, 128006, 882, 128007, 271, 15339, 128009]
+
+
+def test_llama3s_special_tokens_in_a_trusted_text_are_these_tokens():
+    t = llama3()
+    assert t.encode(CHAT, special=True).tolist() == CHAT_IDS
+    assert tokenizer.encode_documents(t, CHAT).tolist() == tokenizer.encode_prompt(t, CHAT).tolist() == CHAT_IDS
+    ordinary = tokenizer.encode_prompt(t, CHAT, special=False)
+    assert ordinary[0] == 128000 and max(ordinary[1:]) < 128000 and t.decode(ordinary[1:]) == CHAT
+    assert (
+        tokenizer.encode_documents(t, f"{CHAT}<|endoftext|>{CHAT}").tolist() == 2 * CHAT_IDS
+    )  # one delimiter, not two
+    assert len(t.special) == 256 and tokenizer.special_names(t) == {*t.special, "<|endoftext|>"}
+
+
+def test_llama3s_special_tokens_have_the_names_of_the_tokenizer_json_that_is_read(fresh, tmp_path, llama3_files):
+    """Those of Llama 3.0 and 3.1 differ; a file without all names gives Meta's."""
+    names = [f"<|token {i}|>" for i in range(256)]
+    added = [{"id": 128000 + i, "content": name} for i, name in enumerate(names)]
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "tokenizer.model").write_bytes(llama3_files[0])
+    fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path))
+    for count, text in ((256, "<|token 9|>"), (255, "<|eot_id|>")):
+        content = json.loads(llama3_files[1]) | {"added_tokens": added[:count] + [{"id": 128256, "content": "[PAD]"}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        get_tokenizer.cache_clear()
+        assert get_tokenizer("llama3").encode(text, special=True).tolist() == [128009]
 
 
 def test_llama3_tokenizer_takes_a_million_spaces():

@@ -58,7 +58,7 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
 
 def test_perplexity_takes_all_windows_of_the_shards(trained):
     directory, _ = trained
-    config, tensors = load_weights(str(directory / "run"))
+    config, tensors, _ = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
     model = load_for_losses(config, tensors, 210)
     assert (model.B, model.T) == (13, 16)
@@ -148,7 +148,7 @@ def test_the_comparison_with_torch_finds_equal_predictions(trained, tmp_path, ca
 @pytest.mark.parametrize("dtype, stored", [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, None)])
 def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
     """By default that of training, here bf16, but fp32 on a CPU."""
-    config, tensors = load_weights(str(trained[0] / "run"))
+    config, tensors, _ = load_weights(str(trained[0] / "run"))
     model = load_for_losses(config.replace(train=dict(dtype="bf16")), tensors, 192, dtype)
     stored = stored or (torch.float32 if model.arena.device.type == "cpu" else torch.bfloat16)
     assert model.state.params.dtype == stored

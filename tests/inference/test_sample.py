@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -195,25 +196,37 @@ def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
 
 
 @pytest.mark.parametrize("num", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_texts_stop_at_the_end_of_text(num, monkeypatch):
-    """The token that ends them is one that they draw; no step runs long after the last text has ended."""
+def test_texts_stop_at_every_end_of_text(num, tmp_path, monkeypatch):
+    """The tokens that end them are two that they draw; no step runs long after the last text has ended."""
     seeds, model = range(7, 7 + num), decoder(num)
     plain = generated(model, 6, PLAIN, seeds)
-    tokenizer = ByteTokenizer()
-    tokenizer.eot = plain[-1][3]
-    ends = [text.index(tokenizer.eot) if tokenizer.eot in text else 6 for text in plain]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain[0][4], plain[-1][3]]}))
+    ends = sample.ends_of_text(ByteTokenizer(), tmp_path)
+    assert ends == {ByteTokenizer.eot, plain[0][4], plain[-1][3]}
+    lengths = [next((i for i, token in enumerate(text) if token in ends), 6) for text in plain]
     launched, launch = [], Model.decode
     monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
-    texts = [[*text] for text in sample.draw(model, tokenizer, "Hello", 6, PLAIN, 7, num)]
-    assert texts == [text[:end] for text, end in zip(plain, ends)] and ends[-1] <= 3
-    assert len(launched) <= max(ends) + generate.STEPS_IN_FLIGHT
+    texts = [[*text] for text in sample.draw(model, PROMPT, 6, PLAIN, 7, num, ends)]
+    assert texts == [text[:length] for text, length in zip(plain, lengths)]
+    assert lengths[0] <= 4 and lengths[-1] <= 3
+    assert len(launched) <= max(lengths) + generate.STEPS_IN_FLIGHT
     if num == 1:
-        assert "".join(sample.stream(model, tokenizer, "Hello", 6, PLAIN, 7)) == tokenizer.decode(texts[0])
+        streamed = sample.stream(model, ByteTokenizer(), "Hello", 6, PLAIN, 7, tmp_path)
+        assert "".join(streamed) == ByteTokenizer().decode(texts[0])
+
+
+def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(sample, "draw", lambda model, ids, *_: seen.append(bytes(ids)) or [])
+    for words, said in (([], "special tokens in the prompts: 1\n"), (["--no-special"], "")):
+        assert main(tools, ["sample", str(step_dir), "--prompt", "a<|endoftext|>b<|eot_id|>", *words]) == 0
+        assert capsys.readouterr().err.startswith(said + "0 tokens in ")
+    assert seen == [b"a\0b<|eot_id|>", b"a<|endoftext|>b<|eot_id|>"]
 
 
 @pytest.mark.parametrize(("length", "note"), [(16, ""), (17, "note: .* 17 tokens, of which .* the last 8\n")])
 def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
-    assert list(sample.draw(decoder(2), ByteTokenizer(), "a" * length, 1, PLAIN, 7, 3)) != []
+    assert list(sample.draw(decoder(2), [97] * length, 1, PLAIN, 7, 3, {0})) != []
     assert re.fullmatch(note, capsys.readouterr().err)
 
 

@@ -1,0 +1,69 @@
+"""The files beside a model's weights in Hugging Face's format: tokenizer, chat template, tokens that end a text.
+
+A run that starts from such a model keeps them in RUN/source, and every export has them again.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gpt2_triton.console import print_line
+from gpt2_triton.files import new_directory, read_json, remove
+
+DIRECTORY = "source"  # in a run's directory
+CONFIG, GENERATION = "config.json", "generation_config.json"
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+OF_VOCABULARY = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+OF_TEXT = (GENERATION, "chat_template.jinja")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
+
+
+def of_step(step_dir: Path) -> Path | None:
+    """Return the files that the run of a step has from its source, None if it has none."""
+    directory = step_dir.resolve().parent.parent / DIRECTORY
+    return directory if directory.is_dir() else None
+
+
+def has_tokenizer(directory: Path | None) -> bool:
+    return directory is not None and any((directory / name).is_file() for name in VOCABULARIES)
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def ids(directory: Path | None) -> dict[str, Any]:
+    """Return the ids of special tokens in a model's config.json."""
+    config = read_if_there(directory / CONFIG) if directory else {}
+    return {key: config[key] for key in IDS if config.get(key) is not None}
+
+
+def ends(directory: Path | None) -> set[int]:
+    """Return the tokens that end a text, by generation_config.json, else by config.json."""
+    if directory is None:
+        return set()
+    named = [read_if_there(directory / name).get("eos_token_id") for name in (GENERATION, CONFIG)]
+    found: Any = next((ids for ids in named if ids is not None), [])
+    return {*found} if isinstance(found, list) else {found}
+
+
+def copy(source: Path, directory: Path) -> None:
+    """Copy the files but config.json, which an export writes itself; print a line about files that lack a tokenizer."""
+    whole = (*VOCABULARIES, *OF_VOCABULARY)
+    there = [name for name in whole if (source / name).is_file()]
+    if not has_tokenizer(source):
+        if there:
+            print_line(f"note: left out without a vocabulary beside: {', '.join(there)} of {source}", error=True)
+        there = []
+    for name in (*there, *OF_TEXT):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def keep(source: Path | None, run_dir: Path) -> None:
+    """Copy the files of a new run's source into the run, in the place of an earlier start's."""
+    remove(run_dir / DIRECTORY)
+    if source:
+        with new_directory(run_dir / DIRECTORY) as directory:
+            copy(source, directory)
+            shutil.copyfile(source / CONFIG, directory / CONFIG)
