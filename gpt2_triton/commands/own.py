@@ -28,6 +28,7 @@ class Text(NamedTuple):
 
     data: Sequence[Path]
     field: str
+    special: bool
     strict: bool
 
 
@@ -69,7 +70,7 @@ def settings(
     workers = max(1, (os.cpu_count() or 1) // rank_and_size()[1])
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     with same_on_all_ranks():
-        measured = text.measure_text(own.data, workers, documents.Reading(own.field))
+        measured = text.measure_text(own.data, workers, documents.Reading(own.field, own.special))
         documents.require_all(measured.notes, own.strict)
         if run_dir and (run_dir / "config.yaml").is_file():
             recipe, picked, source = run_dir / "config.yaml", {"data.allow_changed": "false"}, None
@@ -90,7 +91,7 @@ def settings(
     if prepare or summary:
         print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
     if summary:
-        documents.report(measured.notes)
+        documents.report(measured.notes, tokenizer)
     if prepare:
         text.prepare_text(measured, shards, tokenizer, own_text.VAL_FRACTION, workers)
     return config

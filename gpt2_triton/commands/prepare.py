@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from gpt2_triton.commands.app import AT_LEAST_1, make_app
+from gpt2_triton.commands.app import AT_LEAST_1, Special, make_app
 from gpt2_triton.config.schema import TokenizerName
 
 app = make_app("prepare", "Make token shards for training.")
@@ -17,7 +17,6 @@ Out = Annotated[Path, Parameter(help="Directory of the shards, train_*.bin and v
 CPUS = os.cpu_count() or 1
 Workers = Annotated[int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)]
 Field = Annotated[str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")]
-EndOfText = Annotated[bool, Parameter(help="Take <|endoftext|> as the end-of-text token.", negative="--no-endoftext")]
 Strict = Annotated[bool, Parameter(help="Refuse the text if anything in it would be left out.")]
 
 
@@ -28,7 +27,7 @@ def prepare_text(
     tokenizer: Tokenizer = "gpt2",
     val_fraction: Annotated[float, Parameter(validator=Number(gt=0, lt=1))] = 0.1,
     field: Field = "text",
-    endoftext: EndOfText = True,
+    special: Special = True,
     strict: Strict = False,
     workers: Workers = CPUS,
 ) -> None:
@@ -43,7 +42,7 @@ def prepare_text(
     """
     from gpt2_triton.data.prepare import documents, text
 
-    measured = text.measure_text(inputs, workers, documents.Reading(field, endoftext))
+    measured = text.measure_text(inputs, workers, documents.Reading(field, special))
     text.prepare_text(measured, out, tokenizer, val_fraction, workers, strict=strict)
 
 
@@ -61,7 +60,7 @@ def prepare_dataset(
     source: str,
     revision: str | None = None,
     field: Field = "text",
-    endoftext: EndOfText = False,
+    special: Special = False,
     strict: Strict = False,
     out: Path | None = None,
     tokenizer: Tokenizer = "gpt2",
@@ -83,7 +82,7 @@ def prepare_dataset(
 
     given = dataset.Dataset(source, version, revision, field)
     out = out or Path("data") / f"{Path(source).name}-{version}"
-    dataset.prepare_dataset(given, out, tokenizer, tokens, workers, shard_tokens, endoftext, strict)
+    dataset.prepare_dataset(given, out, tokenizer, tokens, workers, shard_tokens, special, strict)
 
 
 for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source

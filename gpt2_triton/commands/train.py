@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from gpt2_triton.commands import own
-from gpt2_triton.commands.app import AT_LEAST_1, call, make_app, select_device
+from gpt2_triton.commands.app import AT_LEAST_1, Special, call, make_app, select_device
 from gpt2_triton.commands.prepare import Field, Strict
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import suggestion
@@ -26,7 +26,7 @@ from gpt2_triton.training.start import Resume, check_run_dir, starting
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
 
-FLAGS = ("data", "field", "strict", "plan", "buffers", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = ("data", "field", "special", "strict", "plan", "buffers", "gpu", "gpus", "print_config", "run_dir", "resume")
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be given another value.
@@ -57,6 +57,7 @@ def train(
     *keys: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     data: Annotated[list[Path], Parameter(consume_multiple=True)] | None = None,
     field: Field = "text",
+    special: Special = True,
     strict: Strict = False,
     plan: bool = False,
     buffers: bool = False,
@@ -87,9 +88,9 @@ def train(
         raise ConfigError("--buffers: goes with --plan only")
     own.require_data(config, data, run_dir)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
-    text = own.Text(data, field, strict) if data else None
-    if not text and (field != "text" or strict):
-        raise ConfigError("--field, --strict: go with --data and the recipe own; leave them out")
+    text = own.Text(data, field, special, strict) if data else None
+    if not text and (field != "text" or strict or not special):
+        raise ConfigError("--field, --no-special, --strict: go with --data and the recipe own; leave them out")
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
     from gpt2_triton import device  # imports torch

@@ -62,7 +62,7 @@ def files(root):
         (["own"], "own: needs --data and one or more text files"), (["own", "--data"], "own: needs --data and one"),
         (["own", "--data", "my.txt", ".", "--run_dir", "."], "--run_dir: . is the folder of --data; name another"),
         (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
-        (["quickstart", "--field", "x"], "--field, --strict: go with --data and the recipe own"),
+        (["quickstart", "--field", "x"], "--field, --no-special, --strict: go with --data and the recipe own"),
         (["own", "--data", "my.txt", "--train.steps", "x"], "error: train.steps: must be a valid integer"),
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "error: model.n_embd: "),
         (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "error: data.tokenizer: must be 'gpt2', 'llama3'"),

@@ -19,7 +19,7 @@ import numpy as np
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer import get_tokenizer, with_delimiter
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import FULL, free_space, sha256, write_json
 
@@ -95,7 +95,8 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
     before = start["state"] or 0 if source.unit == "characters" else done
     title = f"preparing {source.name}"
     with paired_map(workers) as run, Progress(title, source.size, source.unit, before) as progress:
-        tokenised = run(functools.partial(tokenize, recipe["tokenizer"]), source.batches(start["state"]))
+        encode = functools.partial(tokenize, recipe["tokenizer"], recipe.get("endoftext", False))
+        tokenised = run(encode, source.batches(start["state"]))
         for name, tokens, place in _cut(source, shards, tokenised, start["skip"], progress):
             write_shard(out_dir / name, tokens)
             shards[name] = shard_record(out_dir / name)
@@ -112,12 +113,12 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
     _remove(out_dir, PROGRESS, LOCK)
 
 
-def tokenize(tokenizer: str, batch: Batch) -> np.ndarray:
+def tokenize(tokenizer: str, special: bool, batch: Batch) -> np.ndarray:
     """Return the tokens of a batch, as its tokenizer's `encode` does."""
     coder, parts = get_tokenizer(tokenizer), []
     for delimited, text in batch.pieces:
-        tokens = coder.encode(text) if isinstance(text, str) else text
-        parts.append(np.insert(tokens, 0, coder.delimiter) if delimited else tokens)
+        tokens = coder.encode(text, special) if isinstance(text, str) else text
+        parts.append(with_delimiter(coder, tokens) if delimited else tokens)
     return np.concatenate(parts)
 
 

@@ -57,7 +57,7 @@ def prepare_dataset(
     source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
         shards, took = read_record(out_dir / RECORD)["shards"], timedelta(seconds=round(time.monotonic() - begun))
-        documents.report(source.notes)
+        documents.report(source.notes, tokenizer)
         print_line(f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}")
     return out_dir
 

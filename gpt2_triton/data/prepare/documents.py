@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.shards import RECORD, read_record
-from gpt2_triton.data.tokenizer import END_OF_TEXT
+from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer, special_names
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
@@ -32,7 +32,7 @@ MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has anot
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
-ENDS = f"{END_OF_TEXT} taken as end of text"
+MARKUP = re.compile(r"<\|\w+\|>")  # what special tokens look like
 
 Notes = dict[str, list[Any]]  # {what: [count, first place]}, for JSON
 
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     """How to find documents in files and rows."""
 
     field: str = "text"  # of a row; a.b is the field b of the field a
-    endoftext: bool = True  # END_OF_TEXT ends a document; otherwise it is ordinary text
+    endoftext: bool = True  # END_OF_TEXT ends a document, and special tokens are these tokens; otherwise ordinary text
 
 
 AS_DOCUMENTS = Reading()
@@ -62,14 +62,29 @@ def note(notes: Notes, what: str, where: object, count: int = 1) -> None:
 
 def left_out(notes: Notes) -> str:
     """Return what was left out, for a message; "" for nothing."""
-    rows = ((what, row) for what, row in notes.items() if what != ENDS)
+    rows = ((what, row) for what, row in notes.items() if not MARKUP.fullmatch(what))
     return "; ".join(f"{what}: {count:,}, first {where}" for what, (count, where) in rows)
 
 
-def report(notes: Notes) -> None:
-    """Print what was left out, and how many end-of-text tokens were found."""
-    if ENDS in notes:
-        print_line(f"{ENDS}: {notes[ENDS][0]:,}")
+def markup(notes: Notes) -> dict[str, int]:
+    """Return how often the text has each name that looks like a special token."""
+    return {what: count for what, (count, _) in sorted(notes.items()) if MARKUP.fullmatch(what)}
+
+
+def special_tokens(notes: Notes, tokenizer: str) -> dict[str, int]:
+    """Return how often the text has each special token of a tokenizer, END_OF_TEXT among them."""
+    known = special_names(get_tokenizer(tokenizer))
+    return {what: count for what, count in markup(notes).items() if what in known}
+
+
+def report(notes: Notes, tokenizer: str) -> None:
+    """Print which special tokens were found, what only looks like some, and what was left out."""
+    special = special_tokens(notes, tokenizer)
+    ordinary = {what: count for what, count in markup(notes).items() if what not in special}
+    for title, found in (("special tokens", special), (f"ordinary text, no special tokens of {tokenizer}", ordinary)):
+        if found:
+            listed = ", ".join(f"{what} {count:,}" for what, count in found.items())
+            print_line(f"{title}: {textwrap.shorten(listed, 300, placeholder=' ...')}")
     if what := left_out(notes):
         print_line(f"left out: {what}")
 
@@ -188,10 +203,11 @@ def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
     if nuls := text.count("\0"):
         note(notes, "NUL characters", where, nuls)
         text = text.replace("\0", "")
-    documents = text.split(END_OF_TEXT) if how.endoftext else [text]
-    if len(documents) > 1:
-        note(notes, ENDS, where, len(documents) - 1)
-    return documents
+    if not how.endoftext:
+        return [text]
+    for what in MARKUP.findall(text):
+        note(notes, what, where)
+    return text.split(END_OF_TEXT)
 
 
 def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> Iterator[tuple[str, bool, str]]:

@@ -16,6 +16,7 @@ from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
+from gpt2_triton.data.tokenizer import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
@@ -33,7 +34,10 @@ class MeasuredText(NamedTuple):
     @property
     def digest(self) -> str:
         """The sha256 of the whole text, of its files' names, which the shards record, and of how it is read."""
-        return hashlib.sha256(f"{tuple(self.how)}{[name for _, name in self.files]}{self.digests}".encode()).hexdigest()
+        read = f"{tuple(self.how)}{[name for _, name in self.files]}{self.digests}"
+        if documents.markup(self.notes).keys() - {END_OF_TEXT}:
+            read += "special"  # an earlier version took only END_OF_TEXT for a token
+        return hashlib.sha256(read.encode()).hexdigest()
 
 
 def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
@@ -70,10 +74,13 @@ def prepare_text(
     """
     files, digests, characters, notes, how = measured
     documents.require_all(notes, strict)
-    documents.report(notes)
+    documents.report(notes, tokenizer)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
     recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
     recipe |= how._asdict()
+    special = documents.special_tokens(notes, tokenizer)
+    if special.keys() - {END_OF_TEXT}:
+        recipe |= {"special": special}
 
     def texts() -> Iterator[Text]:
         return (((i, n), text) for i, (path, _) in enumerate(files) for n, text in documents.read(path, how, {}))
@@ -125,8 +132,14 @@ class _Texts:
 
 
 def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
-    """Yield (split, key, text): the first `cut` characters of the documents for train, the rest for val."""
+    """Yield (split, key, text): the first `cut` characters of the documents for train, the rest for val.
+
+    The cut is never inside a special token's name.
+    """
     for key, text in texts:
+        if 0 < cut < len(text):
+            names = documents.MARKUP.finditer(text)
+            cut = next((name.end() for name in names if name.start() < cut < name.end()), cut)
         if text[:cut]:
             yield "train", key, text[:cut]
         if text[cut:]:

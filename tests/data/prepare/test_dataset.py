@@ -192,8 +192,8 @@ def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, mon
     _stop_after(folder, tmp_path / "out", 8, monkeypatch)
     seen = []
 
-    def tokenize(tokenizer, batch):
-        seen.append(tokens := once(tokenizer, batch))
+    def tokenize(tokenizer, special, batch):
+        seen.append(tokens := once(tokenizer, special, batch))
         return tokens
 
     once = build.tokenize
@@ -315,7 +315,7 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
     np.testing.assert_array_equal(
         tokens_of(out), llmc_tokens(t for i in range(300) if i % 3 for t in (f"row {i}", "more"))
     )
-    ends = "<|endoftext|> taken as end of text: 200\n"
+    ends = "special tokens: <|endoftext|> 200\n"
     what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
     assert ends + what + '{"doc": {"text": null}}\n' in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from gpt2_triton.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "get_tokenizer", lambda name: GPT2Tokenizer(None))  # its merges may need a network
+    monkeypatch.setattr(build, "get_tokenizer", lambda name: GPT2Tokenizer)  # the class: its merges may need a network
     for split, count in (("train", 2500), ("val", 300)):
         np.random.default_rng(count).integers(0, 50257, count).astype("<u2").tofile(tmp_path / f"{split}.bin")
     return tmp_path

@@ -242,7 +242,6 @@ def test_text_reads_files_folders_and_globs_alike(tmp_path):
 
 @pytest.mark.parametrize("line, message", [
     (b"{", "line 3: not JSON: Expecting property name"),
-    (b'{"text": "\\ud83d"}', "line 3: half a character: .*surrogates not allowed; correct"),
     (b'{"text": "\xe9"}', "line 3: not UTF-8: byte 0xe9"),
 ])  # fmt: skip
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -319,10 +318,55 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path
     assert f"--strict: would leave out {nuls}{what}; correct" in capsys.readouterr().err
     assert main(tools, [*command, "out", "--field", "doc.text"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[:2] == ["<|endoftext|> taken as end of text: 50", f"left out: {nuls}{what}"]
+    assert out[:2] == ["special tokens: <|endoftext|> 50", f"left out: {nuls}{what}"]
     tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(np.uint8)
     assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
     assert main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3  # the shards mean other text
     assert "out: in use" in capsys.readouterr().err
     assert main(tools, [*command, "plain", "--field", "doc.text", "--no-endoftext"]) == 0
     assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
+
+
+CHAT = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat eats grass %d?<|eot_id|>"
+CHAT_WITH = "special tokens: <|begin_of_text|> 60, <|end_header_id|> 60, <|eot_id|> 60, <|start_header_id|> 60"
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.txt"])
+def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_them(tmp_path, monkeypatch, capsys, name):
+    """Also where the end of the training data would fall into one; none of them doubles the delimiter."""
+    coder = llama3()
+    monkeypatch.chdir(tmp_path)
+    turns = [CHAT % i for i in range(60)]
+    Path(name).write_text(
+        "".join(json.dumps({"text": turn}) + "\n" for turn in turns) if "js" in name else "".join(turns)
+    )
+    for fraction in (0.1, 0.1005, 0.101):
+        command = ["prepare", "text", name, "--tokenizer", "llama3", "--val_fraction", str(fraction), "--workers", "1"]
+        assert main(tools, [*command, "--out", str(fraction)]) == 0
+        assert capsys.readouterr().out.startswith(CHAT_WITH + "\n")
+        shards = [str(Path(str(fraction), f"{split}_000000.bin")) for split in ("train", "val")]
+        tokens = np.concatenate([map_tokens(Path(shard)) for shard in shards])
+        assert tokens.tolist() == [token for turn in turns for token in coder.encode(turn, special=True)]
+    assert main(tools, [*command, "--out", "plain", "--no-special"]) == 0
+    assert "special" not in capsys.readouterr().out
+    plain = map_tokens(Path("plain", "train_000000.bin"))
+    assert set(plain[plain >= 128000]) <= {coder.delimiter}
+
+
+def test_markup_that_a_tokenizer_does_not_know_is_counted_as_ordinary_text(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("<|im_start|>user\nhello<|im_end|>\n<|endoftext|>" * 20)
+    prepare_text([tmp_path / "x.txt"], tmp_path / "out", "bytes")
+    out = capsys.readouterr().out
+    assert "special tokens: <|endoftext|> 20\n" in out
+    assert "ordinary text, no special tokens of bytes: <|im_end|> 20, <|im_start|> 20\n" in out
+
+
+def test_shards_of_an_earlier_version_stay_valid_unless_the_text_has_special_tokens(tmp_path):
+    """Then only <|endoftext|> was a token."""
+    records = {}
+    for name, content in (("plain", "a<|endoftext|>b" * 50), ("chat", CHAT * 50)):
+        (tmp_path / f"{name}.txt").write_text(content)
+        measured = text.measure_text([tmp_path / f"{name}.txt"], 1)
+        out = text.prepare_text(measured, tmp_path / name, "gpt2" if name == "plain" else "llama3", 0.1, 1)
+        records[name] = json.loads((out / "shards.json").read_text())
+    assert "special" not in records["plain"] and records["chat"]["special"]["<|eot_id|>"] == 50
