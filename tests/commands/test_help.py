@@ -53,6 +53,6 @@ def test_train_lists_its_own_options_then_every_key_with_its_meaning(app, words,
     assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")
     assert text.index("--plan --gpu 4090\n") < text.index("*  CONFIG") and "BOOL" not in text
     words = re.sub("[│╰─╯]", " ", text).split()
-    assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [w for w in words if re.match(r"--[\w.]+-", w)]
+    assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [w for w in words if re.match(r"--(?!no-)[\w.]+-", w)]
     for key, field in options():
         assert f"--{key}" in words and field.description.split()[0] in words

@@ -4,33 +4,27 @@ A .txt or .md is a document, or several between `<|endoftext|>`; a .jsonl, .json
 Memory grows with the longest line, not with the file.  What is left out is counted in `Notes`.
 """
 
-import bz2
 import glob
-import gzip
-import io
 import json
-import lzma
 import os
 import re
-import shlex
 import textwrap
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from gpt2_triton.console import print_line
+from gpt2_triton.data.prepare import contents
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.shards import RECORD, read_record
 from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer, special_names
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
-READ_BYTES = 1 << 20
-POINTER = b"version https://git-lfs.github.com/"  # stands for a file that Git LFS has not fetched
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 MARKUP = re.compile(r"<\|\w+\|>")  # what special tokens look like
 
@@ -142,7 +136,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, also through links, except hidden files, shards, runs and models."""
 
     def fail(error: OSError) -> None:
-        raise _unreadable(error.filename, error)
+        raise contents.unreadable(error.filename, error)
 
     seen = set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
@@ -176,23 +170,22 @@ def measure(path: Path, how: Reading) -> tuple[str, int, Notes, list[str]]:
 
 def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
     """Yield (document, text) in order: a long document in several parts, an empty one not at all."""
-    where, document, ending = "", 0, _ending(path)
+    where, document, ending = "", 0, contents.ending_of(path)
     if ending in (".txt", ".md"):
-        texts = _parts(path)
+        texts = contents.parts(path)
     else:
-        rows = _parquet_rows(path, how.field) if ending == ".parquet" else _json_rows(path, ending == ".json")
+        is_parquet = ending == ".parquet"
+        rows = contents.parquet_rows(path, how.field) if is_parquet else contents.json_rows(path, ending == ".json")
         texts = texts_of_rows(rows, how.field, notes)
     try:
-        with open(path, "rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise DataError(f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it")
+        contents.refuse_pointer(path)
         for where, begins, text in texts:
             for i, part in enumerate(clean(where, text, how, notes)):
                 document += begins or i > 0
                 if part:
                     yield document, part
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # cut off or damaged
-        raise _unreadable(f"after {where}" if where else path, error) from None
+    except contents.UNREADABLE as error:
+        raise contents.unreadable(f"after {where}" if where else path, error) from None
     if not where:
         note(notes, "empty files", path)
 
@@ -213,19 +206,16 @@ def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
 def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> Iterator[tuple[str, bool, str]]:
     """Yield (place, True, text) of each (place, row), and (place, False, "") of a row without text.
 
-    DataError for half a surrogate pair, or if the first MOST_ROWS_WITHOUT_TEXT rows have no text.
+    A row is an object with the field, or a text.  DataError if the first MOST_ROWS_WITHOUT_TEXT rows have no text.
     """
     what, found = f"rows without text in the field {field}", False
     for number, (where, row) in enumerate(rows, 1):
-        text = row
-        for key in [field] if isinstance(row, dict) and field in row else field.split("."):
-            text = text.get(key) if isinstance(text, dict) else None
+        text = _text_of(row, field)
         if isinstance(text, str) and text:
             found = True
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(f"{where}: half a character: {error}; correct or remove this row") from None
+            if halves := HALF.findall(text):
+                note(notes, "half characters", where, len(halves))
+                text = HALF.sub("", text)
         else:
             text = ""
             got = "" if what in notes else textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
@@ -235,74 +225,13 @@ def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> 
         yield where, bool(text), text
 
 
-def _ending(path: Path) -> str:
-    """Return the ending that names the kind of text."""
-    stem, ending = os.path.splitext(path.name.lower())
-    return os.path.splitext(stem)[1] if ending in COMPRESSIONS else ending
-
-
-def _open(path: Path) -> BinaryIO:
-    if (ending := path.suffix.lower()) == ".zst":
-        import pyarrow
-
-        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
-    return cast(Any, {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open))(path, "rb")
-
-
-def _parts(path: Path) -> Iterator[tuple[str, bool, str]]:
-    """Yield (place, whether the document begins, text) in parts that end with a line."""
-    line = 1
-    with _open(path) as file:
-        while lines := file.readlines(READ_BYTES):
-            text = _decode(path, line, b"".join(lines))
-            yield f"{path}, lines {line:,} to {line + len(lines) - 1:,}", line == 1, text
-            line += len(lines)
-
-
-def _json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of a file with an object in each line; with `one_value` also of a list, or of one object."""
-    with _open(path) as file:
-        lines = ((number, _decode(path, number, data).strip()) for number, data in enumerate(file, 1))
-        for number, line in lines:
-            if not line:
-                continue
-            if one_value and not (line.startswith("{") and line.endswith("}")):
-                line = "\n".join([line, *(more for _, more in lines)])
-            where = f"{path}, line {number:,}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where}: not JSON: {error}; correct or remove this line") from None
-            if isinstance(row, list):
-                yield from ((f"{path}, row {n:,}", item) for n, item in enumerate(row, 1))
-            else:
-                yield where, row
-
-
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row), of the column `field` alone if it is there."""
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = [field] if {field, field.partition(".")[0]} & {*file.schema_arrow.names} else None
-        rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
-        yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(rows, 1))
-
-
-def _unreadable(where: object, error: Exception) -> DataError:
-    why = getattr(error, "strerror", None) or error
-    return DataError(f"{where}: cannot read: {why}; correct the path or copy the file again")
-
-
-def _decode(path: Path, line: int, data: bytes) -> str:
-    """Return the text of `data`, which begins in this line; a byte order mark at the start of the file is left out."""
-    try:
-        return data.decode("utf-8-sig" if line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        old, new = (shlex.quote(str(file)) for file in (path, path.with_suffix(".utf8.txt")))
-        todo = f"`iconv -f ENCODING -t utf-8 {old} > {new}` converts it (often CP1252 or UTF-16); then move the old one"
-        raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
+def _text_of(row: Any, field: str) -> Any:
+    """Return the field of a row; a row that is a text has no fields."""
+    if isinstance(row, str):
+        return row
+    for key in [field] if isinstance(row, dict) and field in row else field.split("."):
+        row = row.get(key) if isinstance(row, dict) else None
+    return row
 
 
 # ---- pieces to tokenise ----

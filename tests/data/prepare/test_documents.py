@@ -133,6 +133,63 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
     assert texts_of(tmp_path / "flat.parquet", Reading("doc.text")) == (["flat"], {})
 
 
+def test_a_row_may_be_a_text_and_a_value_several_lines(tmp_path):
+    """Lists of texts, texts in lines, and objects as jq prints them, one after the other."""
+    rows, texts = [{"text": "a\nb"}, {"text": "c {"}], ["a\nb", "c {"]
+    forms = {
+        "list.json": json.dumps(texts), "indented.json": json.dumps(texts, indent=2),
+        "lines.json": "\n".join(map(json.dumps, texts)), "lines.jsonl": "\n".join(map(json.dumps, texts)),
+        "jq.json": "\n".join(json.dumps(row, indent=2) for row in rows), "lists.jsonl": json.dumps(rows),
+    }  # fmt: skip
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content)
+        assert texts_of(tmp_path / name) == (texts, {}), name
+    (tmp_path / "jq.json").write_text(forms["jq.json"] + "\n}")
+    with pytest.raises(DataError, match="jq.json, line 7: not JSON: Expecting value; correct or remove this row"):
+        texts_of(tmp_path / "jq.json")
+
+
+def test_half_characters_are_left_out_with_a_count(tmp_path):
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "cut \\ud83d"}\n{"text": "\\ud83d\\ude00 \\ude00"}\n{"text": "\\ud83d"}\n'
+    )
+    texts, notes = texts_of(tmp_path / "x.jsonl")
+    assert texts == ["cut ", "\N{GRINNING FACE} "]
+    assert left_out(notes) == f"half characters: 3, first {tmp_path / 'x.jsonl'}, line 1"
+
+
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, lzma.compress, bz2.compress, lambda data: pa.compress(data, codec="zstd", asbytes=True)]
+)
+def test_compressed_content_is_unpacked_under_any_name(tmp_path, pack):
+    (tmp_path / "x.txt").write_bytes(pack(b"text"))
+    assert texts_of(tmp_path / "x.txt") == (["text"], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "command"),
+    [
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "iconv -f UTF-16 -t utf-8 {0}/x.jsonl > {0}/x.utf8.jsonl` "),
+        ("x.md", b"ok\ncaf\xe9", r"iconv -f ENCODING -t utf-8 {0}/x.md > {0}/x.utf8.md` converts it \(often CP1252\)"),
+        ("x.txt.gz", gzip.compress(b"caf\xe9"), r"`gzip -dc {0}/x.txt.gz \| iconv -f ENCODING .* > {0}/x.utf8.txt`"),
+    ],
+)  # fmt: skip
+def test_another_encoding_is_refused_with_the_command_that_converts_this_file(tmp_path, name, content, command):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match="not UTF-8: byte 0x.*" + command.format(tmp_path)):
+        texts_of(tmp_path / name)
+
+
+def test_a_zst_of_a_long_window_is_refused_with_the_command_that_unpacks_it(tmp_path):
+    block = (4 << 3 | 1).to_bytes(3, "little") + b"text"
+    header = bytes.fromhex("28b52ffd") + bytes([0, (31 - 10) << 3])  # a window of 2^31 bytes
+    (tmp_path / "x.txt.zst").write_bytes(header + block)
+    with pytest.raises(
+        DataError, match="x.txt.zst: cannot read: .*; `zstd -d --long=31 FILE` unpacks it; give the unp"
+    ):
+        texts_of(tmp_path / "x.txt.zst")
+
+
 def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MOST_ROWS_WITHOUT_TEXT", 20)
     (tmp_path / "x.jsonl").write_text('{"content": "abc"}\n' * 20 + "no JSON")
@@ -150,7 +207,7 @@ def test_end_of_text_windows_lines_and_nul_mean_what_they_say(tmp_path):
         notes = {}
         parts = list(read(tmp_path / name, AS_DOCUMENTS, notes))
         assert [text for _, text in parts] == ["one\ntwo\n", "\nthree\r"] and len({n for n, _ in parts}) == 2
-        assert notes[documents.ENDS][0] == 4
+        assert documents.markup(notes) == {"<|endoftext|>": 4}
         assert left_out(notes).startswith(f"NUL characters: 1, first {tmp_path / name}, line")
         assert texts_of(tmp_path / name, Reading(endoftext=False))[0] == [raw.replace("\r\n", "\n").replace("\0", "")]
 
