@@ -66,3 +66,12 @@ def same_on_all_ranks() -> Iterator[None]:
     except UserError as error:
         error.on_every_rank = True
         raise
+
+
+def login_advice(error: Exception) -> str:
+    """Return what to do about an error of the Hugging Face Hub if a login may help, else ""."""
+    kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error).lower()
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    if "GatedRepoError" in kinds or "gated dataset" in text:
+        return f"accept the licence on its page at huggingface.co, then {login}"
+    return f"check the name; if it is private, {login}" if "RepositoryNotFoundError" in kinds else ""

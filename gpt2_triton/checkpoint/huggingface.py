@@ -21,7 +21,7 @@ from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, look_in
-from gpt2_triton.errors import CheckpointError
+from gpt2_triton.errors import CheckpointError, login_advice
 from gpt2_triton.files import read_json
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights, and what source_files.py names
@@ -85,7 +85,8 @@ def _download(name: str) -> Path:
     except Exception as error:  # of the import, the Hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         wrong = f"hf:{name}: no such directory, and the download failed ({got})"
-        raise CheckpointError(f"{wrong}; name a directory, try online, or set HF_HOME to another place") from error
+        todo = login_advice(error) or "name a directory, try online, or set HF_HOME to another place"
+        raise CheckpointError(f"{wrong}; {todo}") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -293,3 +293,18 @@ def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match="hf:gpt2: no such directory, .*ModuleNotFoundError.*huggingface_hub"):
         huggingface.read("gpt2")
+
+
+def test_a_model_that_needs_a_licence_or_a_login_says_so(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    for kind, todo in (
+        ("GatedRepoError", "; accept the licence on its page at huggingface.co, then log in with `hf auth login`, or"),
+        ("RepositoryNotFoundError", "; check the name; if it is private, log in with `hf auth login`, or set HF_TOKEN"),
+        ("LocalEntryNotFoundError", "; name a directory, try online, or set HF_HOME to another place"),
+    ):
+        error = getattr(hub.errors, kind)
+        failure = error.__new__(error)  # its constructor differs by version
+        failure.args = ("401 Client Error.",)
+        monkeypatch.setattr(hub, "snapshot_download", lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure))
+        with pytest.raises(CheckpointError, match=f"hf:meta/llama: no such directory, .*401.*{todo}"):
+            huggingface.read("meta/llama")

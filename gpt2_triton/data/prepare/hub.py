@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpt2_triton.errors import DataError
+from gpt2_triton.errors import DataError, login_advice
 
 AGAIN = "run the same command again: it resumes after the last finished shard"
 
@@ -17,7 +17,7 @@ def hub_errors(where: object, todo: str) -> Iterator[None]:
         yield
     except Exception as error:  # they and their network library raise many kinds, by version
         got = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise DataError(f"{where}: cannot read: {got}; {todo}") from error
+        raise DataError(f"{where}: cannot read: {got}; {login_advice(error) or todo}") from error
 
 
 def repository(name: str, revision: str | None, todo: str, **what: Any) -> Any:

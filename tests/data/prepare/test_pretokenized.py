@@ -7,6 +7,7 @@ import pytest
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build, pretokenized
+from gpt2_triton.data.prepare.hub import hub_errors
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 
@@ -74,3 +75,14 @@ def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsy
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot read" in err and "copy the files" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dataset_that_needs_a_licence_says_so(hub, tmp_path):
+    """The Hub's answer for a repository that it does not show."""
+    with pytest.raises(DataError, match="a/b: cannot read: RepositoryNotFound.*; check the name; .* `hf auth login`"):
+        pretokenized.download("a/b", tmp_path / "out")
+    with (
+        pytest.raises(DataError, match="; accept the licence on its page at huggingface.co, then log in"),
+        hub_errors("a", ""),
+    ):
+        raise ValueError("Dataset 'a' is a gated dataset on the Hub.")
