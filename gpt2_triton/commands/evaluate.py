@@ -56,6 +56,7 @@ def perplexity(
     /,
     *shards: str,
     tokens: Annotated[int, AT_LEAST_0] = 0,
+    seq_len: Annotated[int | None, AT_LEAST_1] = None,
     json: Json = None,
     batch_tokens: BatchTokens = 65536,
     dtype: Dtype = None,
@@ -64,7 +65,8 @@ def perplexity(
 
     Args:
         shards: Token shards: .bin files, or quoted globs of them; by default the validation data of a run.
-        tokens: Number of first tokens, in whole windows of train.seq_len (other weights: their context); 0 takes all.
+        tokens: Number of first tokens, in whole windows; 0 takes all.
+        seq_len: Tokens of a window; by default a run's train.seq_len, for other weights their context, at most 8,192.
     """
     require_directory("json", json)
     select_device()
@@ -80,7 +82,13 @@ def perplexity(
     if not shards:
         shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
         print_line(f"data.val of the run: {shards[0]}")
+    if seq_len:
+        config = config.replace(train={"seq_len": seq_len})
     V, T = config.model.vocab_size, config.train.seq_len
+    if T > config.model.block_size:
+        raise ConfigError(
+            f"--seq_len: {T:,}, but the model's longest sequence has {config.model.block_size:,}; lower it"
+        )
     opened: list[Shard] = []
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)

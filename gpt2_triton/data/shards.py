@@ -62,7 +62,8 @@ class Shard:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
         if self.count < seq_len + 1:
             what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
-            raise DataError(f"{self.path}: too short: {what}; leave it out, or train with a smaller train.seq_len")
+            todo = "leave it out, or take a smaller train.seq_len; perplexity has --seq_len"
+            raise DataError(f"{self.path}: too short: {what}; {todo}")
         if (needed := token_dtype(vocab_size)) != self.dtype:
             bits, expected = 8 * self.dtype.itemsize, 8 * needed.itemsize
             what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"

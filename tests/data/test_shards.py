@@ -87,7 +87,7 @@ def test_shard_without_a_whole_header_is_refused(shard, size):
 
 def test_shard_shorter_than_one_window_is_refused(shard):
     assert len(open_shards(str(shard), VOCAB, 99)) == 1
-    assert "100 tokens, fewer than seq_len + 1 = 101; leave it out, or train with" in refusal(shard, seq_len=100)
+    assert "100 tokens, fewer than seq_len + 1 = 101; leave it out, or take" in refusal(shard, seq_len=100)
 
 
 @pytest.mark.parametrize(("place", "rows", "dtype"), [(50, 300, "<u2"), (10**5, 300, "<u2"), (50, 128_256, "<u4")])

@@ -104,6 +104,12 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; choose other data, or"),
         (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; prepare the text"),
         (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "15 tokens are too few; give eval.tokens, or --tokens, 16"),
+        (
+            ["perplexity", "RUN", "VAL", "--seq_len", "193"],
+            2,
+            "--seq_len: 193, but the model's longest sequence has 192",
+        ),
+        (["perplexity", "RUN", "large.bin", "--seq_len", "17"], 3, "a smaller train.seq_len; perplexity has --seq_len"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
@@ -118,6 +124,16 @@ def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsy
     assert main(app, [words.get(word, word) for word in argv]) == code
     err = capsys.readouterr().err
     assert message in err.replace(words["RUN"], "RUN") and len(err.splitlines()) == 1
+
+
+def test_perplexity_takes_windows_of_another_length(trained, tmp_path, capsys):
+    """Also longer ones than those of training; for other projects' weights the usual length is their context."""
+    directory, _ = trained
+    assert main(app, ["export", str(directory / "run"), "--out", str(tmp_path / "out")]) == 0
+    for source, seq_len, tokens in (("run", 8, 192), ("run", 100, 100), (tmp_path / "out", 100, 100)):
+        words = ["perplexity", str(directory / source), str(directory / "val_0.bin"), "--seq_len", str(seq_len)]
+        assert main(app, [*words, "--batch_tokens", "200"]) == 0
+        assert f"{tokens} tokens in fp32 | loss " in capsys.readouterr().out
 
 
 @pytest.mark.slow
