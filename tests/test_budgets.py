@@ -44,7 +44,7 @@ CEILINGS = {
     "tests/commands": 15_200,
     "tests/config": 6_500,
     "tests/data": 7_700,
-    "tests/data/prepare": 11_400,
+    "tests/data/prepare": 11_900,
     "tests/distributed": 4_400,
     "tests/gpu": 7_600,
     "tests/ground": 3_500,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN, find
-from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
+from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, TOKENIZER_SIZES
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
@@ -77,19 +77,22 @@ def settings(
             continued = Config.load(recipe, given, gpus)
             tokenizer: str = continued.data.tokenizer
             look_in(tokenizer, run_dir)
+            tokens = measured.count_tokens(tokenizer)
         else:
             source = _weights(given.get("init_from", ""), download=prepare)
             usual = source and source.tokenizer or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
             tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
+            known = tokenizer in TOKENIZER_SIZES  # Config.load refuses another
+            tokens = measured.count_tokens(tokenizer) if known else measured.characters
             model = source.model if source else None
-            picked = own_text.choose(measured.characters, gpu_gib, tokenizer, given, gpus, model)
+            picked = own_text.choose(measured.characters, tokens, gpu_gib, tokenizer, given, gpus, model)
         shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
         picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
         config = Config.load(recipe, picked | dict(given), gpus)
         if source:
             check_sizes(source, config)
     if prepare or summary:
-        print_line(own_text.summary(config, measured.characters, "a GPU" if gpu_gib else "the CPU"))
+        print_line(own_text.summary(config, measured.characters, tokens, "a GPU" if gpu_gib else "the CPU"))
     if summary:
         documents.report(measured.notes, tokenizer)
     if prepare:

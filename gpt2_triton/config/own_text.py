@@ -97,13 +97,16 @@ def preset_for(characters: int, gpu_gib: float | None, given: Mapping[str, str])
 
 
 def choose(
-    characters: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1,
+    characters: int, tokens: int, gpu_gib: float | None, tokenizer: str, given: Mapping[str, str], gpus: int = 1,
     source: ModelConfig | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return keys for a text of this length.  They follow the `given` keys and do not repeat them.
 
-    gpu_gib is the memory of a GPU, None on a CPU; `source` the model of init_from, if it was read.  DataError if the
-    text is too short for a sequence of validation.
+    tokens    of the text, about: `tokenizer` may need one for four characters, or two for each
+    gpu_gib   the memory of a GPU, None on a CPU
+    source    the model of init_from, if it was read
+
+    DataError if the text is too short for a sequence of validation.
     """
     preset, cpu = preset_for(characters, gpu_gib, given), gpu_gib is None
 
@@ -112,19 +115,18 @@ def choose(
         return default if found is None else max(1, found)
 
     T = preset.seq_len
-    per_token = 1 if tokenizer == "bytes" else 4  # characters, about; not in Latin script, two or three bytes each
     if source:  # a short text gives 64 sequences
-        T = min(source.block_size, LONGEST_CONTEXT, max(T, _power_of_2(characters // per_token // 64)))
+        T = min(source.block_size, LONGEST_CONTEXT, max(T, _power_of_2(tokens // 64)))
     T = number("train.seq_len", T)
-    needed = math.ceil((T * per_token + 4) / VAL_FRACTION)
-    if characters < needed:
-        wrong = f"--data: {characters:,} characters are too little text; a sequence of validation needs {needed:,}"
+    needed = math.ceil((T + 4) / VAL_FRACTION)
+    if tokens < needed:
+        wrong = f"--data: {tokens:,} tokens are too little text; a sequence of validation needs {needed:,}"
         raise DataError(f"{wrong}; give more text, or a smaller --train.seq_len")
-    val_tokens = int(characters * VAL_FRACTION) // per_token
-    tokens = int(characters * (1 - VAL_FRACTION)) // per_token
-    batch, step_tokens = _batch(preset, tokens // T, T, gpu_gib, gpus, number)
+    val_tokens = int(tokens * VAL_FRACTION)
+    train_tokens = tokens - val_tokens
+    batch, step_tokens = _batch(preset, train_tokens // T, T, gpu_gib, gpus, number)
     step_tokens = number("train.total_batch_tokens", step_tokens)
-    steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * tokens // step_tokens)))
+    steps = number("train.steps", min(preset.most_steps, max(1, preset.epochs * train_tokens // step_tokens)))
     apart = min(HUB_APART, math.ceil(steps / preset.epochs)) if preset is HUB else 1
     every, evaluated = max(apart, steps // preset.validations), preset.eval_tokens // T * T
     keys: dict[str, Any] = {
@@ -140,7 +142,7 @@ def choose(
         # of 10 steps, 2e-3 gives a spike
         "optim.warmup": min(preset.most_warmup, max(steps // 10, min(30, steps // 3))),
         "eval.every": every,
-        "eval.tokens": evaluated if 0 < 4 * evaluated <= val_tokens else 0,  # a token may have more characters
+        "eval.tokens": evaluated if 0 < 2 * evaluated <= val_tokens else 0,  # the end may have fewer tokens
         "sample.every": max(1, steps // 2),
         "sample.tokens": preset.sample_tokens,
         "checkpoint.every": every,
@@ -192,10 +194,10 @@ def _power_of_2(n: int) -> int:
     return 1 << max(1, n).bit_length() - 1
 
 
-def summary(config: Config, characters: int, machine: str) -> str:
+def summary(config: Config, characters: int, tokens: int, machine: str) -> str:
     """Return lines that show what was chosen."""
     m, t, o = config.model, config.train, config.optim
-    return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}
+    return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}, {tokens:,} tokens
   model: layers {m.n_layer}, heads {m.n_head}, channels {m.n_embd}, parameters {config.n_params:,}
   steps: {t.steps:,} of {t.step_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \
 optimizer {o.name}, learning rate {o.lr:g}, warmup {o.warmup}

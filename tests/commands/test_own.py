@@ -94,7 +94,7 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
     monkeypatch.setattr(commands_app.os, "_exit", lambda code: None)
     monkeypatch.setattr(commands_app.time, "sleep", lambda seconds: None)
     launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
-    for rank, said in (("1", ""), ("0", "error: --data: 5 characters are too little text")):
+    for rank, said in (("1", ""), ("0", "error: --data: 5 tokens are too little text")):
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # rank 1 drops its own
@@ -118,7 +118,7 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     before = files(here)
     assert main(app, ["own", "--data", "my.txt", "--plan", "--gpu", "4090"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes\n  model: ")
+    assert out.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes, 10,750 tokens\n  model: ")
     assert "\nfits the GPU 4090 of 23.50 GiB\nmemory " in out
     assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
     assert (out := capsys.readouterr().out).startswith("own text: 10,750 characters, on the CPU; ")
@@ -144,7 +144,11 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     argv = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--run_dir", "run", "--sample.tokens", "2", *small]
     assert main(app, argv) == 0
     out = capsys.readouterr().out
-    assert "tokenizer bytes\n" in out and " fits this machine of " in out and "--- sample after step 2 ---" in out
+    assert (
+        "tokenizer bytes, 10,750 tokens\n" in out
+        and " fits this machine of " in out
+        and "--- sample after step 2 ---" in out
+    )
     assert out.endswith("wrote run/exported_step_00000002, for transformers\n")
     tuned, before = (huggingface.read(str(path)) for path in (here / "run" / "exported_step_00000002", here / "theirs"))
     assert tuned.model == before.model

@@ -18,10 +18,15 @@ CARDS = {"4090": 23.5, "h200": 139.8}
 DATA = {"data.train": "t.bin", "data.val": "v.bin"}
 
 
-def config_for(characters, gpu_gib=None, gpus=1, **given):
+def tokens_of(characters, tokenizer):
+    """English has a token for four characters, and one byte in each."""
+    return characters if tokenizer == "bytes" else characters // 4
+
+
+def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
     tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib, given).tokenizer)
-    keys = choose(characters, gpu_gib, tokenizer, given, gpus)
+    keys = choose(characters, tokens or tokens_of(characters, tokenizer), gpu_gib, tokenizer, given, gpus)
     assert not keys.keys() & given.keys()
     return Config.load("own", keys | given | DATA, gpus)
 
@@ -40,21 +45,31 @@ def test_keys_are_valid_and_fit_the_machine(characters, gpu):
 @pytest.mark.parametrize("characters", LENGTHS)
 @pytest.mark.parametrize("gpu_gib", [None, 23.5, 139.8])
 def test_data_hold_a_step_and_the_validation(characters, gpu_gib):
-    """A character is a token or more of `bytes`, and GPT-2's tokens have fewer than 10 characters in any text."""
+    """Twice, for an end of the text whose tokens are longer than its others."""
     config = config_for(characters, gpu_gib)
-    each = 1 if config.data.tokenizer == "bytes" else 10
-    assert config.train.step_tokens <= characters * (1 - VAL_FRACTION)
-    validated = max(config.eval.tokens, config.train.seq_len + 1) * each
-    assert validated <= characters * VAL_FRACTION or not config.eval.tokens
+    tokens = tokens_of(characters, config.data.tokenizer)
+    assert config.train.step_tokens <= tokens * (1 - VAL_FRACTION)
+    assert config.train.seq_len + 1 <= tokens * VAL_FRACTION
+    assert 2 * config.eval.tokens <= tokens * VAL_FRACTION
 
 
-def epochs(config, characters):
-    each = 1 if config.data.tokenizer == "bytes" else 4
-    return config.train.steps * config.train.step_tokens / (characters * (1 - VAL_FRACTION) / each)
+def epochs(config, tokens):
+    return config.train.steps * config.train.step_tokens / (tokens * (1 - VAL_FRACTION))
+
+
+def epochs_of(config, characters):
+    return epochs(config, tokens_of(characters, config.data.tokenizer))
+
+
+@pytest.mark.parametrize("per_character", [0.2, 0.25, 1.0, 2.5])
+def test_a_text_of_any_script_is_read_three_times_in_finetuning(per_character):
+    """GPT-2 has a token for four English characters, and more than one for each Russian or Chinese character."""
+    tokens = int(500_000 * per_character)
+    assert 2.4 < epochs(config_for(500_000, 139.8, tokens=tokens, init_from="hf:gpt2"), tokens) <= 3
 
 
 def test_short_texts_are_seen_forty_times_and_long_ones_four_times_at_most():
-    on_gpu = [(epochs(config_for(n, 139.8), n), n) for n in LENGTHS]
+    on_gpu = [(epochs_of(config_for(n, 139.8), n), n) for n in LENGTHS]
     assert all(39 < seen <= 40 for seen, n in on_gpu if n < 20_000_000)
     assert all(1 < seen <= 4 for seen, n in on_gpu if n >= 20_000_000)
     assert all(config_for(n).train.steps <= 250 for n in LENGTHS)  # on a CPU
@@ -75,7 +90,7 @@ def test_step_divides_among_gpus(gpus):
 
 
 def test_other_keys_follow_the_given_ones():
-    assert choose(10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
+    assert choose(10**6, 10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
     usual = config_for(1_000_000, 139.8)
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
     assert (half.train.step_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
@@ -109,7 +124,7 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
     for name, layers, gib in (("hf:gpt2", 12, None), ("hf:openai-community/gpt2-xl", 48, 139.8), ("hf:DIR", 12, 23.5)):
         config = config_for(1_000_000, gib, init_from=name)
         assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
-        assert 2 < epochs(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
+        assert 2 < epochs_of(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
     other = config_for(1_000_000, init_from="hf:DIR", model__n_layer="6")
     assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
@@ -127,15 +142,17 @@ def test_weights_that_were_read_decide_model_and_sequence():
     source = ModelConfig(arch="llama", vocab_size=128256, block_size=131072, n_kv_head=4, rope_factor=32.0)
     given = {"init_from": "hf:DIR"}
     for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
-        config = Config.load("own", choose(characters, 139.8, "llama3", given, source=source) | given | DATA, 1)
+        config = Config.load(
+            "own", choose(characters, characters // 4, 139.8, "llama3", given, source=source) | given | DATA, 1
+        )
         assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
-    short = choose(100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32))
+    short = choose(100_000, 100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32))
     assert (short["train.seq_len"], short["model.vocab_size"], short["model.dropout"]) == (32, 256, 0.1)
 
 
 def test_too_little_text_is_refused_with_what_is_needed():
     assert config_for(680).train.steps >= 1
-    with pytest.raises(DataError, match=r"679 characters are too little text; .* needs 680; give more"):
+    with pytest.raises(DataError, match=r"679 tokens are too little text; .* needs 680; give more"):
         config_for(679)
     assert config_for(400, train__seq_len="32").train.seq_len == 32
     with pytest.raises(ConfigError, match="init_from: expected scratch or one of .*; got runs/mine"):
@@ -143,9 +160,9 @@ def test_too_little_text_is_refused_with_what_is_needed():
 
 
 def test_summary_tells_what_was_picked():
-    text = summary(config_for(1_000_000), 1_000_000, "the CPU")
+    text = summary(config_for(1_000_000), 1_000_000, 999_000, "the CPU")
     for part in (
-        "1,000,000 characters, on the CPU; tokenizer bytes\n",
+        "1,000,000 characters, on the CPU; tokenizer bytes, 999,000 tokens\n",
         "layers 1, heads 1, channels 64",
         "250 of 2,048",
         "between validations 50, checkpoints 50, samples 125; any key can be given",

@@ -25,6 +25,7 @@ MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has anot
 ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+PIECE = 4096  # characters of a sample that follow each other
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 MARKUP = re.compile(r"<\|\w+\|>")  # what special tokens look like
 
@@ -158,14 +159,33 @@ def _is_written(folder: str, names: set[str]) -> bool:
 # ---- what is in them ----
 
 
-def measure(path: Path, how: Reading) -> tuple[str, int, Notes, list[str]]:
-    """Return the sha256 of a file, the characters of its documents, notes, and why it cannot be read, if it cannot."""
-    notes: Notes = {}
+class Measured(NamedTuple):
+    """What a file holds."""
+
+    digest: str  # sha256
+    characters: int  # of its documents
+    sample: list[str]  # of their text, to estimate its tokens
+    notes: Notes
+    faults: list[str]  # why it cannot be read, if it cannot
+
+
+def measure(place: tuple[Path, int], how: Reading, step: int) -> Measured:
+    """Measure the file at (path, bytes of the files before it); sample PIECE characters of each `step`."""
+    path, before = place
+    characters, sample, notes = 0, list[str](), Notes()
     try:
-        characters = sum(len(text) for _, text in read(path, how, notes))  # first: it has the messages
-        return sha256(path), characters, notes, []
+        for _, text in read(path, how, notes):  # first: it has the messages
+            sample += _thinned(text, before + characters, step)
+            characters += len(text)
+        return Measured(sha256(path), characters, sample, notes, [])
     except DataError as error:
-        return "", 0, notes, [str(error)]
+        return Measured("", 0, [], notes, [str(error)])
+
+
+def _thinned(text: str, at: int, step: int) -> list[str]:
+    """Return the pieces of a text that lie in the first PIECE characters of a step; the text begins at `at`."""
+    starts = range(-(at % step), len(text), step)
+    return [text[max(0, start) : start + PIECE] for start in starts if start + PIECE > 0]
 
 
 def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:

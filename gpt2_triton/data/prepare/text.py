@@ -16,18 +16,20 @@ from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.tokenizer import END_OF_TEXT
+from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
 from gpt2_triton.errors import DataError
 
+SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
 Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
 
 
 class MeasuredText(NamedTuple):
-    """Files of text, the sha256 of each, their characters in all, what was left out, and how they are read."""
+    """Files of text."""
 
     files: list[File]
-    digests: list[str]
-    characters: int
+    digests: list[str]  # the sha256 of each
+    characters: int  # in all
+    sample: list[str]  # of the text, to estimate its tokens
     notes: Notes
     how: Reading
 
@@ -39,24 +41,35 @@ class MeasuredText(NamedTuple):
             read += "special"  # an earlier version took only END_OF_TEXT for a token
         return hashlib.sha256(read.encode()).hexdigest()
 
+    def count_tokens(self, tokenizer: str) -> int:
+        """Return the number of tokens: of a text that is longer than the sample, about."""
+        encode, sampled = get_tokenizer(tokenizer).encode, sum(map(len, self.sample))
+        tokens = sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
+        return round(self.characters * tokens / sampled) if sampled else self.characters
+
 
 def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
     """Read files, folders and globs of text; DataError that names the unreadable files, or if there is no text."""
-    (files, notes), digests, characters, faults = documents.find_files(inputs), [], 0, []
-    measure = functools.partial(documents.measure, how=how)
+    files, notes = documents.find_files(inputs)
+    sizes = [path.stat().st_size for path, _ in files]
+    places = zip([path for path, _ in files], itertools.accumulate(sizes, initial=0))
+    step = documents.PIECE * max(1, sum(sizes) // SAMPLE_CHARS)
+    measure = functools.partial(documents.measure, how=how, step=step)
+    measured: list[documents.Measured] = []
     with paired_map(_processes(files, workers)) as run, Progress("measuring", len(files), "files") as progress:
-        for _, (digest, count, more, fault) in run(measure, [path for path, _ in files]):
-            digests.append(digest)
-            characters += count
-            faults += fault
-            for what, (times, where) in more.items():
+        for _, one in run(measure, places):
+            measured.append(one)
+            for what, (times, where) in one.notes.items():
                 documents.note(notes, what, where, times)
             progress.advance(1)
+    faults = [fault for one in measured for fault in one.faults]
+    characters = sum(one.characters for one in measured)
     if faults:
         raise DataError("\n".join(faults[:20] + ["..."] * (len(faults) > 20)))
     if not characters:
         raise documents.no_text(", ".join(map(str, inputs)), notes)
-    return MeasuredText(files, digests, characters, notes, how)
+    sample = [piece for one in measured for piece in one.sample]
+    return MeasuredText(files, [one.digest for one in measured], characters, sample, notes, how)
 
 
 def prepare_text(
@@ -72,7 +85,7 @@ def prepare_text(
 
     DataError if `strict` and anything is left out.
     """
-    files, digests, characters, notes, how = measured
+    files, digests, characters, _, notes, how = measured
     documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
     rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]

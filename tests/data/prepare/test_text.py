@@ -262,9 +262,9 @@ def test_text_refuses_a_damaged_gz(tmp_path):
 
 
 def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
-    def measure_and_append(path, how):
-        row = measure(path, how)
-        path.write_text(TEXT + "more")
+    def measure_and_append(place, how, step):
+        row = measure(place, how, step)
+        place[0].write_text(TEXT + "more")
         return row
 
     measure = documents.measure
@@ -281,7 +281,7 @@ def test_text_workers_write_the_bytes_of_one(many, tmp_path, monkeypatch):
     assert contents(prepare_many(many[0], tmp_path / "two", workers=2)) == many[1]
 
 
-def _die(path, how):
+def _die(place, how, step):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -325,6 +325,40 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path
     assert "out: in use" in capsys.readouterr().err
     assert main(tools, [*command, "plain", "--field", "doc.text", "--no-endoftext"]) == 0
     assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "the boy went home and saw a big dog. ",
+        "мальчик пошёл домой и увидел собаку. ",
+        "猫在树下睡觉，孩子们去河边玩水。",
+    ],
+)
+def test_tokens_are_counted_in_every_script(tmp_path, monkeypatch, sentence):
+    """Of a short text each; of a longer one from pieces that lie in all its parts, whatever its files."""
+    monkeypatch.setattr(build, "get_tokenizer", lambda name: gpt2())
+    monkeypatch.setattr(text, "get_tokenizer", lambda name: gpt2())
+    (tmp_path / "a.txt").write_text(sentence * 2000)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": sentence.upper()}) + "\n" for _ in range(2000)))
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    exact = len(gpt2().encode(sentence * 2000)) + 2000 * len(gpt2().encode(sentence.upper()))
+    assert text.measure_text(files, 1).count_tokens("gpt2") == pytest.approx(exact, rel=0.003)
+    monkeypatch.setattr(text, "SAMPLE_CHARS", sum(file.stat().st_size for file in files) // 4)
+    thin = text.measure_text(files, 1)
+    assert sum(map(len, thin.sample)) < thin.characters / 2
+    assert thin.count_tokens("gpt2") == pytest.approx(exact, rel=0.1)
+
+
+def test_a_sample_has_the_beginning_of_each_step_across_texts():
+    whole = "".join(chr(256 + i % 5000) for i in range(50_000))
+    for size in (1, 700, 5000, 50_000):
+        texts = [whole[i : i + size] for i in range(0, len(whole), size)]
+        pieces = [
+            piece for i, part in enumerate(texts) for piece in documents._thinned(part, i * size, 3 * documents.PIECE)
+        ]
+        starts = range(0, len(whole), 3 * documents.PIECE)
+        assert "".join(pieces) == "".join(whole[start : start + documents.PIECE] for start in starts)
 
 
 CHAT = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat eats grass %d?<|eot_id|>"
