@@ -259,7 +259,7 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> str:
-        """Return a continuation of `prompt`, up to the end of text if the model draws it; equal calls give equal texts.
+        """Return a continuation of `prompt`, up to an end of text if the model draws one; equal calls give equal texts.
 
         prompt        text to continue; of a long one the model sees the newest tokens; empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token

@@ -62,7 +62,7 @@ class Perplexity(NamedTuple):
 def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity:
     """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
 
-    Bits per byte leave out the delimiter of documents, which has no bytes.
+    Bits per byte leave out special tokens, which have no bytes.
     """
     byte_lengths = _byte_lengths(model.config)
     loader = ValidationLoader(shards, model.T, tokens)
@@ -125,7 +125,7 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's bytes, int64 [V], 0 for delimiters and unknown ids; without a tokenizer warn, return None."""
+    """Return each token's bytes, int64 [V], 0 for special and unknown ones; without a tokenizer warn, return None."""
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:
@@ -133,5 +133,5 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
-    lengths[[tokenizer.delimiter, tokenizer.eot]] = 0
+    lengths[[tokenizer.delimiter, *tokenizer.special.values()]] = 0
     return lengths
