@@ -42,8 +42,9 @@ GPUS = {
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
 CGROUP, CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
 NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
+DEFAULT = "h100"  # in plans without a GPU: docs/results has its figures
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
 UNKNOWN = "unknown"  # architecture of that
 
 
@@ -156,8 +157,10 @@ def peak_flops() -> float | None:
 
 
 def memory_bytes(name: str | None) -> int:
-    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU."""
-    return int(gpu_of(name).memory * 2**30) if name else torch.cuda.mem_get_info(local_gpu())[1]
+    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU, else of DEFAULT."""
+    if name is None and present():
+        return torch.cuda.mem_get_info(local_gpu())[1]
+    return int(gpu_of(name or DEFAULT).memory * 2**30)
 
 
 def free_and_total_bytes(device: str) -> tuple[int, int]:

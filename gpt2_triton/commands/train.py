@@ -188,11 +188,11 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
     if on_cpu:
         return plan_report(config, kernels, Gpu("this machine", device.free_and_total_bytes("cpu")[1]), shape)
     here = device.present() and not gpu
-    named = gpu or "h100"
+    named = gpu or device.DEFAULT
     name = "this GPU" if here else f"the GPU {named}" if gpu else f"the GPU {named} (--gpu names another)"
     architecture = device.architecture() if here else device.gpu_of(named).architecture
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
         device.require_fp8(name, architecture)
     key = device.own_key() if here else named
-    planned = Gpu(name, device.memory_bytes(None if here else named), architecture, key)
+    planned = Gpu(name, device.memory_bytes(gpu), architecture, key)
     return plan_report(config, kernels, planned, shape)
