@@ -6,6 +6,7 @@ Okabe and Ito's colours remain distinct to colour-blind readers.
 import json
 import os
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,13 +14,14 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from cyclopts import Parameter
 
-from gpt2_triton.console import format_count, printable
+from gpt2_triton.console import format_count, print_line, printable
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+FALLBACKS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC")
 PANELS = dict(lr="learning rate", norm="gradient norm", tok_s="tokens per second", hellaswag="HellaSwag accuracy")
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
 
@@ -42,7 +44,9 @@ class Curves(NamedTuple):
         keys = ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         val, train, speed, mfu, hellaswag = (self.points(key)[:, 1] for key in keys)
         loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
-        lines = [textwrap.fill(self.name, 28).replace("$", r"\$"), loss]  # no mathematics
+        name = textwrap.fill(self.name, 28).replace("$", r"\$")  # no mathematics
+        hidden = name.startswith("_")  # matplotlib leaves such labels out
+        lines = [f" {name}" if hidden else name, loss]
         if len(speed):
             share = f", MFU {np.median(mfu):.0%}" if len(mfu) else ""
             lines.append(f"{format_count(np.median(speed))} tokens/s{share}")
@@ -80,7 +84,11 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
     os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that matplotlib may not have
+    from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], *(f for f in FALLBACKS if f in installed)])]
 
     panels = [key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)]
     figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
@@ -111,7 +119,12 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
         panel.set_xlabel("tokens")
     figure.legend(*axes["loss"].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    with warnings.catch_warnings(record=True) as caught:
+        figure.savefig(out, dpi=150)
+    if any("missing from font" in str(warning.message) for warning in caught):
+        names = ", ".join(run.name for run in runs if not run.name.isascii())
+        todo = "install Noto Sans CJK, or set font.family in matplotlibrc"
+        print_line(f"note: no font here has all characters of {names}; {todo}", error=True)
     return [compare(run, curve) for curve in curves for run in runs]
 
 
