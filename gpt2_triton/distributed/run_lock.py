@@ -17,7 +17,8 @@ from gpt2_triton.errors import ConfigError
 
 NAME = ".lock"
 MOST_BYTES = 300  # that a message quotes from the file
-UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # flock's errors on file systems without it
+# flock's errors on file systems without it; EBADF: on NFS, of a file that is another user's
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 
 
 @contextlib.contextmanager
@@ -38,8 +39,13 @@ def _take(path: Path) -> int:
     try:
         file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
-        file, is_new = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), False
-    _lock(file, path, is_new)
+        is_ours = os.access(path, os.W_OK)
+        file, is_new = os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644), False
+        _lock(file, path, is_new)
+        if not is_ours:  # another user's process, which has ended
+            path.unlink(missing_ok=True)
+    else:
+        _lock(file, path, is_new)
     if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)

@@ -60,6 +60,16 @@ def test_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder):
     assert os.listdir(tmp_path) == []
 
 
+def test_file_of_another_user_is_locked_and_replaced_once_its_process_has_ended(tmp_path, monkeypatch, holder):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
+    refuse(tmp_path, f"^--run_dir: pid {holder.pid} on .* writes to {tmp_path}; wait for its end")
+    holder.kill()
+    holder.wait()
+    with lock_run_dir(tmp_path):
+        assert f"pid {os.getpid()} on" in (tmp_path / NAME).read_text()
+    assert os.listdir(tmp_path) == []
+
+
 def test_release_lets_the_next_in(tmp_path):
     for _ in range(2):
         with lock_run_dir(tmp_path / "new"):
