@@ -1,6 +1,7 @@
 """Save checkpoints while training continues: tensors are copied to host memory, and a thread writes the copy."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError
 
+LONG_WAIT = 2.0  # seconds
+
 
 class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If a write fails, training continues after a warning."""
@@ -25,6 +28,7 @@ class AsyncCheckpointer:
         self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._has_waited = False  # longer than LONG_WAIT, for the thread
         self.failed_step: int | None = None  # set by `wait`; equal on all ranks
 
     def save(
@@ -65,8 +69,11 @@ class AsyncCheckpointer:
     def wait(self, raise_errors: bool = False) -> None:
         """Wait until the last checkpoint is written.  If that failed, print a warning, or raise CheckpointError."""
         if self._thread is not None:
+            began = time.monotonic()
             self._thread.join()
             self._thread = None
+            if not raise_errors:  # at the end no step waits
+                self._report_wait(time.monotonic() - began)
         error, self._error = self._error, None
         self.failed_step = self._step if error else None
         if error is None:
@@ -79,3 +86,10 @@ class AsyncCheckpointer:
             raise CheckpointError(f"{failure}, and resume") from error
         if self._control.rank == 0:
             print_line(f"warning: {failure}", error=True)
+
+    def _report_wait(self, seconds: float) -> None:
+        """Say once that steps wait for the disk: neither the times of steps nor the eta show it."""
+        if seconds > LONG_WAIT and not self._has_waited and self._control.rank == 0:
+            self._has_waited = True
+            todo = "if this repeats, raise checkpoint.every or take a faster disk"
+            print_line(f"waited {seconds:.0f} s for the save of step {self._step}; {todo}")

@@ -1,5 +1,6 @@
 """Saving while training continues: the bytes of the call are written, and a full disk ends no run."""
 
+import itertools
 import os
 import resource
 import shutil
@@ -56,6 +57,21 @@ def test_save_returns_while_writing_and_the_next_save_waits(tmp_path, monkeypatc
     assert (tmp_path / STEP_10).exists()
     saver.wait(raise_errors=True)
     assert names(tmp_path) == [STEP_10, STEP_20]
+
+
+def test_a_long_wait_for_the_disk_is_said_once(tmp_path, monkeypatch, capsys):
+    moments = itertools.count(0, 12)
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
+    saver = AsyncCheckpointer(tmp_path, Retention(0))
+    saver.save(10, pieces(10), {})
+    saver.wait(raise_errors=True)  # as at the end of a run
+    for step in (20, 30, 40):
+        saver.save(step, pieces(step), {})
+    saver.wait()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waited")]
+    assert said == [
+        "waited 12 s for the save of step 20; if this repeats, raise checkpoint.every or take a faster disk"
+    ]
 
 
 @pytest.mark.parametrize(("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"])
