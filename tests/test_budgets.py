@@ -45,7 +45,7 @@ CEILINGS = {
     "tests/config": 6_500,
     "tests/data": 7_700,
     "tests/data/prepare": 11_900,
-    "tests/distributed": 4_400,
+    "tests/distributed": 4_500,
     "tests/gpu": 7_600,
     "tests/ground": 3_500,
     "tests/inference": 7_900,

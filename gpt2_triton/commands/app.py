@@ -88,6 +88,8 @@ def main(app: App, argv: list[str]) -> int:
         discard_unwritten()
         return 141
     except Exception as error:
+        if "No usable temporary directory" in str(error):  # torch makes one when it is imported
+            return _fail("TMPDIR: no directory for temporary files can be written; set TMPDIR to one", 2)
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             file = str(error.filename or "output")
             todo = "set TRITON_CACHE_DIR to another place" if "/.triton" in file else OF_THE_USER[error.errno]
@@ -158,8 +160,9 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
 
 def select_device(silent: bool = False) -> None:
     """Without a GPU select Triton's interpreter, and say so unless `silent`.  Call it before a kernel is imported."""
-    # torch and numpy read it at import; a second thread makes the interpreter's small arrays three times slower
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # torch and numpy read these at import.  Without a GPU more threads, which SLURM's scripts ask for, change the order
+    # of sums, and a second thread makes the interpreter's small arrays three times slower.
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
     threading.Thread(target=_open_gpu, daemon=True).start()
     from gpt2_triton import device

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,34 +339,27 @@ def test_plan_says_that_most_of_the_vocabulary_has_no_token(here, capsys):
 def machine(monkeypatch):
     """Make this machine one with or without a GPU, and with these versions."""
 
-    def made(gpu=False, triton="3.10.0", numpy="2.4.6", language=None):
+    def made(gpu=False, triton="3.10.0", numpy="2.4.6"):
         monkeypatch.setattr(device, "present", lambda: gpu)
         monkeypatch.setattr(device, "installed", dict(triton=triton, numpy=numpy).__getitem__)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.delitem(sys.modules, "triton.language", raising=False)
-        if language:
-            monkeypatch.setitem(sys.modules, "triton.language", language)
 
     return made
 
 
-def test_select_device_selects_the_interpreter_without_a_gpu(machine, capsys):
+def test_select_device_selects_the_interpreter_without_a_gpu(machine, monkeypatch, capsys):
     machine(gpu=True)
     app.select_device()
     assert "TRITON_INTERPRET" not in os.environ and capsys.readouterr().out == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as scripts of SLURM do: it would change bits
     for versions in (dict(triton="3.6.0", numpy="2.3.5"), dict(triton="3.10.0", numpy="2.4.6")):
         machine(**versions)
         app.select_device()
-        assert os.environ["TRITON_INTERPRET"] == "1"
+        assert os.environ["TRITON_INTERPRET"] == os.environ["OMP_NUM_THREADS"] == "1"
         assert "Triton's interpreter on the CPU" in capsys.readouterr().out
 
 
-class JITFunction:
-    """As triton.language.sum is without TRITON_INTERPRET."""
-
-
 @pytest.mark.parametrize(("found", "message"), [
-    (dict(language=SimpleNamespace(sum=JITFunction())), "^TRITON_INTERPRET: no GPU, .* perhaps by transformers"),
     (dict(triton="3.6.0"), r'pip install "numpy<2.4"$'),
     (dict(triton=None), "^triton: not installed; pip install triton, on Linux or WSL2$"),
     (dict(triton=None, gpu=True), "^triton: not installed; pip install triton, on Linux or WSL2$"),
@@ -424,6 +418,16 @@ def test_a_rank_opens_its_own_gpu_while_torch_is_imported(monkeypatch, gpus, ope
     monkeypatch.setattr(app.ctypes, "CDLL", lambda name: driver)
     app._open_gpu()
     assert retained == ([] if opened is None else [opened])
+
+
+def test_missing_temporary_directory_is_one_line(monkeypatch, capsys):
+    """As in a container with a read-only file system; torch needs one when it is imported."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert run(tempfile.gettempdir) == 2
+    assert (
+        capsys.readouterr().err == "error: TMPDIR: no directory for temporary files can be written; set TMPDIR to one\n"
+    )
 
 
 def test_sigterm_ends_process_1_of_a_container(monkeypatch):
