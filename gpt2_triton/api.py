@@ -23,8 +23,7 @@ from gpt2_triton.errors import ConfigError, DataError, UserError
 from gpt2_triton.inference.sampling import Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from gpt2_triton.checkpoint.stored import StoredTensor
     from gpt2_triton.data.tokenizer import Tokenizer
     from gpt2_triton.model.model import Model as ArenaModel
 
@@ -190,9 +189,8 @@ def load(
 
         _free_unused_memory()
         where = str(source.directory if isinstance(source, Run) else source)
-        config, tensors, beside = load_weights(where)
-        stored = {name: tensor for name, tensor in tensors.items() if name in ("params", "low")}
-        return Model(where, config, stored, beside, load_for_losses(config, tensors, batch_tokens, dtype, sequences=1))
+        config, stored, beside = load_weights(where)
+        return Model(where, config, stored, beside, load_for_losses(config, stored, batch_tokens, dtype, sequences=1))
 
 
 class Model:
@@ -204,11 +202,19 @@ class Model:
     """
 
     def __init__(
-        self, source: str, config: Config, tensors: "dict[str, Tensor]", beside: Path | None, model: "ArenaModel"
+        self,
+        source: str,
+        config: Config,
+        stored: "dict[str, StoredTensor]",
+        beside: Path | None,
+        model: "ArenaModel",
     ):
-        """`tensors` are the stored weights, on the host, and `beside` their source's other files: for `export`."""
-        self.config, self.context = config, config.train.seq_len
-        self._source, self._tensors, self._beside = source, tensors, beside
+        """`stored` are the weights as they were loaded, and `beside` their source's other files: for `export`."""
+        self.config = config
+        self.context = config.train.seq_len
+        self._source = source
+        self._stored = stored
+        self._beside = beside
         self._model: ArenaModel | None = model
         self._text: Generator[str, None, None] | None = None  # the text in the cache
         self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU
@@ -224,7 +230,7 @@ class Model:
         with _exclusive():
             if self._text is not None:
                 self._text.close()  # or an iterator of the caller would keep the memory
-            self._model, self._text, self._tensors = None, None, {}
+            self._model, self._text, self._stored = None, None, {}
             _free_unused_memory()
 
     def _open(self) -> "ArenaModel":
@@ -363,6 +369,6 @@ class Model:
 
             self._open()
             made = _path("directory", directory)
-            weights = from_checkpoint(self._source, self._tensors, self.config, self._beside)
+            weights = from_checkpoint(self._source, self._stored, self.config, self._beside)
             export(weights, made, format, dtype)
             return made

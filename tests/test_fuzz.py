@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gpt2_triton.checkpoint import resume
 from gpt2_triton.checkpoint.format import MANIFEST
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint, verify
+from gpt2_triton.checkpoint.load import find_checkpoint, open_checkpoint, verify
 from gpt2_triton.checkpoint.sources import load_weights, open_weights
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import read_yaml
@@ -153,12 +153,17 @@ def run(tmp_path_factory):
 def load(run):
     """Read a run as a resume and as every other command does."""
     step_dir = find_checkpoint(run)
-    saved, tensors = load_checkpoint(step_dir)
+    checkpoint = open_checkpoint(step_dir)
+    saved = checkpoint.state
+    for tensor in checkpoint.tensors.values():
+        tensor.whole()
     RunState.from_checkpoint(saved)
     resume.config_differences(saved["config"], tiny_config().to_dict())
     only_user_errors(resume.check_data, step_dir, saved["data"], [], "data.train x", False)
-    only_user_errors(resume.check_tensors, step_dir, tensors, {"params": torch.empty(3)})
-    load_weights(str(run))
+    only_user_errors(resume.check_tensors, checkpoint, {"params": torch.empty(3)})
+    _, stored, _ = load_weights(str(run))
+    for tensor in stored.values():
+        tensor.whole()
 
 
 @pytest.fixture

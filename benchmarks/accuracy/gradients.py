@@ -158,8 +158,8 @@ def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4) -> Non
     """
     if not (device.present() or INTERPRET):
         raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")
-    saved, tensors, _ = load_weights(run)
-    params = tensors["params"].to(torch.bfloat16)
+    saved, stored, _ = load_weights(run)
+    params = stored["params"].whole().to(torch.bfloat16)
     configs = configs_of(saved, batch, batches)
     batched, others = (windows(data, configs["bf16"], batches, first) for first in (0, batches))
     found = {name: ours(config, params, batched) for name, config in configs.items()}

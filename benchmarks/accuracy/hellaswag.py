@@ -101,24 +101,24 @@ def main(argv: list[str] | None = None) -> int:
     from gpt2_triton.data.tokenizer import get_tokenizer
     from gpt2_triton.inference.load import load_for_losses
 
-    config, tensors, _ = load_weights(a.checkpoint)
+    config, stored, _ = load_weights(a.checkpoint)
     start = time.perf_counter()
     styles = (a.style,) if a.style else tuple(STYLES)
     questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
     print(f"questions tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = {dtype: load_for_losses(config, tensors, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    models = {dtype: load_for_losses(config, stored, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
     print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = models["fp32"].dims
-    params = leaves(tensors["params"].to(device), dims, torch.float32)
+    params = leaves(stored["params"].whole().to(device), dims, torch.float32)
     all_equal = True
     for style, questions in questions_by_style.items():
         runs = {f"ours, {dtype}": timed(our_losses, model, questions) for dtype, model in models.items()}
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
-        small = load_for_losses(config, tensors, a.batch_tokens // 10, "bf16")
+        small = load_for_losses(config, stored, a.batch_tokens // 10, "bf16")
         equal = np.array_equal(our_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens per batch: {'yes' if equal else 'NO'}")
         all_equal &= equal

@@ -1,14 +1,14 @@
-"""Find, verify and load checkpoints.
+"""Find, verify and open checkpoints.
 
 The manifest's hashes show a flipped bit, which safetensors would load.  A checkpoint may come from a stranger: nothing
 is unpickled, and no file name is taken from a file's text.
 """
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,16 +20,17 @@ from gpt2_triton.checkpoint.format import (
     SHARES,
     STATE,
     STEP_NAME,
-    Spans,
     best_step,
     fingerprint,
     list_steps,
     step_path,
     tensors_name,
 )
+from gpt2_triton.checkpoint.stored import StoredTensor, join_shards, whole_tensors
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import read_json
+from gpt2_triton.model.tables import Part, Span
 
 # ---- verifying ----
 
@@ -97,16 +98,33 @@ def best_checkpoint(newest: Path) -> Path | None:
     return None if step is None else step_path(newest.parent, step)
 
 
-# ---- loading ----
+# ---- opening ----
 
 
-def read_checkpoint(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Return (step directory, state, host tensors); if the run deletes the step meanwhile, those of a newer step."""
+class Checkpoint(NamedTuple):
+    """A step that verifies: its state, and its tensors, which are read when they are used."""
+
+    step_dir: Path
+    state: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    def parts(self, spans: Mapping[str, Iterable[Span]]) -> Iterator[Part]:
+        """Yield what the checkpoint has of the spans of these tensors; CheckpointError for a NaN in them."""
+        asked = [(name, *span) for name in self.tensors for span in spans.get(name, ())]
+        total = sum(length * self.tensors[name].dtype.itemsize for name, _, length in asked)
+        with Progress(f"loading {self.step_dir.name}", total, "bytes") as progress:
+            for name, start, length in asked:
+                for first, elements in self.tensors[name].span(start, length):
+                    yield name, first, elements
+                    progress.advance(elements.nbytes)
+
+
+def open_newest(path: Path) -> Checkpoint:
+    """Open what `find_checkpoint` finds at `path`; if the run deletes that step meanwhile, open a newer one."""
     while True:
         steps = _steps_near(path)
         try:
-            found = find_checkpoint(path)
-            return found, *load_checkpoint(found)
+            return open_checkpoint(find_checkpoint(path))
         except (OSError, CheckpointError):
             if _steps_near(path) == steps:
                 raise
@@ -118,43 +136,24 @@ def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
     return [list_steps(place) for place in places if os.access(place, os.R_OK)]
 
 
-def load_checkpoint(step_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (state, host tensors) of a verified checkpoint; CheckpointError for NaN.  One rank's file is mapped."""
+def open_checkpoint(step_dir: Path) -> Checkpoint:
+    """Read the state of a step that verifies, and map the files of its ranks."""
     state = read_json(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
     spans = state.pop(SHARES, None)
     second = state.pop(SECOND_SHARES, None) or spans
-    shards = [_read_tensors(step_dir / tensors_name(rank)) for rank in range(len(spans or [0]))]
-    return state, merge_shards(shards, spans, second) if spans else shards[0]
+    where = str(step_dir)
+    if spans is None:
+        return Checkpoint(step_dir, state, whole_tensors(where, _map(step_dir / tensors_name(0))))
+    shards = [_map(step_dir / tensors_name(rank)) for rank in range(len(spans))]
+    return Checkpoint(step_dir, state, join_shards(where, shards, spans, second))
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _map(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file without reading them; what is written into them does not reach the file."""
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({error}); choose another step") from error
-    for name, tensor in tensors.items():
-        is_float = tensor.is_floating_point() and tensor.numel()
-        if is_float and not all(extreme.isfinite() for extreme in tensor.aminmax()):  # 20 times as fast as isfinite
-            raise CheckpointError(f"{path}: {name} has a NaN or an infinity; remove this step and use an older one")
-    return tensors
-
-
-def merge_shards(shards: list[dict[str, Tensor]], spans: list[Spans], second: list[Spans]) -> dict[str, Tensor]:
-    """Return whole tensors, from each rank's spans, `second` for v.  A tensor that only rank 0 has is whole."""
-    merged = {}
-    for name, tensor in shards[0].items():
-        if len(shards) > 1 and name not in shards[1]:
-            merged[name] = tensor
-            continue
-        by_rank = second if name == "v" else spans
-        total = sum(length for own in by_rank for _, length in own)
-        merged[name] = torch.empty(total, dtype=tensor.dtype)
-        for shard, own in zip(shards, by_rank, strict=True):
-            start = 0
-            for first, length in own:
-                merged[name][first : first + length].copy_(shard[name][start : start + length])
-                start += length
-    return merged

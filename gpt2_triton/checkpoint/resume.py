@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_triton.checkpoint.format import best_step
-from gpt2_triton.checkpoint.load import load_checkpoint
+from gpt2_triton.checkpoint.load import Checkpoint, open_checkpoint
+from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import may_change_on_resume
@@ -26,13 +27,14 @@ LATER_KEYS |= {"model.tied": True}
 
 def read(
     found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]
-) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Return state, tensors, and lines about what has changed.
+) -> tuple[Checkpoint, list[str]]:
+    """Return the open checkpoint, and lines about what has changed.
 
     `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their keys in state.json.
     CheckpointError if the checkpoint is of another run, ConfigError if it has more steps than train.steps.
     """
-    saved, tensors = load_checkpoint(found)
+    checkpoint = open_checkpoint(found)
+    saved = checkpoint.state
     changed = check_config(saved["config"], explicit)
     if saved["step"] > config.train.steps:
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
@@ -53,17 +55,18 @@ def read(
         notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
         notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
-    return saved, tensors, notes
+    return checkpoint, notes
 
 
-def check_tensors(step_dir: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError with a table of differences unless names, shapes and dtypes are as expected."""
 
-    def forms(of: dict[str, Tensor]) -> dict[str, Any]:
+    def forms(of: Mapping[str, Tensor] | Mapping[str, StoredTensor]) -> dict[str, Any]:
         return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
 
-    if wrong := _changes(forms(tensors), forms(expected)):
-        raise CheckpointError(_table(f"{step_dir} does not fit this model", wrong, "absent"))
+    wrong = _changes(forms(checkpoint.tensors), forms(expected))
+    if wrong:
+        raise CheckpointError(_table(f"{checkpoint.step_dir} does not fit this model", wrong, "absent"))
 
 
 def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt, source_files
-from gpt2_triton.checkpoint.load import read_checkpoint
+from gpt2_triton.checkpoint.load import open_newest
 from gpt2_triton.checkpoint.resume import config_differences, decides_weights
+from gpt2_triton.checkpoint.stored import StoredTensor, whole_tensors
 from gpt2_triton.checkpoint.weights import (
     Weights,
     check_sizes,
@@ -35,19 +35,20 @@ class Loaded(NamedTuple):
     """What a model that only runs forward is made of."""
 
     config: Config
-    tensors: dict[str, Tensor]  # on the host
+    stored: dict[str, StoredTensor]  # params, and low of fp32 masters; those of a run are read when they are used
     beside: Path | None  # a directory that may have the files of source_files.py
 
 
 def load_weights(source: str) -> Loaded:
-    """Return a source's configuration and tensors; other projects' are fp32, with train.dtype bf16."""
+    """Return a source's configuration and weights; other projects' are in memory, fp32, with train.dtype bf16."""
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
-        step_dir, config, tensors = _config_and_tensors(where)
-        return Loaded(config, tensors, source_files.of_step(step_dir))
+        step_dir, config, stored = _open_run(where)
+        return Loaded(config, stored, source_files.of_step(step_dir))
     weights = READERS[kind](where)
     exact = _config_for(weights)
-    return Loaded(exact.replace(train={"dtype": "bf16"}), to_flat_buffers(weights, exact), weights.beside)
+    stored = whole_tensors(weights.where, to_flat_buffers(weights, exact))
+    return Loaded(exact.replace(train={"dtype": "bf16"}), stored, weights.beside)
 
 
 def open_weights(source: str) -> Weights:
@@ -55,8 +56,8 @@ def open_weights(source: str) -> Weights:
     kind, where = _kind_and_place(source)
     if kind != "checkpoint":
         return READERS[kind](where)
-    step_dir, config, tensors = _config_and_tensors(where)
-    return from_checkpoint(str(step_dir), tensors, config, source_files.of_step(step_dir))
+    step_dir, config, stored = _open_run(where)
+    return from_checkpoint(str(step_dir), stored, config, source_files.of_step(step_dir))
 
 
 def is_own_run(source: str) -> bool:
@@ -81,18 +82,19 @@ def initial_weights(config: Config) -> Weights | None:
     if kind in READERS:
         weights = READERS[kind](where)
     else:
-        step_dir, saved, tensors = _config_and_tensors(where)
+        step_dir, saved, stored = _open_run(where)
         changes, _ = config_differences(saved.to_dict(), config.to_dict())
         for key, (then, now) in changes.items():
             if decides_weights(key):
                 raise CheckpointError(f"init_from: {where} has {key} {then}, this run {now}; make them equal")
-        weights = from_checkpoint(where, tensors, saved, source_files.of_step(step_dir))
+        weights = from_checkpoint(where, stored, saved, source_files.of_step(step_dir))
     check_sizes(weights, config)
     return weights
 
 
-def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
-    step_dir, state, tensors = read_checkpoint(Path(path))
+def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
+    """Return a run's step directory, its configuration, and its weights: params, and low of fp32 masters."""
+    step_dir, state, tensors = open_newest(Path(path))
     try:
         saved = without_removed(state["config"], any_value=True)
         if saved.get("fp8", {}).get("keep_bf16") not in ("head", "none"):
@@ -102,11 +104,11 @@ def _config_and_tensors(path: str) -> tuple[Path, Config, dict[str, Tensor]]:
         wrong = f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
         raise CheckpointError(wrong) from error
     look_in(config.data.tokenizer, step_dir.resolve().parent.parent)
-    expected = {"params", "low"} if config.optim.master == "fp32" else {"params"}
-    for name in expected:
+    names = ("params", "low") if config.optim.master == "fp32" else ("params",)
+    for name in names:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):
             raise CheckpointError(f"{step_dir}: {name} does not fit its configuration; choose another step")
-    return step_dir, config, tensors
+    return step_dir, config, {name: tensors[name] for name in names}
 
 
 def _config_for(weights: Weights) -> Config:

@@ -8,7 +8,7 @@ and bf16.  A model is read part by part, since a host may not hold it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gpt2_triton.checkpoint.source_files import has_tokenizer
+from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
@@ -172,16 +173,19 @@ def check_sizes(weights: Weights, config: Config) -> None:
 
 
 def from_checkpoint(
-    where: str, tensors: dict[str, Tensor], config: Config, beside: Path | None = None
-) -> Weights:  # fmt: skip
+    where: str, stored: Mapping[str, StoredTensor], config: Config, beside: Path | None = None
+) -> Weights:
     """Return the weights in the tensors of our checkpoint: the fp32 masters, if it has them."""
-    views = {part: by_name(tensors[part], config.model) for part in ("params", "low") if part in tensors}
+    places = _places(config.model)
 
     def read(name: str, rows: slice) -> np.ndarray:
-        stored = views["params"][name][rows]
-        if "low" in views:
-            return join_master(stored.view(torch.int16).numpy(), views["low"][name][rows].numpy())
-        return to_fp32(stored)
+        place = places[name][rows]
+        first = int(place.storage_offset())
+        high = stored["params"].read(first, place.numel()).view(place.shape)
+        if "low" not in stored:
+            return to_fp32(high)
+        low = stored["low"].read(first, place.numel()).view(place.shape)
+        return join_master(high.view(torch.int16).numpy(), low.numpy())
 
     return Weights(where, config.model, config.data.tokenizer, read, beside)
 

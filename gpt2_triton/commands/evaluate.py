@@ -39,9 +39,9 @@ def hellaswag(
     from gpt2_triton.inference.hellaswag import evaluate, format_table, require_fitting
     from gpt2_triton.inference.load import load_for_losses
 
-    config, tensors, _ = load_weights(checkpoint)
+    config, stored, _ = load_weights(checkpoint)
     asked = load_questions(data, get_tokenizer(config.data.tokenizer), limit, tuple(STYLES))
-    model = load_for_losses(config, tensors, batch_tokens, dtype)
+    model = load_for_losses(config, stored, batch_tokens, dtype)
     for questions in asked.values():
         require_fitting(model, questions)
     results = {style: evaluate(model, questions) for style, questions in asked.items()}
@@ -78,7 +78,7 @@ def perplexity(
 
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
-    config, tensors, _ = load_weights(checkpoint)
+    config, stored, _ = load_weights(checkpoint)
     if not shards:
         shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
         print_line(f"data.val of the run: {shards[0]}")
@@ -93,7 +93,7 @@ def perplexity(
     for given in shards:
         require_tokenizer(given, config.data.tokenizer)
         opened += open_shards(given, V, T)
-    model = load_for_losses(config, tensors, batch_tokens, dtype)
+    model = load_for_losses(config, stored, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)
     computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
     print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")

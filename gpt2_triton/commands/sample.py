@@ -52,8 +52,8 @@ def sample(
     from gpt2_triton.inference.sample import draw, ends_of_text, stream_text
     from gpt2_triton.model.compiling import compile_decoding
 
-    config, tensors, beside = load_weights(checkpoint)
-    model, tokenizer = load_for_decoding(config, tensors, min(num, batch)), get_tokenizer(config.data.tokenizer)
+    config, stored, beside = load_weights(checkpoint)
+    model, tokenizer = load_for_decoding(config, stored, min(num, batch)), get_tokenizer(config.data.tokenizer)
     encoded, ends = [encode_prompt(tokenizer, text, special) for text in prompts], ends_of_text(tokenizer, beside)
     found = sum(text.count(name) for text in prompts for name in special_names(tokenizer)) if special else 0
     if found:

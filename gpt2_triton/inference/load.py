@@ -1,11 +1,13 @@
 """Build models that only run forward from loaded weights."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
-from torch import Tensor
 
 import gpt2_triton.kernels as K
-from gpt2_triton.checkpoint.weights import join_master
+from gpt2_triton.checkpoint.stored import StoredTensor
+from gpt2_triton.checkpoint.weights import PART, join_master
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.device import device_name
@@ -14,9 +16,9 @@ from gpt2_triton.model.model import Model
 
 
 def load_for_losses(
-    config: Config, tensors: dict[str, Tensor], tokens: int, dtype: str | None = None, sequences: int = 0
+    config: Config, stored: Mapping[str, StoredTensor], tokens: int, dtype: str | None = None, sequences: int = 0
 ) -> Model:
-    """Return a model with the weights of `tensors` for batches of up to `tokens` tokens; compile its kernels.
+    """Return a model with the weights of `stored` for batches of up to `tokens` tokens; compile its kernels.
 
     A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a context's tokens.  The
     model computes in `dtype`, "bf16" or "fp32", by default in train.dtype, on a CPU in fp32.  It can also decode
@@ -24,7 +26,7 @@ def load_for_losses(
     """
     config, device, T = _computing(config, dtype), device_name(), config.train.seq_len
     batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
-    model = _load(config, tensors, max(batch, -(-min(config.model.block_size, LONGEST_CONTEXT) // T)), sequences)
+    model = _load(config, stored, max(batch, -(-min(config.model.block_size, LONGEST_CONTEXT) // T)), sequences)
     if device == "cuda":
         with K.compiling():
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32))
@@ -41,17 +43,20 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
     return plan_memory(config, K, forward_shape(batch), training=False, sequences=sequences)[0].total
 
 
-def load_for_decoding(config: Config, tensors: dict[str, Tensor], sequences: int) -> Model:
-    """Return a model with the weights of `tensors` that decodes `sequences` sequences at once."""
+def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequences: int) -> Model:
+    """Return a model with the weights of `stored` that decodes `sequences` sequences at once."""
     batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
-    return _load(_computing(config, None), tensors, batch, sequences)
+    return _load(_computing(config, None), stored, batch, sequences)
 
 
-def _load(config: Config, tensors: dict[str, Tensor], batch: int, sequences: int) -> Model:
+def _load(config: Config, stored: Mapping[str, StoredTensor], batch: int, sequences: int) -> Model:
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
-    params = tensors["params"]
-    if config.train.dtype == "fp32" and "low" in tensors:  # a run's fp32 masters, as an export has them
-        high, low = (tensors[name].view(torch.int16).numpy() for name in ("params", "low"))
-        params = torch.from_numpy(join_master(high, low))
-    model.state.params.copy_(params)
+    has_masters = config.train.dtype == "fp32" and "low" in stored  # a run's fp32 masters, as an export has them
+    for first in range(0, stored["params"].size, PART):
+        own = model.state.params[first : first + PART]
+        weights = stored["params"].read(first, len(own))
+        if has_masters:
+            low = stored["low"].read(first, len(own))
+            weights = torch.from_numpy(join_master(weights.view(torch.int16).numpy(), low.numpy()))
+        own.copy_(weights)
     return model

@@ -128,10 +128,3 @@ def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     if not (count := scale_count(saved["model"]["n_layer"], precision, keep)):
         return {}
     return {"scale": torch.empty(count, device="meta"), "history": torch.empty(count, HISTORY, device="meta")}
-
-
-def select_scales(tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with the first `count` scales; without scales if it has fewer."""
-    if not count or "scale" not in tensors or len(tensors["scale"]) < count:
-        return without_scales(tensors)
-    return {**tensors, "scale": tensors["scale"][:count], "history": tensors["history"][:count]}

@@ -26,7 +26,7 @@ from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.memory_plan import forward_shape, free_bytes, out_of_memory, plan_memory, recompute_levels
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tables import Decoding, Part, Recompute, State, param_entries
+from gpt2_triton.model.tables import Decoding, Part, Recompute, Span, State, param_entries
 from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
 from gpt2_triton.model.view import ModelView, make_view
 
@@ -233,13 +233,17 @@ class Model:
         """Return, for a checkpoint's state.json, (flat index, elements) of each slice; empty for a single rank."""
         return state_io.shard_spans(self.dims, self.rank)
 
-    def load(self, tensors: dict[str, Tensor], parts: Iterable[Part] = ()) -> None:
-        """Fill the buffers from a checkpoint's complete tensors, which may have fp8 scales, and parts of others."""
+    def held_spans(self) -> dict[str, list[Span]]:
+        """Return (flat index, elements) of what this rank holds of each of a checkpoint's tensors."""
+        held = state_io.held(self.state, self.dims, self.rank)
+        return {name: [(place.first, place.length) for place in places] for name, places in held.items()}
+
+    def load(self, parts: Iterable[Part]) -> None:
+        """Fill the buffers from parts of a checkpoint's tensors, of which this rank needs its `held_spans`."""
         fp8.clear(self.state.amax)
-        tensors = fp8.select_scales(tensors, self.dims["A"])
-        self.calibrated = "history" in tensors and bool(tensors["history"].numpy().any())
-        whole = ((name, 0, tensor) for name, tensor in tensors.items())
-        state_io.load(self.state, self.dims, self.rank, itertools.chain(whole, parts))
+        fp8.clear(self.state.history)
+        state_io.load(self.state, self.dims, self.rank, parts)
+        self.calibrated = self.has_fp8 and bool(self.state.history.cpu().numpy().any())
 
     def state_digest(self) -> str:
         """Return the sha256 of the weights, and of the moments if every rank holds all of them."""

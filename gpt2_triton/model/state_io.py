@@ -13,6 +13,7 @@ history  A, 16     State.history, likewise
 
 import hashlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,20 +60,45 @@ def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
     return spans
 
 
-def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> None:
-    """Fill the buffers from parts of a checkpoint's tensors; a rank copies the spans that it holds."""
-    buffers = state_buffers(s)
-    all_params, own = sharding.updated_shards(dims | dict(zero=0), rank), sharding.updated_shards(dims, rank)
-    for name, first, elements in parts:
+class Held(NamedTuple):
+    """A contiguous part of a checkpoint's tensor that this rank holds."""
+
+    first: int  # index of its first element in the tensor
+    length: int
+    start: int  # offset in the buffer
+
+
+def held(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Held]]:
+    """Return what this rank holds of each tensor: all of `params`, and what it updates of m, v and low."""
+    updated = sharding.updated_shards(dims, rank)
+    everything = sharding.updated_shards(dims | dict(zero=0), rank)
+    out = {}
+    for name, flat in state_buffers(s).items():
         if name in EQUAL:
-            if name in buffers:
-                buffers[name].copy_(elements)
+            out[name] = [Held(0, flat.numel(), 0)]
+        else:
+            shards = everything if name == "params" else updated
+            starts = [(p, _start(name, p)) for p in shards]
+            out[name] = [Held(_first(name, p, dims), p.length, start) for p, start in starts if start is not None]
+    return out
+
+
+def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> None:
+    """Fill the buffers from parts of a checkpoint's tensors.  A rank copies what it holds.
+
+    A checkpoint of the head in bf16 has fewer scales of fp8 than this model may need: then none is loaded.
+    """
+    buffers = {name: flat.view(-1) for name, flat in state_buffers(s).items()}
+    places = held(s, dims, rank)
+    for name, first, elements in parts:
+        if name in EQUAL and len(elements) < len(buffers[name]):
             continue
-        for p in all_params if name == "params" else own:
-            at, held = _start(name, p), _first(name, p, dims)
-            begin, end = max(first, held), min(first + len(elements), held + p.length)
-            if at is not None and begin < end:
-                buffers[name][at + begin - held : at + end - held].copy_(elements[begin - first : end - first])
+        for place in places[name]:
+            begin = max(first, place.first)
+            end = min(first + len(elements), place.first + place.length)
+            if begin < end:
+                start = place.start + begin - place.first
+                buffers[name][start : start + end - begin].copy_(elements[begin - first : end - first])
 
 
 def state_digest(s: State, dims: dict[str, int]) -> str:

@@ -65,6 +65,7 @@ def layer_levels(recompute: str, L: int) -> list[str]:
 
 
 Tensors = list[Tensor]
+Span = tuple[int, int]  # of a checkpoint's tensor: flat index, elements
 Part = tuple[str, int, Tensor]  # of a checkpoint's tensor: its name, index of the part's first element, elements
 
 

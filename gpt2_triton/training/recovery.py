@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_triton.checkpoint.format import best_step, list_steps
-from gpt2_triton.checkpoint.load import latest_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import latest_checkpoint, open_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, TrainLoader
 from gpt2_triton.distributed.control import ControlGroup
@@ -21,9 +21,10 @@ def restore_model(
     """Load the newest intact checkpoint up to `target`, delete later ones; return its step and the best still there."""
     directory = run_dir / "checkpoints"
     found = control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
-    state, tensors = load_checkpoint(Path(found))
-    model.load(tensors)
+    checkpoint = open_checkpoint(Path(found))
+    model.load(checkpoint.parts(model.held_spans()))
     control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
+    state = checkpoint.state
     control.from_rank0(lambda: discard_after(directory, state["step"]))
     steps = saved_steps(run_dir, control)
     return state["step"], (tuple(state["best"]) if best_step(state) in steps else None)

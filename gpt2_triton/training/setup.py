@@ -1,15 +1,14 @@
-"""The parts of a run, made in this order: data, state with the tensors to start from, model, log."""
+"""The parts of a run, made in this order: data, state with the weights to start from, model, log."""
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from gpt2_triton import device
 from gpt2_triton.checkpoint import resume, source_files
 from gpt2_triton.checkpoint.format import STATE
+from gpt2_triton.checkpoint.load import Checkpoint
 from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import flat_parts
@@ -58,19 +57,19 @@ class Data(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run starts from: its state, the tensors of its checkpoint, and notes for the console and run.json."""
+    """What a run starts from: its state, notes for the console and run.json, and its checkpoint or first weights."""
 
     state: RunState
-    tensors: dict[str, Tensor]
     notes: list[str]
-    weights: Iterable[Part] = ()  # of init_from
+    checkpoint: Checkpoint | None = None  # None: a new run
+    weights: Iterable[Part] = ()  # of a new run's init_from
     beside: Path | None = None  # of a new run: a directory that may have the files of source_files.py
-    checkpoint: Path | None = None  # None: a new run
-    config: dict[str, Any] | None = None  # from the checkpoint
 
     def continued(self, config: Config) -> Config:
         """Return `config` with the run's original init_from."""
-        init_from = self.config.get("init_from", "scratch") if self.config else config.init_from
+        if self.checkpoint is None:
+            return config
+        init_from = self.checkpoint.state["config"].get("init_from", "scratch")
         return config.model_copy(update={"init_from": init_from})
 
 
@@ -130,21 +129,23 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
 
 @same_on_all_ranks()
 def restore(found: Path | None, config: Config, data: Data) -> Start:
-    """Read the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
+    """Open the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
     if found is None:
         source = initial_weights(config)
-        weights = flat_parts(source, config) if source else []
-        return Start(RunState(), {}, [], weights, beside=source.beside if source else None)
-    state, tensors, notes = resume.read(found, config, to_save(config, data)["config"], data.shards)
+        if source is None:
+            return Start(RunState(), [])
+        return Start(RunState(), [], weights=flat_parts(source, config), beside=source.beside)
+    checkpoint, notes = resume.read(found, config, to_save(config, data)["config"], data.shards)
+    state = checkpoint.state
     if 0 < state["step"] < config.train.steps:
         notes += changes_on_resume(state["step"], state["config"], config)
-    return Start(RunState.from_checkpoint(state), tensors, notes, checkpoint=found, config=state["config"])
+    return Start(RunState.from_checkpoint(state), notes, checkpoint)
 
 
 def build_model(
     config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
 ) -> Model:
-    """Return the compiled model with the tensors of `start` or new ones; CheckpointError without room to save."""
+    """Return the compiled model with the weights of `start` or new ones; CheckpointError without room to save."""
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
@@ -159,15 +160,20 @@ def build_model(
         made = compile_kernels(model, group, control, data)
         ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
         start.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
-    if start.checkpoint is None:
-        model.initialise(config.train.seed)
-    else:
-        assert start.config
-        expected = fp8.without_scales(model.checkpoint_spec()) | fp8.saved_spec(start.config)
-        resume.check_tensors(start.checkpoint, start.tensors, expected)
-    with same_on_all_ranks():
-        model.load(start.tensors, start.weights)
+    _fill(model, start)
     return model
+
+
+def _fill(model: Model, start: Start) -> None:
+    """Fill the buffers with new weights, with those of init_from, or with this rank's part of the checkpoint."""
+    if start.checkpoint is None:
+        model.initialise(model.config.train.seed)
+        with same_on_all_ranks():
+            model.load(start.weights)
+    else:
+        saved_scales = fp8.saved_spec(start.checkpoint.state["config"])
+        resume.check_tensors(start.checkpoint, fp8.without_scales(model.checkpoint_spec()) | saved_scales)
+        model.load(start.checkpoint.parts(model.held_spans()))  # a rank names a NaN in what it reads
 
 
 def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:

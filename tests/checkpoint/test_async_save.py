@@ -11,10 +11,10 @@ import pytest
 
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES, Retention
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, names, state
+from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, load_checkpoint, names, state
 
 
 def pieces(step, n=33):

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.huggingface_llama import SCALING
+from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint, to_flat_buffers
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.support.helpers import error
@@ -21,7 +22,7 @@ SIZES = dict(arch="llama", n_layer=2, n_head=3, n_kv_head=1, n_embd=192, n_inner
 def exported(tmp_path, **more):
     model = kernel_model(model=SIZES | more, sample=dict(every=1))
     model.initialise(seed=1)
-    weights = from_checkpoint("ours", {"params": model.state.params.clone()}, model.config)
+    weights = from_checkpoint("ours", whole_tensors("", {"params": model.state.params.clone()}), model.config)
     export(weights, tmp_path / "out", "hf", "fp32")
     return model, weights, tmp_path / "out"
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint import resume
+from gpt2_triton.checkpoint.load import Checkpoint
 from gpt2_triton.checkpoint.sources import initial_weights
+from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from gpt2_triton.errors import CheckpointError, ConfigError
@@ -15,10 +17,10 @@ from tests.support.foreign import checkpoint_of, config_of, random_params
 
 def test_check_tensors_raises_a_table_of_the_differences():
     expected = {"params": torch.empty(4), "m": torch.empty(4), "low": torch.empty(4, dtype=torch.int16)}
-    resume.check_tensors(Path("step"), {name: t.clone() for name, t in expected.items()}, expected)
+    resume.check_tensors(Checkpoint(Path("step"), {}, whole_tensors("", expected)), expected)
     saved = {"params": torch.empty(4, dtype=torch.bfloat16), "m": torch.empty(4), "v": torch.empty(2, 2)}
     with pytest.raises(CheckpointError) as error:
-        resume.check_tensors(Path("step"), saved, expected)
+        resume.check_tensors(Checkpoint(Path("step"), {}, whole_tensors("", saved)), expected)
     assert str(error.value).splitlines() == [
         "step does not fit this model",
         "        checkpoint      now",

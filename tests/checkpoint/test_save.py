@@ -18,13 +18,13 @@ from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import Retention
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, example, names, state, write
+from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, example, load_checkpoint, names, state, write
 
 
 def test_step_is_replaced_whatever_is_there(newest):
     """As after a rewind to it, which moves on in the data; the other steps stay."""
     save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
-    saved, tensors = load.load_checkpoint(newest)
+    saved, tensors = load_checkpoint(newest)
     assert saved["sample"] == 99 and tensors["params"].equal(example(21)["params"])
     (newest / STATE).write_text("{}")
     assert write(newest.parent, 20) == newest and verify(newest) == ""
@@ -242,7 +242,7 @@ def kill_at_every_line_of_a_replacement(directory):
     new = (directory, 30, example(31), state(30, sample=99), Retention(0))
     while killed_at_line(n, lambda: save.save_checkpoint(*new)):
         assert verify(found := find_checkpoint(directory)) == "", n
-        print(name := "new" if load.load_checkpoint(found)[0]["sample"] else "old")
+        print(name := "new" if load_checkpoint(found)[0]["sample"] else "old")
         if name == "new":
             save._discard(found)
             write(directory, 30)
@@ -276,7 +276,7 @@ def test_replacement_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one
 def test_step_is_replaced_where_names_cannot_be_exchanged(newest, monkeypatch):
     monkeypatch.setattr(save, "_exchange", lambda one, other: False)
     save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
-    assert load.load_checkpoint(newest)[0]["sample"] == 99 and verify(newest) == ""
+    assert load_checkpoint(newest)[0]["sample"] == 99 and verify(newest) == ""
     assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20]
 
 

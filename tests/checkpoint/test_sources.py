@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_model
 def sources(tmp_path):
     """The same weights as a run, a step, the run by init_from's form, and files of Hugging Face and llm.c."""
     config = config_of(vocab_size=256)
-    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config), "m": random_params(config)})
     for kind in ("hf", "llmc"):
         export(str(step), tmp_path / kind, kind, "fp32")
     own = [tmp_path / "run", step, f"checkpoint:{tmp_path}/run"]
@@ -33,10 +33,11 @@ def sources(tmp_path):
 
 def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
     for source, dtype in zip(map(str, sources), ["fp32"] * 3 + ["bf16"] * 3):
-        config, tensors, _ = load_weights(source)
+        config, stored, _ = load_weights(source)
         assert (config.train.dtype, config.model) == (dtype, config_of(vocab_size=256).model)
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
-        assert torch.equal(tensors["params"], random_params(config_of(vocab_size=256)))
+        assert stored.keys() == {"params"}
+        assert torch.equal(stored["params"].whole(), random_params(config_of(vocab_size=256)))
 
 
 def test_a_run_keeps_llama3s_vocabulary_and_its_steps_find_it(tmp_path, monkeypatch):
@@ -72,7 +73,7 @@ def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, 
     assert peak < 0.1 * model.state.params.nbytes or arch == "gpt2"  # whose matrices are written whole, turned
     expected = weights.to_flat_buffers(huggingface.read(f"{tmp_path}/hf"), config)
     model.state.params.zero_()
-    peak = peak_of(lambda: model.load({}, weights.flat_parts(initial_weights(config), config)))
+    peak = peak_of(lambda: model.load(weights.flat_parts(initial_weights(config), config)))
     assert peak < 0.1 * model.state.params.nbytes
     assert torch.equal(model.state.params, expected["params"]) and torch.equal(model.state.master_low, expected["low"])
 

@@ -14,6 +14,7 @@ from gpt2_triton import device
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import READERS
+from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
@@ -50,6 +51,11 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(trainer, "train", train)
     return configs
+
+
+def export_weights(model, config, directory):
+    weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
+    export(weights, directory, "hf", "fp32")
 
 
 def files(root):
@@ -139,7 +145,7 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
 def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     sizes = dict(arch=arch, n_layer=1, block_size=32, norm_eps=1e-6 if arch == "llama" else 1e-5)
     model, config = tiny_model(model=sizes)
-    export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
+    export_weights(model, config, here / "theirs")
     small = "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64".split()
     argv = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--run_dir", "run", "--sample.tokens", "2", *small]
     assert main(app, argv) == 0
@@ -187,7 +193,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
     here, trained, capsys, vocab_size, recipe, words, said
 ):
     model, config = tiny_model(model=dict(vocab_size=vocab_size))
-    export(from_checkpoint("", {"params": model.state.params}, config), here / "theirs", "hf", "fp32")
+    export_weights(model, config, here / "theirs")
     if vocab_size == 300:
         for name in ("tokenizer.json", "vocab.json"):
             (here / "theirs" / name).unlink()

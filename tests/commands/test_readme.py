@@ -23,6 +23,7 @@ from benchmarks.pictures import LOSSES
 from gpt2_triton import device
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
+from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
@@ -78,7 +79,7 @@ def workplace(tmp_path_factory):
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
     for arch, name in (("llama", "models/Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
         model, config = tiny_model(model=dict(arch=arch))
-        weights = from_checkpoint("", {"params": model.state.params}, config)
+        weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
         export(weights, directory / name, "hf", "bf16")
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:

@@ -58,11 +58,11 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
 
 def test_perplexity_takes_all_windows_of_the_shards(trained):
     directory, _ = trained
-    config, tensors, _ = load_weights(str(directory / "run"))
+    config, stored, _ = load_weights(str(directory / "run"))
     opened = open_shards(str(directory / "val_0.bin"), 256, 16)
-    model = load_for_losses(config, tensors, 210)
+    model = load_for_losses(config, stored, 210)
     assert (model.B, model.T) == (13, 16)
-    assert load_for_losses(config, tensors, 64).B == 192 // 16  # at least one sequence of block_size
+    assert load_for_losses(config, stored, 64).B == 192 // 16  # at least one sequence of block_size
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
@@ -164,8 +164,8 @@ def test_the_comparison_with_torch_finds_equal_predictions(trained, tmp_path, ca
 @pytest.mark.parametrize("dtype, stored", [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, None)])
 def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
     """By default that of training, here bf16, but fp32 on a CPU."""
-    config, tensors, _ = load_weights(str(trained[0] / "run"))
-    model = load_for_losses(config.replace(train=dict(dtype="bf16")), tensors, 192, dtype)
+    config, saved, _ = load_weights(str(trained[0] / "run"))
+    model = load_for_losses(config.replace(train=dict(dtype="bf16")), saved, 192, dtype)
     stored = stored or (torch.float32 if model.arena.device.type == "cpu" else torch.bfloat16)
     assert model.state.params.dtype == stored
-    assert torch.equal(model.state.params.cpu(), tensors["params"].to(stored))
+    assert torch.equal(model.state.params.cpu(), saved["params"].whole().to(stored))

@@ -2,15 +2,18 @@
 
 import functools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import gpt2_triton.kernels as K
+from gpt2_triton.checkpoint.load import Checkpoint
+from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model import fp8
+from gpt2_triton.model import fp8, state_io
 from gpt2_triton.model.gpt2.buffers import Fp8Buffers
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
@@ -241,14 +244,18 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
     """They are kept while they suffice: if one is missing, all are left out."""
     count = fp8.saved_spec(fp8_config(keep=then).to_dict())["scale"].numel()
     rows = torch.arange(1.0, 1 + count)
-    tensors = dict(params=torch.zeros(3), scale=rows, history=rows[:, None].expand(-1, 16) - 1)
+    stored = whole_tensors("", dict(scale=rows, history=rows[:, None].repeat(1, 16)))
     for keep in ("none", "head"):
-        now = planned(fp8_config(keep=keep))[1]["A"]
-        found = fp8.select_scales(tensors, now)
-        assert found["params"] is tensors["params"] and ("scale" in found) == ("history" in found) == (keep in kept)
-        if keep in kept:
-            assert torch.equal(found["scale"], rows[:now]) and found["history"].shape == (now, 16)
-    assert "history" not in fp8.select_scales(tensors, 0)
+        dims = planned(fp8_config(keep=keep))[1]
+        now = dims["A"]
+        buffers = dict(scale=torch.zeros(now), history=torch.zeros(now, 16))
+        state = State(**dict.fromkeys(State.__dataclass_fields__) | buffers)
+        held = state_io.held(state, dims, rank=0)
+        spans = {name: [(place.first, place.length) for place in places] for name, places in held.items()}
+        state_io.load(state, dims, 0, Checkpoint(Path("step"), {}, stored).parts(spans))
+        expected = rows[:now] if keep in kept else torch.zeros(now)
+        assert torch.equal(state.scale, expected)
+        assert torch.equal(state.history, expected[:, None].expand(-1, 16))
 
 
 def test_saved_configurations_of_other_versions():

@@ -8,8 +8,9 @@ import torch
 
 import gpt2_triton.kernels as kernels
 from benchmarks import torch_reference
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint, merge_shards
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
+from gpt2_triton.checkpoint.stored import join_shards
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -22,6 +23,7 @@ from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_sharding import SIZES
 from tests.support import ranks, reference
+from tests.support.checkpoints import load_checkpoint
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, F64, batches, exact_model, train_steps
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
@@ -153,7 +155,7 @@ def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
     train_steps(first, 1)
     saved = {name: torch.cat([part.flatten() for part in parts]) for name, parts in first.local_shards().items()}
     assert {name: t.numel() for name, t in saved.items()} == {n: t.numel() for n, t in first.checkpoint_spec().items()}
-    second.load({name: t.view(first.checkpoint_spec()[name].shape) for name, t in saved.items()})
+    second.load((name, 0, tensor) for name, tensor in saved.items())
     for model in (first, second):
         train_steps(model, 1)
     assert first.state_digest() == second.state_digest()
@@ -286,8 +288,8 @@ def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, 
         shards = [{name: torch.from_numpy(t) for name, t in flat.items()} for flat, *_ in of_ranks]
         spans, second = ([s[key] for _, s, _ in of_ranks] for key in ("shares", "second_shares"))
         assert len(want["v"]) == sum(length for own in second for _, length in own)
-        for name, tensor in merge_shards(shards, spans, second).items():
-            assert np.array_equal(tensor.numpy(), want[name]), (way, name)
+        for name, tensor in join_shards("", shards, spans, second).items():
+            assert np.array_equal(tensor.whole().numpy(), want[name]), (way, name)
     saved = load_checkpoint(find_checkpoint(tmp_path))[1]
     assert saved.keys() == want.keys()
     assert all(np.array_equal(saved[name].numpy(), want[name].astype(np.float32)) for name in want)

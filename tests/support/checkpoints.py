@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from gpt2_triton.checkpoint.format import MANIFEST, STATE, fingerprint, tensors_name
+from gpt2_triton.checkpoint.load import open_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 
 TENSORS = tensors_name(0)  # those of a run on one GPU
@@ -35,6 +36,12 @@ def state(step, **keys):
 
 def write(directory, step, keep=0, every=0):
     return save_checkpoint(directory, step, example(step), state(step), Retention(keep, every))
+
+
+def load_checkpoint(step_dir):
+    """Return the state and the whole tensors of a checkpoint."""
+    _, saved, tensors = open_checkpoint(step_dir)
+    return saved, {name: tensor.whole() for name, tensor in tensors.items()}
 
 
 def reseal(step_dir: Path):

@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.data.shards import map_tokens, write_shard
 from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.training import trainer
+from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, final_bytes, make_trainer, records, train
 from tests.support.tiny import merged, tiny_config
 

@@ -16,7 +16,7 @@ import torch
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint import save
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.run_lock import lock_run_dir
 from gpt2_triton.errors import ConfigError
@@ -25,6 +25,7 @@ from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.schedule import NOT_A_LAYER
 from tests.support import ranks
+from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, losses, records, train
 from tests.support.tiny import merged, tiny_config
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.training.preemption import (
     LAUNCHED_WINDOW,
     NUMBERS,
@@ -18,6 +18,7 @@ from gpt2_triton.training.preemption import (
     BorrowedSignals,
     ShutdownSignals,
 )
+from tests.support.checkpoints import load_checkpoint
 
 
 @pytest.fixture

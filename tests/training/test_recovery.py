@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpt2_triton.model.memory_plan
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.data.loader import TrainLoader
 from gpt2_triton.data.packing import pack_batch
@@ -16,6 +16,7 @@ from gpt2_triton.model.model import Model
 from gpt2_triton.training import trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
+from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, make_trainer, poison, records, stop_after, train
 from tests.support.tiny import merged, tiny_config
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
-from gpt2_triton.checkpoint.load import find_checkpoint, load_checkpoint
+from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES
 from gpt2_triton.checkpoint.weights import join_master
 from gpt2_triton.distributed.watchdog import SAVING
@@ -25,6 +25,7 @@ from gpt2_triton.training import recovery
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED
+from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, final_bytes, losses, make_trainer, poison, records, stop_after, train
 from tests.support.models import calibrate
 from tests.support.tiny import merged, packed_batch, tiny_config, tiny_model
