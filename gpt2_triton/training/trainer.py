@@ -48,7 +48,8 @@ def train(
     """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and uses rank 0's run_dir.
     The last finished step is saved.  Return the exit code: 128 + the signal if a signal stopped the run, else 0.
     """
-    watchdog = Watchdog(group := ProcessGroup(device_name(), config.parallel.timeout), config.parallel.timeout)
+    group = ProcessGroup(device_name(), config.parallel.timeout)
+    watchdog = Watchdog(group, config.parallel.timeout)
     control = group.control("trainer")
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
@@ -84,7 +85,9 @@ class Trainer:
             self.data = open_data(config, run_dir, self.control)
             start = restore(found, config, self.data)
             start.notes.extend(notes)
-        self.config, self.run_dir, self.state = start.continued(config), run_dir, start.state
+        self.config = start.continued(config)
+        self.run_dir = run_dir
+        self.state = start.state
         self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
         saver = self.group.control("saver")
         self.checkpointer = AsyncCheckpointer(run_dir / "checkpoints", Retention.of(self.config), saver)
@@ -97,9 +100,17 @@ class Trainer:
 
     def _prefetch(self) -> Prefetcher:
         """Return this rank's batches from the present sample on."""
-        shape, group, m = self.model.shape, self.group, self.config.model
-        given = (self.data.train, shape.micro_batch, shape.accumulation, m.vocab_size, self.state.sample)
-        return Prefetcher(*given, pinned=group.device != "cpu", rank=group.rank, ranks=group.size, head_row=m.head_row)
+        return Prefetcher(
+            self.data.train,
+            self.model.shape.micro_batch,
+            self.model.shape.accumulation,
+            self.config.model.vocab_size,
+            self.state.sample,
+            pinned=self.group.device != "cpu",
+            rank=self.group.rank,
+            ranks=self.group.size,
+            head_row=self.config.model.head_row,
+        )
 
     # ---- the loop ----
 
@@ -114,15 +125,21 @@ class Trainer:
         try:
             return self._loop()
         except DataError:
-            has_scales = self.model.calibrated or not self.model.has_fp8
-            if self.group.size == 1 and not self._read_step() and self.state.step > 0 and has_scales:
-                self.log.info(f"saving step {self.state.step}, because the next step's data cannot be read")
-                self._save(self.state.step)
-                self._wait_for_save()
+            if self.group.size == 1:
+                self._save_before_missing_data()
             raise
         except NonFiniteError:
             self.control.leave()
             raise
+
+    def _save_before_missing_data(self) -> None:
+        """Save the last finished step, unless the run has to rewind, or fp8 has no scales yet."""
+        rewind = self._read_step()
+        has_scales = self.model.calibrated or not self.model.has_fp8
+        if not rewind and self.state.step > 0 and has_scales:
+            self.log.info(f"saving step {self.state.step}, because the next step's data cannot be read")
+            self._save(self.state.step)
+            self._wait_for_save()
 
     def _loop(self) -> int:
         first = step = self.state.step
@@ -144,18 +161,23 @@ class Trainer:
             rewind = self._read_step(running=1)
             if not rewind and step == first + 3 and self.group.device == "cuda":
                 self.log.info(memory_in_use_report(self.model.plan, self.bytes_before))
-            if rewind or self._between_steps(step):
+            if not rewind:
+                rewind = self._between_steps(step)
+            if rewind:
                 step = self._rewind()
         return self._end(step)
 
     def _end(self, step: int) -> int:
         """Save a run that ends before its last step; return the exit code once all checkpoints are written."""
-        stopping, patience = self.signals.stop, self.config.train.patience
-        if impatient := step < self.config.train.steps and self.state.is_out_of_patience(self.config):
-            why = f"{patience} validations without a lower loss than in {self.run_dir / 'best'}"
+        stopping = self.signals.stop
+        impatient = step < self.config.train.steps and self.state.is_out_of_patience(self.config)
+        if impatient:
+            why = f"{self.config.train.patience} validations without a lower loss than in {self.run_dir / 'best'}"
             self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
-        if (stopping or impatient) and step > 0 and not self._read_step():  # the resumed run does a due rewind
-            self._save(step)
+        if (stopping or impatient) and step > 0:
+            rewind = self._read_step()
+            if not rewind:  # else the resumed run does it
+                self._save(step)
         self._wait_for_save(raise_errors=True)
         if not stopping or (step >= self.config.train.steps and not self.state.left_out):
             return 0
@@ -185,7 +207,8 @@ class Trainer:
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
-        self.log.step(self.state.step, result, self._first_non_finite() if is_searched else "")
+        cause = self._first_non_finite() if is_searched else ""
+        self.log.step(self.state.step, result, cause)
         if (recorder := self.model.stats_recorder) and self._due(self.state.step, self.config.log.stats_every):
             record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
@@ -218,14 +241,16 @@ class Trainer:
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
-        if not (rewind := self._read_step()):
+        rewind = self._read_step()
+        if not rewind:
             self.model.comm.gather_params()
         return rewind
 
     def _rewind(self) -> int:
         """Return to an earlier step, and continue from there with the data after the present step."""
         self.queue.finish()  # the step in flight, if any, is undone too
-        failed, target = self.state.step, self._rewind_target()
+        failed = self.state.step
+        target = self._rewind_target()
         with self.watchdog.phase("rewinding"):
             target, best = recovery.restore_model(target, self.run_dir, self.model, self.control)
             self.state.rewind_to(target, best)
@@ -262,8 +287,10 @@ class Trainer:
         """Evaluate, sample and save what is due after `step` steps.  Return True if the run has to rewind instead."""
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
-        if not self.signals.stop and (due and self._finish_step() or save and self._read_step()):
-            return True
+        if not self.signals.stop and (due or save):
+            rewind = self._finish_step() if due else self._read_step()
+            if rewind:
+                return True
         self._call(due, step)
         if not self.signals.stop and (save or self.state.best_step == step):
             self._save(step)
@@ -289,7 +316,8 @@ class Trainer:
         assert self.data.validation
         with self.watchdog.phase("validating"):
             given = self.model, self.data.validation, self.control, self.signals.is_requested
-            loss, in_fp8 = validation_loss(*given), None
+            loss = validation_loss(*given)
+            in_fp8 = None
             if self.model.has_fp8:
                 in_fp8 = validation_loss(*given, fp8=True)
         self.log.validation(step, loss, in_fp8)
