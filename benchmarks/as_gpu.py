@@ -95,7 +95,9 @@ def _compile_for(architecture: int) -> None:
     backend: Any = compiler.CUDABackend
     here = active.get_current_target().arch
     target = GPUTarget("cuda", architecture, 32)
-    assemble, key, properties = backend.make_cubin, backend.hash, active.utils.get_device_properties
+    assemble = backend.make_cubin
+    key = backend.hash
+    properties = active.utils.get_device_properties
 
     def limited(gpu: int) -> dict[str, int]:
         found: dict[str, int] = properties(gpu)

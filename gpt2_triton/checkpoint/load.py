@@ -61,7 +61,8 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
     """Return the newest intact checkpoint up to `last`, or None; warn of damaged ones.  CheckpointError if all are."""
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
-        if not (problem := verify(path)):
+        problem = verify(path)
+        if not problem:
             return path
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
@@ -78,7 +79,8 @@ def find_checkpoint(path: Path) -> Path:
             raise CheckpointError(f"{path}: its run keeps no best checkpoint; train with checkpoint.best val_loss")
         return find_checkpoint(found)
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():  # a copy may have any name
-        if problem := verify(path):
+        problem = verify(path)
+        if problem:
             others = ", ".join(str(step) for step, other in list_steps(path.parent) if other.name != path.name)
             raise CheckpointError(f"{path}: {problem}; choose another step{others and ': '}{others}")
         return path

@@ -48,10 +48,12 @@ def read(
             now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
             other = check_data(found, saved[key], now, where, config.data.allow_changed)
             files |= other
-            if key == "validation_data" and (other or "eval.tokens" in changed) and (best := best_step(saved)):
+            best = best_step(saved)
+            if key == "validation_data" and best and (other or "eval.tokens" in changed):
                 notes.append(f"best: step {best}'s loss is of other validation data, and no longer counts")
                 saved["best"] = None
-    if "init_from" in changed and changed.pop("init_from")[1] != "scratch":
+    _, init_from = changed.pop("init_from", (None, "scratch"))
+    if init_from != "scratch":
         notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
     for changes, none in ((changed, "null"), (files, "absent")):
         notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]

@@ -21,7 +21,9 @@ class ControlGroup:
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
         self.rank, self.size = rank, size
-        self._name, self._store, self._calls = name, store, 0
+        self._name = name
+        self._store = store
+        self._calls = 0
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; PeerLostError if the process that holds the store has exited."""
@@ -52,9 +54,11 @@ class ControlGroup:
             try:
                 result["value"] = function()
             except OSError as raised:
-                error, result["errno"], result["error"] = raised, raised.errno, str(raised)
+                error = raised
+                result |= {"errno": raised.errno, "error": str(raised)}
             except UserError as raised:
-                error, result["class"], result["error"] = raised, type(raised).__name__, str(raised)
+                error = raised
+                result |= {"class": type(raised).__name__, "error": str(raised)}
         found = self.all_gather(result)[0]
         if "class" in found:
             self.leave()
@@ -105,9 +109,11 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
             missing = [other for other in others if _read(store, f"accept/{other}") != token]
             if not missing:
                 return token
-        elif token in (session := _read(store, "session") or []):
-            store.set(f"accept/{rank}", json.dumps(session[0]))
-            return session[0]
+        else:
+            session = _read(store, "session") or []
+            if token in session:
+                store.set(f"accept/{rank}", json.dumps(session[0]))
+                return session[0]
         time.sleep(POLL_SECONDS)
     names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     raise TimeoutError(f"{names} did not join within {seconds:.0f} s")

@@ -50,6 +50,7 @@ def rank_and_size() -> tuple[int, int]:
 
 def _number(name: str, default: str = "") -> int:
     """Return an environment variable as a number; ConfigError if it is none."""
-    if not (value := os.environ.get(name, default)).isdecimal():
+    value = os.environ.get(name, default)
+    if not value.isdecimal():
         raise ConfigError(f"{name}: expected a number, got {value!r}; start the ranks with torchrun or srun")
     return int(value)

@@ -22,7 +22,9 @@ from typing import NamedTuple
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.process_group import ProcessGroup
 
-STARTING, STEPPING, SAVING = "starting", "training", "saving"
+STARTING = "starting"
+STEPPING = "training"
+SAVING = "saving"
 SEARCHING = "searching for non-finite numbers"
 TIMEOUT_FACTORS = {STARTING: 3, STEPPING: 1}  # number of timeouts that a phase may take
 SLOW_PHASE_FACTOR = 10  # for all other phases (saving, ...), which send no heartbeats
@@ -58,7 +60,9 @@ class _Watch:
     """The states of all ranks while this rank makes no progress, and the times when the states changed."""
 
     def __init__(self, states: Sequence[Status], now: float):
-        self.states, self.began, self.last_progress = states, now, 0.0
+        self.states = states
+        self.began = now
+        self.last_progress = 0.0
         self.last_ticks = [now] * len(states)
 
     def update(self, states: Sequence[Status], now: float) -> None:
@@ -78,16 +82,22 @@ class Watchdog:
     """Publishes this rank's heartbeats and checks the others'.  Does nothing on a single rank."""
 
     def __init__(self, group: ProcessGroup, timeout: float):
-        self.group, self._timeout, self._interval = group, timeout, min(1.0, timeout / 20)
-        self._tick, self._beats, self._step, self._phase = 0, 0, 0, STARTING
-        self._last_progress, self._closed = time.monotonic(), False
+        self.group = group
+        self._timeout = timeout
+        self._interval = min(1.0, timeout / 20)
+        self._tick = self._beats = self._step = 0
+        self._phase = STARTING
+        self._last_progress = time.monotonic()
+        self._closed = False
         self._watch: _Watch | None = None
         if group.size > 1:
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def heartbeat(self, step: int) -> None:
         """Record progress; `step` is the number of the step under way."""
-        self._step, self._beats, self._last_progress = step, self._beats + 1, time.monotonic()
+        self._step = step
+        self._beats += 1
+        self._last_progress = time.monotonic()
 
     def end_startup(self) -> None:
         """Give later steps one timeout each: after the first step nothing is left to compile."""
@@ -96,7 +106,8 @@ class Watchdog:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Let the block take as many timeouts as the phase may."""
-        before, self._phase = self._phase, name
+        before = self._phase
+        self._phase = name
         self.heartbeat(self._step)
         try:
             yield
@@ -138,7 +149,8 @@ class Watchdog:
             self._watch = None
             return
         states = self._read_all()
-        watch = self._watch = self._watch or _Watch(states, now)
+        watch = self._watch or _Watch(states, now)
+        self._watch = watch
         watch.update(states, now)
         factor = max(TIMEOUT_FACTORS.get(state.phase, SLOW_PHASE_FACTOR) for state in states)
         silent = watch.silent(now - SILENT_AFTER * self._interval)
@@ -148,7 +160,8 @@ class Watchdog:
             self._report_and_exit(diagnose(states, silent))
 
     def _report_and_exit(self, diagnosis: str) -> None:
-        if self.group.store.add("watchdog/reported", 1) == 1:
+        reports = self.group.store.add("watchdog/reported", 1)
+        if reports == 1:
             waited = f"no progress for {time.monotonic() - self._last_progress:.0f} s at step {self._step}"
             todo = "restart the job, with --resume"
             print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)

@@ -69,7 +69,8 @@ def ending_losses(
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:
-            if stop():
+            stopped = stop()
+            if stopped:
                 break
             ids, targets = _batch(questions, lengths, chosen, T)
             each = model.evaluate(ids, targets).numpy().reshape(ids.shape)

@@ -24,9 +24,12 @@ def load_for_losses(
     model computes in `dtype`, "bf16" or "fp32", by default in train.dtype, on a CPU in fp32.  It can also decode
     `sequences` sequences at once.
     """
-    config, device, T = _computing(config, dtype), device_name(), config.train.seq_len
-    batch = min(tokens // T, largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device)))
-    model = _load(config, stored, max(batch, -(-min(config.model.block_size, LONGEST_CONTEXT) // T)), sequences)
+    config = _computing(config, dtype)
+    device = device_name()
+    T = config.train.seq_len
+    fitting = largest_batch(lambda B: _plan_bytes(config, B, sequences), free_bytes(device))
+    of_a_context = -(-min(config.model.block_size, LONGEST_CONTEXT) // T)
+    model = _load(config, stored, max(min(tokens // T, fitting), of_a_context), sequences)
     if device == "cuda":
         with K.compiling():
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32))

@@ -32,7 +32,9 @@ def validation_loss(
     Each rank computes a part of the batches, rank r the batches r, r + size, r + 2 * size, ...
     If one rank cannot read its batches, all ranks raise DataError; if `stop` is True on one, all raise Stopped.
     """
-    total, wrong, stopped = 0.0, "", False
+    total = 0.0
+    wrong = ""
+    stopped = False
     try:
         for ids, targets in loader.batches(model.B, control.rank, control.size):
             stopped = stop()
@@ -66,7 +68,8 @@ def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity
     """
     byte_lengths = _byte_lengths(model.config)
     loader = ValidationLoader(shards, model.T, tokens)
-    total, of_text, text_bytes = 0.0, 0.0, 0
+    total = of_text = 0.0
+    text_bytes = 0
     with Progress("perplexity", loader.tokens, "tokens") as progress:
         for ids, targets in loader.batches(model.B):
             losses = model.evaluate(ids, targets).numpy().astype(np.float64)

@@ -95,7 +95,10 @@ class BucketedCommunicator(Communicator):
     """Sends each bucket when it is due; the subclasses move the bytes."""
 
     def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int]):
-        self._group, self._K, self._s, self._zero = group, K, state, dims["zero"]
+        self._group = group
+        self._K = K
+        self._s = state
+        self._zero = dims["zero"]
         self._buckets, self._shards = sharding.buckets(dims), sharding.owned_shards(dims, group.rank)
         self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
@@ -243,21 +246,25 @@ class NcclCommunicator(BucketedCommunicator):
         if not self._zero:
             return
         for c in classes:
-            part, flat, layer = c.parts[self._group.rank], c.whole.view(-1), c.whole.numel() // len(c.w)
+            part = c.parts[self._group.rank]
+            flat = c.whole.view(-1)
+            layer = c.whole.numel() // len(c.w)
             ends = [0, *(l * layer + end for l in range(len(c.w)) for end in (part.start, part.stop)), len(flat)]
             for start, stop in zip(ends[::2], ends[1::2], strict=True):
                 if stop > start:
                     self._K.fill(flat[start:stop], 0.0)
             for together in self._whole_groups(c):
                 self._group.reduce_scatter(self._own_shard(together), together)
-            if (rest := self._rest_group(c)).numel():
+            rest = self._rest_group(c)
+            if rest.numel():
                 self._group.all_reduce(rest)
 
     def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
         for c in classes:
             for together in self._whole_groups(c):
                 self._group.all_gather(together, self._own_shard(together))
-            if (rest := self._rest_group(c)).numel():
+            rest = self._rest_group(c)
+            if rest.numel():
                 for rank, matrix in enumerate(rest.split(c.whole[0].numel())):
                     if rank != self._group.rank:
                         self._K.fill(matrix, 0.0)

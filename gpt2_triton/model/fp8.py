@@ -125,6 +125,7 @@ def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head") or "none"
     if precision == "fp8" and keep not in ("head", "none"):
         raise ConfigError(f"fp8.keep_bf16: the run had {keep!r}, only head and none exist; export its weights instead")
-    if not (count := scale_count(saved["model"]["n_layer"], precision, keep)):
+    count = scale_count(saved["model"]["n_layer"], precision, keep)
+    if count == 0:
         return {}
     return {"scale": torch.empty(count, device="meta"), "history": torch.empty(count, HISTORY, device="meta")}

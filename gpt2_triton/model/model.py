@@ -43,7 +43,9 @@ class Model:
         batch   sequences at once, for a model that only runs forward; None: the micro-batch of StepShape, for training
         group   the ranks that train the model together; None: a single rank, whatever started the process
         """
-        self.config, self.K, self.A = config, K, architecture.of(config.model)
+        self.config = config
+        self.K = K
+        self.A = architecture.of(config.model)
         training = batch is None
         self.shape = StepShape.of(config, group.size if group else None) if batch is None else forward_shape(batch)
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
@@ -252,6 +254,7 @@ class Model:
     def require_equal_replicas(self, control: ControlGroup, step: int) -> str:
         """Return the state digest of all ranks; raise ReplicaMismatchError with the ranks that differ from rank 0."""
         found = control.all_gather(self.state_digest())
-        if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if others:
             raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} differ from rank 0's")
         return found[0]

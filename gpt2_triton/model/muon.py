@@ -89,9 +89,11 @@ def _common(start: int, length: int, other: int, size: int) -> range:
 
 def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
     """Yield the contiguous pieces of the class's matrices that `rank` orthogonalises and `holder` updates."""
-    ranks, flat, part = len(c.parts), c.whole.view(-1), c.parts[holder]
-    matrix, layer = c.whole[0].numel(), flat.numel() // len(c.w)
-    for i in range(rank, len(c.whole), ranks):
+    flat = c.whole.view(-1)
+    part = c.parts[holder]
+    matrix = c.whole[0].numel()
+    layer = flat.numel() // len(c.w)
+    for i in range(rank, len(c.whole), len(c.parts)):
         l, at = divmod(i * matrix, layer)
         inside = _common(part.start, len(part), at, matrix)
         if inside:

@@ -59,7 +59,7 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
     all_buckets = buckets(dims)
     if dims["zero"] < 2:
         return [b.start for b in all_buckets]
-    embed, layer, rest = all_buckets[0], all_buckets[1], all_buckets[-1]
+    embed, layer, *_, rest = all_buckets
     layers = [embed.padded + rest.padded + (l % 2) * layer.padded for l in range(dims["L"])]
     return [0, *layers, embed.padded]
 
@@ -92,13 +92,16 @@ def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     """Return `rank`'s shards, one per bucket, maybe empty: for norms, checkpoints, and the update at stages 1, 2."""
-    out, own, zero = [], 0, dims["zero"]
+    out = []
+    own = 0  # offset of this bucket's shard among the rank's shards
+    zero = dims["zero"]
     for i, b in enumerate(buckets(dims)):
         part = b.padded // dims["ranks"]
         begin = min(rank * part, b.length)
         offset = b.start + rank * part
         n = min(part, b.length - begin)
-        moment, grad = own if zero else offset, own if zero == 2 else offset
+        moment = own if zero else offset
+        grad = own if zero == 2 else offset
         out.append(Shard(i, b.first + begin, n, offset, moment, _second(dims, i, moment), grad, b.decay))
         own += part
     return out

@@ -107,7 +107,8 @@ def state_digest(s: State, dims: dict[str, int]) -> str:
     names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
     for name in (name for name in names if name in buffers):
         for p in sharding.updated_shards(dims | dict(zero=0), 0):
-            if (at := _start(name, p)) is not None:
+            at = _start(name, p)
+            if at is not None:
                 digest.update(buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -50,7 +50,9 @@ class StatsRecorder(Observer):
 
     def __init__(self, K: Any, A: Any, view: Any, dims: dict[str, int]):
         """A: the Architecture; view: the ModelView of training."""
-        self._K, self._view, self._scales = K, view, scales(dims)
+        self._K = K
+        self._view = view
+        self._scales = scales(dims)
         self._weights = {field.name for field in dataclasses.fields(A.Params)}
         s = view.s
         self.buffers = (s.act_stats, s.par_stats, *([s.fp8_stats] if self._scales else []))

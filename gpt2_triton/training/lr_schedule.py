@@ -41,9 +41,13 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
     """Return lines if a run continues after `step` steps at another rate, or optim.tau's decay, than it had planned."""
-    then, steps, lines = OptimConfig.model_construct(**saved["optim"]), saved["train"]["steps"], []
-    last, rate = (learning_rate(step - 1, then, steps), learning_rate(step, config.optim, config.train.steps))
-    if not math.isclose(rate, learning_rate(step, then, steps) if step < steps else last):
+    lines = []
+    then = OptimConfig.model_construct(**saved["optim"])
+    steps = saved["train"]["steps"]
+    last = learning_rate(step - 1, then, steps)
+    planned = learning_rate(step, then, steps) if step < steps else last
+    rate = learning_rate(step, config.optim, config.train.steps)
+    if not math.isclose(rate, planned):
         lines += [f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step {step + 1}: its schedule has changed"]
     decay = config.model_copy(update=dict(optim=then)).replace(train=dict(steps=steps)).weight_decay
     if config.optim.tau is not None and not math.isclose(decay, config.weight_decay):
@@ -53,10 +57,15 @@ def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[
 
 def step_inputs(step: int, config: Config) -> np.ndarray:
     """Return the fp32 row step_in, with the elements that kernels/step_io.py names; STOP is 0."""
-    o, train, t = config.optim, config.train, step + 1
+    o = config.optim
+    train = config.train
+    t = step + 1
     row = np.zeros(io.STEP_IN, np.float32)
     row[io.LR] = learning_rate(step, o, train.steps)
-    row[io.M_CORRECTION], row[io.V_CORRECTION] = 1 / (1 - o.beta1**t), 1 / (1 - o.beta2**t)
-    row[io.LOSS_SCALE], row[io.CLIP] = 1.0 / train.step_tokens, o.clip
-    row[io.LOSS_LIMIT], row[io.NORM_LIMIT] = train.skip_loss_z, train.skip_norm_z
+    row[io.M_CORRECTION] = 1 / (1 - o.beta1**t)
+    row[io.V_CORRECTION] = 1 / (1 - o.beta2**t)
+    row[io.LOSS_SCALE] = 1.0 / train.step_tokens
+    row[io.CLIP] = o.clip
+    row[io.LOSS_LIMIT] = train.skip_loss_z
+    row[io.NORM_LIMIT] = train.skip_norm_z
     return row

@@ -39,14 +39,17 @@ def find_non_finite_losses(
     model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
     """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
-    bad, rows, place = 0, 0, ""
+    bad = rows = 0
+    place = ""
     for first in batches.first_samples_of_step(first_sample):
         tokens = loader.batch(first, model.B)
         ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
         wrong = ~np.isfinite(losses).all(axis=1)
-        place = place or (loader.place(first + int(wrong.argmax())) if wrong.any() else "")
-        bad, rows = bad + int(wrong.sum()), rows + model.B
+        if not place and wrong.any():
+            place = loader.place(first + int(wrong.argmax()))
+        bad += int(wrong.sum())
+        rows += model.B
     found = control.all_gather([bad, rows, place])
     if not any(place for *_, place in found):
         return "its losses are finite when computed again, so a gradient, or an operand in fp8, was not finite"

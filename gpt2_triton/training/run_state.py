@@ -53,7 +53,8 @@ class RunState:
         self.waited += 1
         if step > 0 and loss < (self.best[1] if self.best else math.inf):
             self._earlier_bests += [self.best] if self.best else []
-            self.best, self.waited = (step, loss), 0
+            self.best = step, loss
+            self.waited = 0
 
     @property
     def best_step(self) -> int | None:
@@ -109,6 +110,11 @@ class RunState:
 
     def rewind_to(self, step: int, best: tuple[int, float] | None) -> None:
         """Set the step back, but not the position in the data; `best` is the lowest validation loss up to it."""
-        self.step, self.waited, self.skipped_in_a_row, self.without_update = step, 0, 0, 0
-        self.rewinds, self.rewound_to = (self.rewinds + 1 if step == self.rewound_to else 1), step
-        self.best, self._earlier_bests = best, []
+        self.step = step
+        self.waited = 0
+        self.skipped_in_a_row = 0
+        self.without_update = 0
+        self.rewinds = self.rewinds + 1 if step == self.rewound_to else 1
+        self.rewound_to = step
+        self.best = best
+        self._earlier_bests = []
