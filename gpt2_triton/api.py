@@ -230,7 +230,9 @@ class Model:
         with _exclusive():
             if self._text is not None:
                 self._text.close()  # or an iterator of the caller would keep the memory
-            self._model, self._text, self._stored = None, None, {}
+            self._model = None
+            self._text = None
+            self._stored = {}
             _free_unused_memory()
 
     def _open(self) -> "ArenaModel":

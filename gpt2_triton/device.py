@@ -96,7 +96,8 @@ def select_interpreter() -> bool:
 
 def require_triton() -> str:
     """Return the version of Triton; ConfigError if it is missing.  torch for CPUs does not install Triton."""
-    if (version := installed("triton")) is None:
+    version = installed("triton")
+    if version is None:
         raise ConfigError("triton: not installed; pip install triton, on Linux or WSL2")
     return version
 

@@ -54,8 +54,10 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
             raise ConfigError(f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr")
         if not dot:
             tree[key] = value
-        elif isinstance(tree.setdefault(section, {}), dict):  # otherwise the mistake in the file is reported below
-            tree[section][name] = value
+        else:
+            keys = tree.setdefault(section, {})
+            if isinstance(keys, dict):  # otherwise the mistake in the file is reported below
+                keys[name] = value
     try:
         return kind.model_validate(tree, context=dict(gpus=gpus) if gpus else None)
     except ValidationError as error:
@@ -95,7 +97,8 @@ def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
         return f"; it was removed: {REMOVED[key].instead}"
     if key in keys:  # `optim.lr: 1` in YAML
         return f"; keys are nested: write {name} under {section}"
-    if found := counterpart(name) or closest(key, [*flags, *keys, *Sections.model_fields], prefix):
+    found = counterpart(name) or closest(key, [*flags, *keys, *Sections.model_fields], prefix)
+    if found:
         return found
     inside = [known.rpartition(".")[2] for known in keys if section and known.startswith(f"{section}.")]
     return f"; {section} has {', '.join(inside)}" if inside else "; train --help lists them"

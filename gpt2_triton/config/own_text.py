@@ -196,7 +196,9 @@ def _power_of_2(n: int) -> int:
 
 def summary(config: Config, characters: int, tokens: int, machine: str) -> str:
     """Return lines that show what was chosen."""
-    m, t, o = config.model, config.train, config.optim
+    m = config.model
+    t = config.train
+    o = config.optim
     return f"""own text: {characters:,} characters, on {machine}; tokenizer {config.data.tokenizer}, {tokens:,} tokens
   model: layers {m.n_layer}, heads {m.n_head}, channels {m.n_embd}, parameters {config.n_params:,}
   steps: {t.steps:,} of {t.step_tokens:,} tokens, sequences of {t.seq_len:,}, batch {t.batch_size}, \

@@ -22,7 +22,10 @@ def conflicts(config: Sections) -> Iterator[Problem]:
 
 
 def _model_conflicts(config: Sections) -> Iterator[Problem]:
-    m, d, t, o = config.model, config.data, config.train, config.optim
+    m = config.model
+    d = config.data
+    t = config.train
+    o = config.optim
     if m.n_embd % m.n_head:
         yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}"
     elif m.n_embd // m.n_head not in HEAD_SIZES:
@@ -91,7 +94,9 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
-    t, e, warmup = config.train, config.eval, config.optim.warmup
+    t = config.train
+    e = config.eval
+    warmup = config.optim.warmup
     if warmup > t.steps:
         yield "optim.warmup", f"{warmup} steps of warmup are more than train.steps {t.steps}; lower it"
     if e.every and 0 < e.tokens < t.seq_len:

@@ -22,11 +22,13 @@ class StepShape:
     @staticmethod
     def of(config: Sections, world_size: int | None = None) -> "StepShape":
         """Return the shape on `world_size` GPUs, else parallel.gpus, else 1; ConfigError if they contradict."""
-        t, gpus = config.train, world_size or config.parallel.gpus or 1
+        t = config.train
+        gpus = world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
             other = f"torchrun, srun or --gpus gives {gpus}; start {config.parallel.gpus} processes, or correct it"
             raise ConfigError(f"parallel.gpus: {config.parallel.gpus}, but {other}")
-        if problems := list(step_conflicts(t, gpus)):
+        problems = list(step_conflicts(t, gpus))
+        if problems:
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
         micro_batch = min(t.batch_size, rows)

@@ -77,7 +77,8 @@ def downloaded() -> Path:
             data = response.read()
     except (OSError, HTTPException) as error:  # a cut connection raises HTTPException
         raise DataError(f"{URL}: cannot download: {getattr(error, 'reason', error)}; try again; else {TODO}") from error
-    if (found := hashlib.sha256(data).hexdigest()) != SHA256:
+    found = hashlib.sha256(data).hexdigest()
+    if found != SHA256:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {TODO}")
     write_atomic(target, data)
     return target

@@ -92,7 +92,9 @@ class TrainLoader:
     """Reads any range of global samples; it has no state."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, shifted: bool = False):
-        self.windows, self.seed, self.shifted = Windows(shards, seq_len), seed, shifted
+        self.windows = Windows(shards, seq_len)
+        self.seed = seed
+        self.shifted = shifted
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
@@ -164,7 +166,10 @@ class Prefetcher:
         head_row: int = 0,
     ):
         self._loader, self._rows = loader, (vocab_size, head_row)
-        self._micro_batch, self._accumulation, self._rank, self._ranks = micro_batch, accumulation, rank, ranks
+        self._micro_batch = micro_batch
+        self._accumulation = accumulation
+        self._rank = rank
+        self._ranks = ranks
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
         self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []

@@ -64,7 +64,8 @@ class Shard:
             what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
             todo = "leave it out, or take a smaller train.seq_len; perplexity has --seq_len"
             raise DataError(f"{self.path}: too short: {what}; {todo}")
-        if (needed := token_dtype(vocab_size)) != self.dtype:
+        needed = token_dtype(vocab_size)
+        if needed != self.dtype:
             bits, expected = 8 * self.dtype.itemsize, 8 * needed.itemsize
             what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
             raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
@@ -165,7 +166,8 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
         arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
         if others and token_dtype(vocab_size).itemsize == 4:
             arguments = f"{others} --tokenizer llama3 --out {shlex.quote(directory)}"
-        if own := re.search("_([a-z0-9]+)_[0-9a-f]{8}$", directory):  # of `train own`
+        own = re.search("_([a-z0-9]+)_[0-9a-f]{8}$", directory)  # of `train own`
+        if own:
             arguments = f"text YOUR_TEXT --tokenizer {own[1]} --out {shlex.quote(directory)}"
         make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
         raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern")
@@ -175,7 +177,8 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
 def require_tokenizer(pattern: str, tokenizer: str) -> None:
     """Raise DataError for text, or if shards.json names another tokenizer: the byte 65 is no GPT-2 token 65."""
     found = expand_glob(pattern)
-    if text := [path for path in found if is_text(path) and Path(path).name != RECORD]:
+    text = [path for path in found if is_text(path) and Path(path).name != RECORD]
+    if text:
         made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):

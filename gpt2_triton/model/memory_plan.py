@@ -57,7 +57,8 @@ def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, 
     d = dict(B=B, T=T, R=B * T, ranks=shape.gpus, zero=shape.zero) | architecture.dimensions(config.model)
     d["Tr"] = min(d["R"], d["Tmax"])
     d["Rc"] = min(d["R"], config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16)
-    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows := config.model.head_row + d["V"])
+    rows = config.model.head_row + d["V"]
+    d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows)
     d["Np"] = packed_size(d["R"], rows)
     d["Bd"] = sequences or int(training and config.sample.every > 0)
     d["Rp"] = d["Rc"] if training else 0
@@ -75,7 +76,9 @@ def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, 
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         entries = list(param_entries(architecture.of(config.model).Params, d))
-        d["Sa"], d["Sp"], d["P"] = len(tracked_activations(d)), len(entries), K.stats_parts()
+        d["Sa"] = len(tracked_activations(d))
+        d["Sp"] = len(entries)
+        d["P"] = K.stats_parts()
         d["As"] = d["A"]
     d["W"] = K.scratch_elements(d, config.train.dtype, matrices)
     return d

@@ -75,12 +75,18 @@ class ModelView:
 
 def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
     """Return a Model's view; with `fp8` operands are K.Fp8, with `train` kernels record maxima, and dropout is on."""
-    A, state, config, rank = model.A, model.state, model.config, model.rank
-    plan, optim = model.plan if fp8 else model.plan.between or model.plan, config.optim
+    A = model.A
+    state = model.state
+    config = model.config
+    rank = model.rank
+    plan = model.plan if fp8 else model.plan.between or model.plan
+    optim = config.optim
     d = model.dims | dict(B=B, T=T, R=B * T, Rc=min(model.dims["Rc"], B * T))
-    starts, training = [b.start for b in sharding.buckets(d)], state.grads is not None
+    starts = [b.start for b in sharding.buckets(d)]
+    training = state.grads is not None
     g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
-    w, a = param_views(A.Params, state.params, d, starts), carve(A.Acts, plan.buffers, model.arena, d)
+    w = param_views(A.Params, state.params, d, starts)
+    a = carve(A.Acts, plan.buffers, model.arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
     if fp8:
         operands = carve(A.Fp8Buffers, plan.buffers, model.arena, d)
@@ -126,9 +132,12 @@ def _update_spans(state: State, dims: dict[str, int], rank: int, config: Config)
     for p in sharding.updated_shards(dims, rank):
         if p.second is None:
             continue
-        own, v, o = slice(p.moment, p.moment + p.length), state.v[p.second : p.second + p.length], config.optim
+        own = slice(p.moment, p.moment + p.length)
+        v = state.v[p.second : p.second + p.length]
+        o = config.optim
         low = None if state.master_low is None else state.master_low[own]
-        w, g = state.params[p.param : p.param + p.length], sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
+        w = state.params[p.param : p.param + p.length]
+        g = sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
         decay = config.embed_decay if p.bucket == 0 else config.weight_decay if p.decay else 0.0
         lr_factor = (o.adamw_lr or o.lr) / o.lr * (o.embed_lr if p.bucket == 0 else 1.0)
         yield UpdateSpan(p.bucket, w, state.m[own], v, low, g, p.first, decay, lr_factor)

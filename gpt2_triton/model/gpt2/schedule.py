@@ -24,7 +24,9 @@ def add_branch(K: Any, m: Any, i: int, inp: Any, w: Any, b: Any) -> None:
 
 def layer(K: Any, m: Any, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
-    w, a, i = m.w, m.a, 2 * l
+    w = m.w
+    a = m.a
+    i = 2 * l
     # x[i+1] = x[i] + dropout(attproj(attention(qkv(ln[i]))))
     K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
@@ -43,7 +45,9 @@ def last_product(K: Any, m: Any, l: int) -> None:
 
 
 def final_norm(K: Any, m: Any) -> None:
-    w, a, i = m.w, m.a, 2 * m.L
+    w = m.w
+    a = m.a
+    i = 2 * m.L
     K.layernorm_fwd(a.lnf, a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
     m.observe.tensors(lnf=m.L)
 
@@ -64,7 +68,9 @@ def decode(K: Any, m: Any, d: Any) -> None:
 
 def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
     """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the norm, the branch and the bias."""
-    w, g, a = m.w, m.g, m.a
+    w = m.w
+    g = m.g
+    a = m.a
     more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
     p = m.dropout if i else 0.0  # no branch ends at x[0]; embed_bwd masks dx[0]
     dbranch = m.branch_grads[i] if p and not m.fp8 else None
@@ -85,7 +91,11 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
     without dropout.  Odd and even i have a buffer each: branch_grads[i] is written before dW reads branch_grads[i+1].
     The branch has a bias, and branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
     """
-    w, g, a, dout, acc_layer = m.w, m.g, m.a, m.branch_grads, acc and not m.grads_sharded
+    w = m.w
+    g = m.g
+    a = m.a
+    dout = m.branch_grads
+    acc_layer = acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]

@@ -8,7 +8,9 @@ import math
 import numpy as np
 
 # a wavelength below ORIGINAL / HIGH keeps its frequency; above ORIGINAL / LOW the frequency is divided by the factor
-ORIGINAL, LOW, HIGH = 8192, 1.0, 4.0
+ORIGINAL = 8192
+LOW = 1.0
+HIGH = 4.0
 
 
 def frequencies(HS: int, theta: float, factor: float) -> np.ndarray:

@@ -13,14 +13,18 @@ def embed(K: Any, m: Any) -> None:
 
 def qkv(K: Any, m: Any, l: int) -> None:
     # q and k of a row are rotated to its position
-    w, a, i = m.w, m.a, 2 * l
+    w = m.w
+    a = m.a
+    i = 2 * l
     K.rmsnorm_fwd(a.ln[i], a.rstd[i], a.x[i], w.lnw[i], m.norm_eps)
     K.matmul_rope(a.qkv[l], a.ln[i], w.qkvw[l], a.rope, m.T, m.rotated_columns)
 
 
 def layer(K: Any, m: Any, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
-    w, a, i = m.w, m.a, 2 * l
+    w = m.w
+    a = m.a
+    i = 2 * l
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     qkv(K, m, l)
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
@@ -46,7 +50,9 @@ def final_norm(K: Any, m: Any) -> None:
 
 def decode(K: Any, m: Any, d: Any) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
-    w, a, eps = m.w, m.a, m.norm_eps
+    w = m.w
+    a = m.a
+    eps = m.norm_eps
     K.decode_embed(a.x[0], d.seq, w.wte, None)
     for l in range(m.L):
         i = 2 * l
@@ -75,7 +81,10 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
 
     dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is written before dW reads dx[i+1].
     """
-    w, g, a, acc_layer = m.w, m.g, m.a, acc and not m.grads_sharded
+    w = m.w
+    g = m.g
+    a = m.a
+    acc_layer = acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
         i, redo = 2 * l, m.recompute[l]
