@@ -49,7 +49,7 @@ CEILINGS = {
     "tests/gpu": 7_600,
     "tests/ground": 3_500,
     "tests/inference": 7_900,
-    "tests/kernels": 52_300,
+    "tests/kernels": 55_300,
     "tests/model": 26_800,
     "tests/support": 18_400,
     "tests/training": 19_700,

@@ -1,0 +1,115 @@
+"""operand_loads.py tells loads of two bytes through registers from asynchronous copies of 16 bytes.
+
+python -m tests.kernels.test_operand_loads TARGET       compiles the product below in both ways
+"""
+
+import json
+import sys
+
+import pytest
+import triton
+import triton.language as tl
+
+from tests.kernels.operand_loads import Graph, bits_of
+from tests.support.elsewhere import compiled_elsewhere
+
+
+@triton.jit
+def _product_kernel(out_ptr, a, w, K, BY_DESCRIPTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write out = a @ w.T, one tile; a and w are [BLOCK, K], described or as pointers."""
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if BY_DESCRIPTOR:
+            acc = tl.dot(a.load([0, k]), w.load([0, k]).T, acc)
+        else:
+            left = tl.load(a + rows[:, None] * K + (k + columns)[None, :])
+            right = tl.load(w + rows[:, None] * K + (k + columns)[None, :])
+            acc = tl.dot(left, right.T, acc)
+    tl.store(out_ptr + rows[:, None] * BLOCK + rows[None, :], acc)
+
+
+def print_loads(target: str) -> None:
+    """Print the loads by pointers and by descriptors."""
+    import torch
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from tests.kernels.compile_targets import device
+    from tests.kernels.operand_loads import operand_loads
+
+    driver.set_active(device(target))
+    a, out = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(64, 64)
+    described = TensorDescriptor.from_tensor(a, [64, 64])
+    found = []
+    for by_descriptor, operand in ((False, a), (True, described)):
+        words = dict(BY_DESCRIPTOR=by_descriptor, BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3, grid=(1,))
+        found.append(operand_loads(_product_kernel.warmup(out, operand, operand, 256, **words)))
+    print(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_loads_by_descriptors_are_narrow_without_tma(target):
+    by_pointers, by_descriptors = json.loads(compiled_elsewhere("-m", "tests.kernels.test_operand_loads", target))
+    dtype, share, asynchronous, plain, accesses, _ = by_pointers
+    assert dtype == "bf16" and share == 64 * 64 * 16 // (4 * (32 if target == "sm_80" else 64))
+    assert {*accesses} == {"128"} and (asynchronous, plain) == ((2, 0) if target == "sm_80" else (0, 2))
+    _, _, asynchronous, plain, accesses, _ = by_descriptors
+    assert {*accesses} == {"16"} and (asynchronous, plain) == (0, 2)
+
+
+LOOP = """
+  tt.func public @k(%a: !tt.ptr<bf16>) {
+    %x = tt.load %a : tensor<64x64x!tt.ptr<bf16>> loc(#loc1)
+    %acc:2 = scf.for %i = %c0 to %c9 step %c1 iter_args(%sum = %zero, %y = %x) -> (tensor<64x64xf32>, tensor<64x64xbf16>)  : i32 {
+      %z = tt.load %b : tensor<64x64x!tt.ptr<bf16>> loc(#loc2)
+      %t = tt.trans %z {order = array<i32: 1, 0>} : tensor<64x64xbf16> -> tensor<64x64xbf16> loc(#loc2)
+      %next = tt.dot %y, %t, %sum : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32> loc(#loc3)
+      scf.yield %next, %z : tensor<64x64xf32>, tensor<64x64xbf16> loc(#loc3)
+    } loc(#loc3)
+    %z = tt.load %c : tensor<64x64x!tt.ptr<bf16>> loc(#loc3)
+    %last = tt.dot %acc#1, %z, %acc#0 : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32> loc(#loc3)
+  }
+#loc1 = loc("k.py":1:9)
+#loc2 = loc("z"(#loc4))
+#loc3 = loc("k.py":3:9)
+#loc4 = loc(callsite(#loc5 at #loc1))
+#loc5 = loc("tile.py":7:9)
+"""  # noqa: E501
+
+
+def test_an_operand_is_followed_through_loops_and_names_used_twice():
+    graph = Graph(LOOP)
+    within, last = graph.products
+    assert [{load.place for load in graph.origins(operand)} for operand in within.operands[:2]] == [
+        {("k.py", 1), ("tile.py", 7)},
+        {("tile.py", 7)},
+    ]
+    assert [{load.place for load in graph.origins(operand)} for operand in last.operands[:2]] == [
+        {("k.py", 1), ("tile.py", 7)},
+        {("k.py", 3)},
+    ]
+    assert len(within.loops) == 1 and last.loops == ()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "bits"),
+    [
+        ("dwordx4", 128),
+        ("dword", 32),
+        ("b128", 128),
+        ("u16", 16),
+        ("ushort", 16),
+        ("sbyte", 8),
+        ("i8", 8),
+        ("f8E4M3FN", 8),
+    ],
+)
+def test_bits_of_amd_s_loads(suffix, bits):
+    assert bits_of(suffix) == bits
+
+
+if __name__ == "__main__":
+    print_loads(sys.argv[1])
