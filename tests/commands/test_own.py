@@ -152,7 +152,7 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     out = capsys.readouterr().out
     assert (
         "tokenizer bytes, 10,750 tokens\n" in out
-        and " fits this machine of " in out
+        and "\nfits this machine of " in out
         and "--- sample after step 2 ---" in out
     )
     assert out.endswith("wrote run/exported_step_00000002, for transformers\n")
