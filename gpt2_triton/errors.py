@@ -70,8 +70,8 @@ def same_on_all_ranks() -> Iterator[None]:
 
 def login_advice(error: Exception) -> str:
     """Return what to do about an error of the Hugging Face Hub if a login may help, else ""."""
-    kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error).lower()
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     login = "log in with `hf auth login`, or set HF_TOKEN"
-    if "GatedRepoError" in kinds or "gated dataset" in text:
+    if "GatedRepoError" in kinds or "gated dataset" in str(error):
         return f"accept the licence on its page at huggingface.co, then {login}"
     return f"check the name; if it is private, {login}" if "RepositoryNotFoundError" in kinds else ""

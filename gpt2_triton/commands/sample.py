@@ -54,7 +54,8 @@ def sample(
 
     config, stored, beside = load_weights(checkpoint)
     model, tokenizer = load_for_decoding(config, stored, min(num, batch)), get_tokenizer(config.data.tokenizer)
-    encoded, ends = [encode_prompt(tokenizer, text, special) for text in prompts], ends_of_text(tokenizer, beside)
+    encoded = [encode_prompt(tokenizer, text, special) for text in prompts]
+    ends = ends_of_text(tokenizer, beside)
     found = sum(text.count(name) for text in prompts for name in special_names(tokenizer)) if special else 0
     if found:
         print_line(f"special tokens in the prompts: {found:,}", error=True)

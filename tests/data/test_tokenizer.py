@@ -200,9 +200,9 @@ def llama3_files():
     return model, json.dumps({"model": {"vocab": dict(sorted(ranks.items()))}}).encode()
 
 
-@pytest.mark.parametrize("name", ["original/tokenizer.model", "tokenizer.model", "tokenizer.json"])
-def test_llama3_tokenizer_reads_a_directory_of_hugging_face(fresh, tmp_path, llama3_files, name):
-    (tmp_path / "original").mkdir()
+@pytest.mark.parametrize("name", tokenizer.LLAMA3_FILES)
+def test_llama3_tokenizer_reads_a_directory_of_hugging_face_and_a_run(fresh, tmp_path, llama3_files, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(llama3_files[name.endswith("json")])
     fresh.setattr(importlib.metadata, "distribution", missing)
     for place in (tmp_path, tmp_path / name):

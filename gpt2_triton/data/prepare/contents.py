@@ -75,7 +75,8 @@ def json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
 
 def _values(path: Path, line: int, text: str) -> Iterator[Any]:
     """Yield the items of lists, and other values: one or several, as jq prints them; `text` begins in this line."""
-    decoder, at = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    at = 0
     while at < len(text):
         try:
             value, end = decoder.raw_decode(text, at)
@@ -98,7 +99,8 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
 
 
 def unreadable(where: object, error: Exception) -> DataError:
-    why, todo = getattr(error, "strerror", None) or str(error), "correct the path or copy the file again"
+    why = getattr(error, "strerror", None) or str(error)
+    todo = "correct the path or copy the file again"
     if "requires too much memory" in why:  # a window of more than 128 MiB
         todo = "`zstd -d --long=31 FILE` unpacks it; give the unpacked file, and move the other away"
     return DataError(f"{where}: cannot read: {why}; {todo}")
@@ -110,7 +112,9 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        encoding, guess = ("UTF-16", "") if line == 1 and data[:2] in UTF16 else ("ENCODING", " (often CP1252)")
+        is_utf16 = line == 1 and data[:2] in UTF16
+        encoding = "UTF-16" if is_utf16 else "ENCODING"
+        guess = "" if is_utf16 else " (often CP1252)"
         unpack = UNPACK.get(path.suffix.lower())
         plain = path.with_suffix("") if unpack else path
         old, new = (shlex.quote(str(file)) for file in (path, plain.with_suffix(f".utf8{plain.suffix}")))

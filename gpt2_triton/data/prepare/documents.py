@@ -172,7 +172,9 @@ class Measured(NamedTuple):
 def measure(place: tuple[Path, int], how: Reading, step: int) -> Measured:
     """Measure the file at (path, bytes of the files before it); sample PIECE characters of each `step`."""
     path, before = place
-    characters, sample, notes = 0, list[str](), Notes()
+    characters = 0
+    sample: list[str] = []
+    notes: Notes = {}
     try:
         for _, text in read(path, how, notes):  # first: it has the messages
             sample += _thinned(text, before + characters, step)

@@ -43,8 +43,9 @@ class MeasuredText(NamedTuple):
 
     def count_tokens(self, tokenizer: str) -> int:
         """Return the number of tokens: of a text that is longer than the sample, about."""
-        encode, sampled = get_tokenizer(tokenizer).encode, sum(map(len, self.sample))
+        encode = get_tokenizer(tokenizer).encode
         tokens = sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
+        sampled = sum(map(len, self.sample))
         return round(self.characters * tokens / sampled) if sampled else self.characters
 
 
