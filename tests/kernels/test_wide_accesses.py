@@ -78,11 +78,8 @@ def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
         assert sum(form.values()) - form["128"] <= 8, form
 
 
-# of tables that were made before operands were loaded ahead, which takes more shared memory
-TO_MEND = [
-    "sm_89 _matmul_kernel: 106496 bytes of shared memory, 101376 are there",
-    "sm_89 _attention_bwd_dkdv_kernel f32: an operand is not copied asynchronously in the loop of its product",
-]
+# heads of 128 in Llama's rotated product, until it has fewer buffers than a flattened loop's
+TO_MEND = ["sm_89 _matmul_kernel: 106496 bytes of shared memory, 101376 are there"]
 
 
 @pytest.mark.slow
