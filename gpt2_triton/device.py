@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.version import installed, release
+from gpt2_triton.version import installed
 
 
 class Gpu(NamedTuple):
@@ -81,12 +81,9 @@ def count() -> int:
 
 def select_interpreter() -> bool:
     """Select Triton's interpreter if there is no GPU, before a kernel is imported; ConfigError if it cannot run."""
-    triton, numpy = require_triton(), installed("numpy") or ""
+    require_triton()
     if present():
         return False
-    if release(triton) < (3, 7) and release(numpy) >= (2, 4):
-        needs = 'the interpreter of triton before 3.7 needs an older numpy; pip install "numpy<2.4"'
-        raise ConfigError(f"no GPU, and triton {triton} with numpy {numpy}: {needs}")
     os.environ["TRITON_INTERPRET"] = "1"
     from gpt2_triton.interpreter import make_fast
 

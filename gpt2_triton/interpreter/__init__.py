@@ -20,7 +20,9 @@ import sys
 import triton
 from triton.runtime import interpreter
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
+M_TRIM_THRESHOLD = -1  # of malloc.h
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
 
 
 def make_fast() -> None:

@@ -1,14 +1,14 @@
 """Blocks: their types, made once for each shape, and blocks whose elements follow from a few numbers.
 
 An address of an element is most often start + row * step + column.  Such a block of integers or pointers is an Affine,
-and a mask that compares one with a bound is a Box.  A load through both copies a rectangle of the memory.  Whoever
-reads their `data` gets the array, made then.
+as is a single one, and a mask that compares one with a bound is a Box.  A load through both copies a rectangle of the
+memory.  Whoever reads their `data` gets the array, made then.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -24,16 +24,17 @@ _types: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 class Affine(TensorHandle):
-    """Integers or addresses: start + step * index, summed over the axes; an axis of size 1 has step 0."""
+    """Integers or addresses: start + step * index, summed over the axes; with step 0 on axes of size 1."""
 
-    def __init__(self, start: int, steps: Sequence[int], sizes: Sequence[int], dtype: tl.dtype):
-        self.start, self.dtype = start, dtype
-        self.steps, self.sizes = tuple(steps), tuple(sizes)
-        self.attr = dict[str, Any]()
+    def __init__(self, start: int, steps: tuple[int, ...], sizes: tuple[int, ...], dtype: tl.dtype):
+        self.start = start
+        self.steps = steps
+        self.sizes = sizes
+        self.dtype = dtype
 
     @functools.cached_property
     def data(self) -> np.ndarray:
-        total = np.full((1,) * len(self.sizes), self.start, np.int64)
+        total = np.full([1] * max(1, len(self.sizes)), self.start, np.int64)
         for axis, (step, size) in enumerate(zip(self.steps, self.sizes)):
             shape = [1] * len(self.sizes)
             shape[axis] = size
@@ -44,7 +45,7 @@ class Affine(TensorHandle):
         return Affine(self.start, self.steps, self.sizes, dtype)
 
     def scaled(self, factor: int, start: int = 0) -> "Affine":
-        return Affine(self.start * factor + start, [step * factor for step in self.steps], self.sizes, self.dtype)
+        return Affine(self.start * factor + start, tuple(n * factor for n in self.steps), self.sizes, self.dtype)
 
     def plus(self, other: "Affine") -> "Affine | None":
         """Return the sum, broadcast, in this block's type; None if the shapes do not fit."""
@@ -52,8 +53,9 @@ class Affine(TensorHandle):
         left, right = self._padded(rank), other._padded(rank)
         if any(n != m and 1 not in (n, m) for (_, n), (_, m) in zip(left, right)):
             return None
-        steps = [s + t for (s, _), (t, _) in zip(left, right)]
-        return Affine(self.start + other.start, steps, [max(n, m) for (_, n), (_, m) in zip(left, right)], self.dtype)
+        steps = tuple(s + t for (s, _), (t, _) in zip(left, right))
+        sizes = tuple(max(n, m) for (_, n), (_, m) in zip(left, right))
+        return Affine(self.start + other.start, steps, sizes, self.dtype)
 
     def _padded(self, rank: int) -> list[tuple[int, int]]:
         return [(0, 1)] * (rank - len(self.sizes)) + list(zip(self.steps, self.sizes))
@@ -71,7 +73,7 @@ class Affine(TensorHandle):
             return None
         counts = list(self.sizes)
         counts[axes[0]] = min(max(0, -((self.start - bound) // self.steps[axes[0]])), counts[axes[0]])
-        return Box(counts, self.sizes)
+        return Box(tuple(counts), self.sizes)
 
     def expanded(self, at: Sequence[Any]) -> "Affine":
         """Return the block with an axis of size 1 wherever `at` has None."""
@@ -79,16 +81,18 @@ class Affine(TensorHandle):
         steps, sizes = zip(*((0, 1) if index is None else next(axes) for index in at))
         return Affine(self.start, steps, sizes, self.dtype)
 
+    def set_attr(self, key: str, value: Any) -> None:
+        """Ignore a hint for the compiler."""
+
 
 class Box(TensorHandle):
     """A mask: True where the index is below `counts` on each axis."""
 
     dtype = core.int1
 
-    def __init__(self, counts: Sequence[int], sizes: Sequence[int]):
-        self.counts, self.sizes = tuple(counts), tuple(sizes)
-        self.attr = dict[str, Any]()
-        self.is_full = self.counts == self.sizes
+    def __init__(self, counts: tuple[int, ...], sizes: tuple[int, ...]):
+        self.counts, self.sizes = counts, sizes
+        self.is_full = counts == sizes
 
     @functools.cached_property
     def data(self) -> np.ndarray:
@@ -101,8 +105,8 @@ class Box(TensorHandle):
         axes = list(zip(self.counts, self.sizes, other.counts, other.sizes))
         if len(self.sizes) != len(other.sizes) or any(n != m and 1 not in (n, m) for _, n, _, m in axes):
             return None
-        counts = [min(a, b) if n == m else a * b for a, n, b, m in axes]  # a count of 1 or 0 where the size is 1
-        return Box(counts, [max(n, m) for _, n, _, m in axes])
+        counts = tuple(min(a, b) if n == m else a * b for a, n, b, m in axes)  # of size 1 the count is 1 or 0
+        return Box(counts, tuple(max(n, m) for _, n, _, m in axes))
 
     def expanded(self, at: Sequence[Any]) -> "Box":
         axes = iter(zip(self.counts, self.sizes))
@@ -137,32 +141,64 @@ def scalar(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def lazy(handle: Affine | Box) -> tl.tensor:
-    return core.tensor(handle, block_type(handle.dtype, handle.sizes))
+    return core.tensor(handle, block_type(handle.dtype, handle.sizes) if handle.sizes else handle.dtype)
+
+
+def whole(value: int, dtype: tl.dtype = core.int32) -> tl.tensor:
+    """Return an integer, or a pointer, as a scalar."""
+    return core.tensor(Affine(value, (), (), dtype), dtype)
+
+
+def integer(value: Any) -> int:
+    """Return the integer of a scalar, a constexpr or an int."""
+    value = plain(value)
+    if type(value) is int:
+        return value
+    handle = value.handle
+    return handle.start if type(handle) is Affine else int(handle.data.item())
+
+
+class _Sizes(NamedTuple):
+    """A shape and its product, as a block's type has them and as a tensor does."""
+
+    shape: tl.tuple
+    numel: int
+    constants: tl.tuple
+    product: tl.constexpr
 
 
 @functools.cache
-def _sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, int, tl.tuple, tl.constexpr]:
-    """Return shape and size as a type and as a tensor have them."""
+def _sizes(shape: tuple[int, ...]) -> _Sizes:
     constants = tl.tuple([tl.constexpr(n) for n in shape])
-    return tl.tuple(shape), core.validate_block_shape(shape), constants, tl.constexpr(math.prod(shape))
+    return _Sizes(tl.tuple(shape), core.validate_block_shape(shape), constants, tl.constexpr(math.prod(shape)))
 
 
 def replace() -> None:
     """Make the parts of a block's type once for each shape: each operation makes several types."""
-    empty = tl.tuple([]), tl.constexpr(1)
+    none = _Sizes(tl.tuple([]), 1, tl.tuple([]), tl.constexpr(1))  # a scalar's
 
     def make_block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape, self.numel, *self.of_tensor = _sizes((*core._unwrap_shape(shape),))
+        self.sizes = _sizes((*core._unwrap_shape(shape),))
+        self.shape = self.sizes.shape
+        self.numel = self.sizes.numel
 
     def make_tensor(self: Any, handle: Any, type: tl.dtype) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = type.of_tensor if type.is_block() else empty
+        sizes = type.sizes if type.is_block() else none
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+        self.shape = sizes.constants
+        self.numel = sizes.product
 
     def make_handle(self: Any, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, attr or {}
+        self.data = data
+        self.dtype = dtype
+        self.attr = attr or {}
 
-    core.block_type.__init__, core.tensor.__init__, TensorHandle.__init__ = make_block_type, make_tensor, make_handle
+    core.block_type.__init__ = make_block_type
+    core.tensor.__init__ = make_tensor
+    TensorHandle.__init__ = make_handle
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.block_type.to_ir = lambda self, builder: self
     scalar_dtype = functools.cache(interpreter._get_np_dtype)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from gpt2_triton.interpreter.blocks import Affine, Box, block, is_block, lazy, plain, scalar
+from gpt2_triton.interpreter.blocks import INT32, Affine, Box, block, is_block, lazy, plain, scalar, whole
 from gpt2_triton.interpreter.operators import NUMBERS, number
 
 UNARY = ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "floor")
@@ -73,20 +73,27 @@ def replace() -> None:
         _replace_extremum(name)
     _replace_reduction("sum", np.sum)
     _replace_reduction("max", np.nanmax)
-    tl.reshape = core.tensor.reshape
+    tl.reshape, tl.permute = core.tensor.reshape, core.tensor.permute
     semantic, tensor = interpreter.interpreter_semantic, core.tensor
-    to_tensor = semantic.to_tensor
-    semantic.to_tensor = lambda x, check_type=True: x if type(x) is tensor else to_tensor(x, check_type)
+    to_tensor_by_triton = semantic.to_tensor
+
+    def to_tensor(x: Any, check_type: bool = True) -> Any:
+        if type(x) is tensor:
+            return x
+        return whole(x) if type(x) is int and x in INT32 else to_tensor_by_triton(x, check_type)
+
+    semantic.to_tensor = to_tensor
 
     @in_language("arange")
     def arange(triton: Callable, start: Any, end: Any) -> tl.tensor:
         first = plain(start)
         size = plain(end) - first
-        return lazy(Affine(first, [1 if size > 1 else 0], [size], core.int32))
+        return lazy(Affine(first, (1 if size > 1 else 0,), (size,), core.int32))
 
     @in_language("full")
     def full(triton: Callable, shape: Any, value: Any, dtype: Any) -> tl.tensor:
-        value, dtype, sizes = plain(value), plain(dtype), [plain(n) for n in shape]
+        value, dtype = plain(value), plain(dtype)
+        sizes = [plain(n) for n in shape]
         if type(value) in (int, float) and dtype.name in NUMBERS and sizes:
             return block(np.full(sizes, value, NUMBERS[dtype.name]), dtype)
         return triton(shape, value, dtype)
@@ -101,11 +108,19 @@ def replace() -> None:
 
     @in_language("program_id")
     def program_id(triton: Callable, axis: Any) -> tl.tensor:
-        return scalar(np.array([interpreter.interpreter_builder.grid_idx[plain(axis)]], np.int32), core.int32)
+        return whole(interpreter.interpreter_builder.grid_idx[plain(axis)])
+
+    @in_language("split")
+    def split(triton: Callable, x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        data = x.handle.data
+        return (block(data[..., 0], x.dtype), block(data[..., 1], x.dtype)) if data.ndim > 1 else triton(x)
 
     @in_language("where")
     def where(triton: Callable, condition: Any, x: Any, y: Any) -> tl.tensor:
         x, y = plain(x), plain(y)
+        if type(x) is type(y) is type(condition) is core.tensor and condition.dtype is core.int1 and x.dtype is y.dtype:
+            if not (is_block(x) or is_block(y) or is_block(condition)):
+                return x if condition.handle.data.item() else y
         dtype = NUMBERS.get(x.dtype.name) if is_block(x) else None
         if dtype is None or type(condition) is not core.tensor or condition.dtype is not core.int1:
             return triton(condition, x, y)

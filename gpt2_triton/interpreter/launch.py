@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.interpreter.blocks import INT32, scalar
+from gpt2_triton.interpreter.blocks import INT32, whole
 
 MOST_DESCRIPTORS = 10_000
 
@@ -31,16 +31,16 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = patch_lang
 
 
-def _converter(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def converter(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return Triton's conversion of an argument, which makes a descriptor once: the arena's are those of every step."""
     descriptors = dict[Any, Any]()
     pointers = functools.cache(lambda dtype: convert(torch.empty(0, dtype=dtype)).type)
 
     def converted(argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            return scalar(np.array([argument.data_ptr()], np.uint64), pointers(argument.dtype))
+            return whole(argument.data_ptr(), pointers(argument.dtype))
         if type(argument) is int and argument in INT32:
-            return scalar(np.array([argument], np.int32), core.int32)
+            return whole(argument)
         if not isinstance(argument, TensorDescriptor):
             return convert(argument)
         base, sizes = argument.base, (*argument.shape, *argument.strides, *argument.block_shape)
@@ -55,25 +55,38 @@ def _converter(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return converted
 
 
+class _Kernel(NamedTuple):
+    """What is the same in all launches of a kernel."""
+
+    function: Callable
+    signature: inspect.Signature
+    constants: frozenset[str]  # names of the arguments that a kernel takes as they are
+
+
 def replace() -> None:
     """Replace the launch of a kernel, which would copy its tensors, and the call of a device function."""
     _patch_language_once()
-    converted, signature = _converter(interpreter._implicit_cvt), functools.cache(inspect.signature)
+    converted, kernels = converter(interpreter._implicit_cvt), dict[Any, _Kernel]()
     builder, rewritten = interpreter.interpreter_builder, InterpretedFunction.rewritten_fn
 
-    def launch(self: Any, *args: Any, **keywords: Any) -> None:
-        known = signature(self.fn)
-        given = known.bind(*args, **{key: keywords[key] for key in keywords.keys() & known.parameters.keys()})
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        if warmup:
+            return
+        kernel = kernels.get(self.fn)
+        if kernel is None:
+            executor = GridExecutor(self.rewrite(), self.arg_names, grid)
+            names = frozenset(executor.constexprs)
+            kernel = kernels[self.fn] = _Kernel(executor.fn, inspect.signature(executor.fn), names)
+        parameters = kernel.signature.parameters.keys()
+        given = kernel.signature.bind(*args, **{key: keywords[key] for key in keywords.keys() & parameters})
         given.apply_defaults()
-        constants = self.constexprs
-        arguments = {key: x if key in constants else converted(x) for key, x in given.arguments.items()}
-        grid = self.grid(arguments) if callable(self.grid) else self.grid
-        sizes = (*grid, 1, 1)[:3]
-        builder.set_grid_dim(*sizes)
+        arguments = {key: x if key in kernel.constants else converted(x) for key, x in given.arguments.items()}
+        sizes = ((*grid(arguments),) if callable(grid) else (*grid,)) + (1, 1)
+        builder.set_grid_dim(*sizes[:3])
         try:
-            for at in np.ndindex(sizes):
+            for at in np.ndindex(sizes[:3]):
                 builder.set_grid_idx(*at)
-                self.fn(**arguments)
+                kernel.function(**arguments)
         except Exception as error:
             raise InterpreterError(repr(error)) from error
 
@@ -81,4 +94,4 @@ def replace() -> None:
         function = rewritten.get(self.fn) or self.rewrite()
         return function(*args, **keywords)
 
-    GridExecutor.__call__, InterpretedFunction.__call__ = launch, call
+    InterpretedFunction.run, InterpretedFunction.__call__ = run, call

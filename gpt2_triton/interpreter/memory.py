@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from gpt2_triton.interpreter import operators
-from gpt2_triton.interpreter.blocks import Affine, Box, block, is_block, plain, scalar
+from gpt2_triton.interpreter.blocks import Affine, Box, block, integer, is_block, plain, scalar
 from gpt2_triton.interpreter.functions import in_language
 
 START = 64  # ctypes makes no array at address 0
@@ -55,6 +55,8 @@ def _filled(part: np.ndarray, shape: tuple[int, ...], other: Any) -> np.ndarray:
 def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
     """Return the rectangle that affine pointers and a mask select; None if the mask is no rectangle."""
     counts = pointers.sizes
+    if not counts and mask is None:
+        return _rectangle(pointers.start, (1,), (0,), dtype)
     if mask is not None:
         if type(mask.handle) is not Box:
             return None
@@ -68,7 +70,8 @@ def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
 def _replace_pointers() -> None:
     @in_language("load")
     def load(triton: Callable, pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> tl.tensor:
-        element, mask, other = getattr(pointer.dtype, "element_ty", None), plain(mask), plain(other)
+        element = getattr(pointer.dtype, "element_ty", None)
+        mask, other = plain(mask), plain(other)
         dtype = element and STORED.get(element.name)
         has_number = other is None or type(other) in (int, float) and (other == 0 or dtype == np.float32)
         if dtype is None or not has_number or not (mask is None or type(mask) is core.tensor):
@@ -77,7 +80,8 @@ def _replace_pointers() -> None:
         if type(handle) is Affine:
             part = _masked(handle, mask, dtype)
             if part is not None:
-                return block(_filled(part, handle.sizes, other or 0), element)
+                data = _filled(part, handle.sizes or (1,), other or 0)
+                return block(data, element) if handle.sizes else scalar(data, element)
         make, at = block if is_block(pointer) else scalar, _places(handle.data, dtype)
         if mask is None or mask.handle.data.all():
             return make(_elements(dtype)[at], element)
@@ -87,7 +91,8 @@ def _replace_pointers() -> None:
 
     @in_language("store")
     def store(triton: Callable, pointer: Any, value: Any, mask: Any = None, **hints: Any) -> None:
-        element, mask, value = getattr(pointer.dtype, "element_ty", None), plain(mask), plain(value)
+        element = getattr(pointer.dtype, "element_ty", None)
+        mask, value = plain(mask), plain(value)
         dtype = element and STORED.get(element.name)
         if dtype is None or type(value) is not core.tensor or not (mask is None or type(mask) is core.tensor):
             return triton(pointer, value, mask, **hints)
@@ -95,7 +100,7 @@ def _replace_pointers() -> None:
         if type(handle) is Affine:
             part = _masked(handle, mask, dtype)
             if part is not None:
-                part[...] = np.broadcast_to(data, handle.sizes)[tuple(map(slice, part.shape))]
+                part[...] = np.broadcast_to(data, handle.sizes or (1,))[tuple(map(slice, part.shape))]
                 return None
         at = _places(handle.data, dtype)
         if mask is None or mask.handle.data.all():
@@ -116,7 +121,7 @@ class _Window(NamedTuple):
 
     def at(self, offsets: Sequence[Any]) -> np.ndarray:
         """Return the part of the block at these offsets that lies in the matrix."""
-        starts = [o if type(o) is int else int(o.handle.data.item()) for o in map(plain, offsets)]
+        starts = [integer(offset) for offset in offsets]
         assert min(starts) >= 0, "a negative offset of a descriptor"
         assert starts[-1] * self.strides[-1] % 16 == 0, "an offset of a descriptor must be 16-byte aligned"
         counts = [max(0, min(n, size - o)) for n, size, o in zip(self.block, self.shape, starts)]
@@ -174,6 +179,8 @@ def replace() -> None:
         data = operators.cast(src.data, src.dtype.scalar.name, dst_type.scalar.name)
         return cast_by_triton(self, src, dst_type) if data is None else TensorHandle(data, dst_type.scalar)
 
-    builder.create_masked_load, builder.create_masked_store, builder.cast_impl = load, store, cast
+    builder.create_masked_load = load
+    builder.create_masked_store = store
+    builder.cast_impl = cast
     _replace_pointers()
     _replace_descriptors()

@@ -1,14 +1,27 @@
 """Operators of blocks and scalars of equal types, and of one and a Python number."""
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.runtime.interpreter import TensorHandle
 
-from gpt2_triton.interpreter.blocks import INTEGERS, Affine, Box, block, is_block, lazy, plain, scalar
+from gpt2_triton.interpreter.blocks import (
+    INT32,
+    INTEGERS,
+    Affine,
+    Box,
+    block,
+    integer,
+    is_block,
+    lazy,
+    plain,
+    scalar,
+    whole,
+)
 
 FLOATS: dict[str, np.dtype] = {"fp32": np.dtype(np.float32)}
 WORDS = INTEGERS | {"uint32": np.dtype(np.uint32)}
@@ -40,64 +53,105 @@ def cast(data: np.ndarray, old: str, new: str) -> np.ndarray | None:
     return None
 
 
+class _Operands(NamedTuple):
+    """Both sides of an operator, a handle or a Python number; the type of their result; and whether it is a block."""
+
+    left: Any
+    right: Any
+    dtype: tl.dtype
+    shaped: bool
+
+
+def _operands(self: tl.tensor, other: Any, types: dict[str, np.dtype]) -> _Operands | None:
+    """Return the operands of an operator for `types`; None where Triton has to convert them."""
+    dtype = self.dtype
+    known = types.get(dtype.name)
+    if known is None:
+        return None
+    shaped = type(self.type) is core.block_type
+    if type(other) is not core.tensor:
+        return None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
+    right, shaped = other.handle, shaped or type(other.type) is core.block_type
+    if other.dtype is dtype:
+        return _Operands(self.handle, right, dtype, shaped)
+    if dtype.name in INTEGERS and other.dtype.name in INTEGERS:
+        return _Operands(self.handle, right, core.int64, shaped)
+    if dtype is core.float32 and other.dtype is core.int32:
+        return _Operands(self.handle, TensorHandle(right.data.astype(known), dtype), dtype, shaped)
+    return None
+
+
 def _binary(
     name: str, function: Callable, types: dict[str, np.dtype], returns: tl.dtype | None = None,
-    without_data: Lazy | None = None, swap: bool = False,
+    of_integers: Callable | None = None, without_data: Lazy | None = None, swap: bool = False,
 ) -> None:  # fmt: skip
-    """Replace an operator of core.tensor by a function of numpy, for tensors of `types`."""
-    triton, tensor, block_type = getattr(core.tensor, name), core.tensor, core.block_type
+    """Replace an operator of core.tensor by a function of numpy, for tensors of `types`, and of Python for integers."""
+    triton = getattr(core.tensor, name)
 
-    def operator(self: tl.tensor, other: Any) -> tl.tensor:
-        dtype, other = self.dtype, plain(other)
-        known = types.get(dtype.name)
-        if known is None:
+    def operate(self: tl.tensor, other: Any) -> tl.tensor:
+        other = plain(other)
+        if of_integers and self.dtype is core.int32:  # the most frequent case first
+            left, right = _integer(self), other if type(other) is int else _integer(other)
+            if left is not None and right is not None:
+                found = of_integers(right, left) if swap else of_integers(left, right)
+                if type(found) is int and found in INT32:
+                    return whole(found)
+        operands = _operands(self, other, types)
+        if operands is None:
             return triton(self, other)
-        left, shaped = self.handle, type(self.type) is block_type
-        if type(other) is tensor:
-            right = other.handle
-            if other.dtype is not dtype:
-                if dtype.name not in INTEGERS or other.dtype.name not in INTEGERS:
-                    if dtype is not core.float32 or other.dtype is not core.int32:
-                        return triton(self, other)
-                    right = TensorHandle(right.data.astype(known), dtype)
-                else:
-                    dtype = core.int64
-            shaped = shaped or type(other.type) is block_type
-        else:
-            right = number(other, known)
-            if right is None:
-                return triton(self, other)
-        if without_data and (type(left) in (Affine, Box) or type(right) in (Affine, Box)):
-            found = without_data(_term(left), _term(right))
-            if found is not None:
-                found.dtype = returns or dtype
-                if type(found) is Box or found.fits():
-                    return lazy(found)
-        first, second = left.data, right.data if isinstance(right, TensorHandle) else right
+        left, right, dtype, shaped = operands
+        lazily = without_data if shaped else of_integers
+        if lazily and (type(left) in (Affine, Box) or type(right) in (Affine, Box)):
+            terms = [_term(left), _term(right)]
+            if None not in terms:
+                found = _lazy_result(lazily(*reversed(terms) if swap else terms), dtype, returns)
+                if found is not None:
+                    return found
+        first, second = left.data, right.data if isinstance(right, TensorHandle) else number(right, types[dtype.name])
         data = function(second, first) if swap else function(first, second)
         return block(data, returns or dtype) if shaped else scalar(data, returns or dtype)
 
-    setattr(tensor, name, operator)
+    setattr(core.tensor, name, operate)
+
+
+def _integer(operand: Any) -> int | None:
+    """Return the value of an int32 scalar without data."""
+    if type(operand) is core.tensor and operand.type is core.int32 and type(operand.handle) is Affine:
+        return operand.handle.start
+    return None
+
+
+def _lazy_result(found: Any, dtype: tl.dtype, returns: tl.dtype | None) -> tl.tensor | None:
+    """Return a result without data as a tensor; None if there is none, or Triton's integers would wrap around."""
+    if type(found) is bool:
+        return scalar(np.array([found]), core.int1)
+    if type(found) is int:
+        return whole(found, dtype) if dtype is core.int64 or found in INT32 else None
+    if found is None:
+        return None
+    found.dtype = returns or dtype
+    return lazy(found) if type(found) is Box or found.fits() else None
 
 
 def _term(operand: Any) -> Any:
     """Return an Affine or Box as it is, a single integer as an int, and None for anything else."""
-    if type(operand) in (Affine, Box):
+    if type(operand) in (int, Box):
         return operand
-    data = operand.data if isinstance(operand, TensorHandle) else operand
-    return int(data.item()) if data.size == 1 and data.dtype.kind == "i" else None
+    if type(operand) is Affine:
+        return operand if operand.sizes else operand.start
+    if type(operand) is TensorHandle and operand.data.size == 1 and operand.data.dtype.kind == "i":
+        return int(operand.data.item())
+    return None
 
 
 def _sum(left: Any, right: Any) -> Affine | None:
     if type(left) is int:
         return right.scaled(1, left)
-    if type(right) is int:
-        return left.scaled(1, right)
-    return left.plus(right) if type(left) is type(right) is Affine else None
+    return left.scaled(1, right) if type(right) is int else left.plus(right)
 
 
 def _difference(left: Any, right: Any) -> Affine | None:
-    return left.scaled(1, -right) if type(left) is Affine and type(right) is int else None
+    return left.scaled(1, -right) if type(right) is int else None
 
 
 def _product(left: Any, right: Any) -> Affine | None:
@@ -114,8 +168,21 @@ def _both(left: Any, right: Any) -> Box | None:
     return left.both(right) if type(left) is type(right) is Box else None
 
 
-def _floor_divide(left: Any, right: Any) -> np.ndarray:
+def _divide(left: Any, right: Any) -> np.ndarray:
+    """Return the quotient, rounded towards 0."""
     return (left - np.fmod(left, right)) // right
+
+
+def _quotient(left: int, right: int) -> int | None:
+    if right == 0:
+        return None
+    size = abs(left) // abs(right)
+    return size if (left < 0) == (right < 0) else -size
+
+
+def _rest(left: int, right: int) -> int | None:
+    quotient = _quotient(left, right)
+    return None if quotient is None else left - right * quotient
 
 
 def _replace_add() -> None:
@@ -125,17 +192,17 @@ def _replace_add() -> None:
     def add(self: tl.tensor, other: Any) -> tl.tensor:
         if not self.dtype.is_ptr():
             return add_numbers(self, other)
+        other = plain(other)
         offset = other.handle if type(other) is core.tensor and other.dtype.name in INTEGERS else None
+        if type(other) is int:
+            offset = Affine(other, (), (), core.int64)
         if offset is None:
             return add_numbers(self, other)
         size = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
-        if type(offset) is Affine or type(self.handle) is Affine:
-            left, right = _term(self.handle), _term(offset)
-            left = int(self.handle.data.item()) if left is None and self.handle.data.size == 1 else left
-            if left is not None and right is not None:
-                found = _sum(left, right * size if type(right) is int else right.scaled(size))
-                if found is not None:
-                    return lazy(found.cast(self.dtype))
+        if type(offset) is Affine and type(self.handle) is Affine:
+            found = self.handle.plus(offset.scaled(size))
+            if found is not None:
+                return lazy(found)
         data = self.handle.data + (offset.data.astype(np.int64) * size).view(np.uint64)
         return block(data, self.dtype) if is_block(self) or is_block(other) else scalar(data, self.dtype)
 
@@ -145,20 +212,20 @@ def _replace_add() -> None:
 def replace() -> None:
     """Replace the operators and methods of core.tensor."""
     for side, swap in (("", False), ("r", True)):
-        _binary(f"__{side}add__", np.add, NUMBERS, None, _sum, swap)
-        _binary(f"__{side}sub__", np.subtract, NUMBERS, None, None if swap else _difference, swap)
-        _binary(f"__{side}mul__", np.multiply, NUMBERS, None, _product, swap)
+        _binary(f"__{side}add__", np.add, NUMBERS, None, operator.add, _sum, swap)
+        _binary(f"__{side}sub__", np.subtract, NUMBERS, None, operator.sub, None if swap else _difference, swap)
+        _binary(f"__{side}mul__", np.multiply, NUMBERS, None, operator.mul, _product, swap)
         _binary(f"__{side}truediv__", np.divide, FLOATS, swap=swap)
-        _binary(f"__{side}floordiv__", _floor_divide, INTEGERS, swap=swap)
-        _binary(f"__{side}mod__", np.fmod, INTEGERS, swap=swap)
-    _binary("__lt__", np.less, NUMBERS, core.int1, _below)
-    _binary("__le__", np.less_equal, NUMBERS, core.int1)
-    _binary("__gt__", np.greater, NUMBERS, core.int1)
-    _binary("__ge__", np.greater_equal, NUMBERS, core.int1)
-    _binary("__eq__", np.equal, NUMBERS, core.int1)
-    _binary("__ne__", np.not_equal, NUMBERS, core.int1)
-    _binary("__and__", np.bitwise_and, BITS, None, _both)
-    _binary("__or__", np.bitwise_or, BITS)
+        _binary(f"__{side}floordiv__", _divide, INTEGERS, None, _quotient, swap=swap)
+        _binary(f"__{side}mod__", np.fmod, INTEGERS, None, _rest, swap=swap)
+    _binary("__lt__", np.less, NUMBERS, core.int1, operator.lt, _below)
+    _binary("__le__", np.less_equal, NUMBERS, core.int1, operator.le)
+    _binary("__gt__", np.greater, NUMBERS, core.int1, operator.gt)
+    _binary("__ge__", np.greater_equal, NUMBERS, core.int1, operator.ge)
+    _binary("__eq__", np.equal, NUMBERS, core.int1, operator.eq)
+    _binary("__ne__", np.not_equal, NUMBERS, core.int1, operator.ne)
+    _binary("__and__", np.bitwise_and, BITS, None, operator.and_, _both)
+    _binary("__or__", np.bitwise_or, BITS, None, operator.or_)
     _binary("__xor__", np.bitwise_xor, BITS)
     _binary("__lshift__", np.left_shift, WORDS)
     _binary("__rshift__", np.right_shift, WORDS)
@@ -189,4 +256,10 @@ def replace() -> None:
         sizes = shape if isinstance(shape[0], int | core.constexpr) else shape[0]
         return block(self.handle.data.reshape([plain(n) for n in sizes]), self.dtype)
 
-    core.tensor.__getitem__, core.tensor.to, core.tensor.reshape = index, to, reshape
+    def permute(self: tl.tensor, *axes: Any) -> tl.tensor:
+        order = axes if isinstance(axes[0], int | core.constexpr) else axes[0]
+        return block(self.handle.data.transpose([plain(axis) for axis in order]), self.dtype)
+
+    core.tensor.__getitem__, core.tensor.to = index, to
+    core.tensor.reshape, core.tensor.permute = reshape, permute
+    core.tensor.__index__ = integer

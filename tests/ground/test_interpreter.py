@@ -12,6 +12,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 from gpt2_triton.interpreter.blocks import Affine, Box
+from gpt2_triton.interpreter.launch import converter
 from tests.support import interpreted
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
@@ -22,22 +23,21 @@ OPERATORS = (
 METHODS = [f"__{name}__" for name in [*OPERATORS.split(), "rshift", "getitem", "init"]]
 REPLACED = {
     interpreter: "_patch_lang _get_np_dtype",
-    interpreter.GridExecutor: "__call__",
-    interpreter.InterpretedFunction: "__call__",
+    interpreter.InterpretedFunction: "run __call__",
     interpreter.TensorHandle: "__init__",
     interpreter.InterpreterBuilder: "create_masked_load create_masked_store cast_impl",
-    core.tensor: f"to reshape {' '.join(METHODS)}",
+    core.tensor: f"to reshape permute {' '.join(METHODS)}",
     core.block_type: "__init__ to_ir",
     core.tensor_descriptor_base: "load store",
 }
 KEPT = {
-    interpreter: "_implicit_cvt interpreter_semantic interpreter_builder InterpreterOptions _interpreter",
+    interpreter: "_implicit_cvt GridExecutor interpreter_semantic interpreter_builder InterpreterOptions _interpreter",
     interpreter.InterpretedFunction: "rewritten_fn rewrite",
     core: "validate_block_shape _unwrap_shape",
 }
 FUNCTIONS = (
     "exp exp2 log log2 sqrt sin cos floor minimum maximum sum max arange full zeros zeros_like program_id where dot "
-    "load store"
+    "split load store"
 )
 
 
@@ -72,13 +72,14 @@ def test_every_expression_has_triton_s_bits(tmp_path):
     ("expression", "kind"),
     [
         ("a[:, None] * 8 + b[None, :]", Affine), ("fp + (a.to(tl.int64) * n + n)", Affine), ("fp + n + a", Affine),
+        ("fp + 3", Affine), ("n // 2 * m + 1", Affine),
         ("(a < 5)[:, None] & (b < n)[None, :]", Box), ("a.to(tl.int64) * 300_000_000", Affine),
         ("a * 300_000_000", interpreter.TensorHandle), ("a * a", interpreter.TensorHandle),
         ("a >= 5", interpreter.TensorHandle),
     ],
 )  # fmt: skip
 def test_a_block_of_consecutive_numbers_is_not_made(expression, kind):
-    names = interpreted.operands()
+    names = interpreted.operands(converter(interpreter._implicit_cvt))
     handle = eval(expression, names).handle
     assert type(handle) is kind
     assert kind is interpreter.TensorHandle or "data" not in vars(handle)

@@ -8,6 +8,7 @@ writes {name: (dtype, shape, bytes)} of EXPRESSIONS to OUT, with the replacement
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,14 +84,13 @@ EXPRESSIONS = (
 )  # fmt: skip
 
 
-def operands() -> dict[str, Any]:
-    """Return the names of the expressions: tensors of triton.language, pointers and descriptors."""
+def operands(convert: Callable[[Any], Any] = interpreter._implicit_cvt) -> dict[str, Any]:
+    """Return the names of the expressions: tensors, and pointers and descriptors as `convert` makes them."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 9).to(dtype)
 
-    convert = interpreter._implicit_cvt
     given = {"fp": tensor(300), "hp": tensor(300, dtype=torch.bfloat16), "ip": tensor(300, dtype=torch.int32)}
     given |= {"lp": tensor(300, dtype=torch.int64), "bp": tensor(300) > 0, "matrix": tensor(15, 20)}
     given |= {"out": tensor(300), "outh": tensor(300, dtype=torch.bfloat16), "omatrix": tensor(15, 20)}
@@ -132,18 +132,18 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
-def results() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def results(convert: Callable[[Any], Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return dtype, shape and bytes of each expression, and what each store has written; an error by its kind."""
     found = dict[str, tuple[str, tuple[int, ...], bytes]]()
     for expression in EXPRESSIONS:
         try:
-            value = plain(eval(expression, operands()))
+            value = plain(eval(expression, operands(convert)))
             shape = tuple(getattr(n, "value", n) for n in value.shape)
             found[expression] = str(value.dtype), shape, value.handle.data.tobytes()
         except Exception as error:
             found[expression] = "raises", (), str(type(error)).encode()
     for expression in STORES:
-        names = operands()
+        names = operands(convert)
         eval(expression, names)
         written = (names["memory"][name].view(torch.uint8).numpy() for name in ("out", "outh", "omatrix"))
         found[expression] = "stored", (), b"".join(array.tobytes() for array in written)
@@ -154,12 +154,14 @@ if __name__ == "__main__":
     assert triton  # with its interpreter
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     if "fast" in sys.argv:
-        from gpt2_triton.interpreter import make_fast
+        from gpt2_triton.interpreter import launch, make_fast
 
         make_fast()
+        convert = launch.converter(interpreter._implicit_cvt)
     else:
+        convert = interpreter._implicit_cvt
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
     interpreter.interpreter_builder.set_grid_dim(4, 1, 1)
     interpreter.interpreter_builder.set_grid_idx(2, 0, 0)
     with open(sys.argv[1], "wb") as file:
-        pickle.dump(results(), file)
+        pickle.dump(results(convert), file)
