@@ -20,8 +20,9 @@ ALLOWED_TORCH = {
 }  # fmt: skip
 
 # what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads
-# them without executing code; torch.version.hip tells AMD's GPUs
+# them without executing code; torch.version.hip tells AMD's GPUs; a program's default device is not for our tensors
 ALLOWED_IN = {
+    "api": {"get_default_device"},
     "checkpoint/nanogpt": {"load", "serialization", "get_unsafe_globals_in_checkpoint", "safe_globals"},
     "device": {"version"},
     "distributed/shared_memory": {"UntypedStorage", "from_file", "version"},
