@@ -101,7 +101,7 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_its_folder(words, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(TINY.replace("train.steps: 5", "train.steps: 20"))
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("train.steps: 5", "train.steps: 100"))
     (tmp_path / "r.jsonl").unlink()
     command = [sys.executable, "-m", "benchmarks.losses.pairs", *words, "--work", str(tmp_path / "work")]
     command += ["--arm", "one", "--seeds", "0"]
@@ -113,10 +113,10 @@ def test_an_interrupted_run_goes_on_in_its_folder(words, tmp_path):
         while process.poll() is None and steps() < 3:
             time.sleep(0.05)
         process.terminate()
-    assert process.returncode == 143 and 3 <= (before := steps()) < 20
+    assert process.returncode == 143 and 3 <= (before := steps()) < 100
     assert subprocess.run(command).returncode == 0
     (found,) = pairs.read_results(tmp_path / "r.jsonl")
-    assert before < found["steps"] == 20 and not list((tmp_path / "work").iterdir())
+    assert before < found["steps"] == 100 and not list((tmp_path / "work").iterdir())
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)
