@@ -1,0 +1,44 @@
+"""The least time that a run takes without a GPU, before anything is made: a recipe for a GPU would take years."""
+
+import time
+from pathlib import Path
+
+from gpt2_triton.checkpoint.format import list_steps
+from gpt2_triton.config.config import Config
+from gpt2_triton.errors import ConfigError
+
+MOST_HOURS = 12  # without a word from the user
+SIZE = 768  # of the products that are timed
+
+
+def product_flops() -> float:
+    """Return the flop/s of the products that Triton's interpreter computes, measured in a fraction of a second."""
+    import numpy as np
+
+    matrix = np.ones((SIZE, SIZE), np.float32)
+    fastest = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        np.matmul(matrix, matrix)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * SIZE**3 / fastest
+
+
+def require_time(config: Config, run_dir: Path | None, flops: float | None = None) -> None:
+    """Raise ConfigError if products alone take MOST_HOURS here, unless the run has checkpoints or a time limit."""
+    has_checkpoints = run_dir is not None and bool(list_steps(run_dir / "checkpoints"))
+    if config.train.max_minutes or has_checkpoints:
+        return
+    step = config.flops_per_token * config.train.step_tokens / (flops or product_flops())
+    if step * config.train.steps > 3600 * MOST_HOURS:
+        takes = f"{config.train.steps:,} steps take at least {_words(step * config.train.steps)}, {_words(step)} each"
+        todo = "to train all the same, give --train.max_minutes; or choose a smaller model, or fewer steps"
+        raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
+
+
+def _words(seconds: float) -> str:
+    """Return a time in the largest unit that it fills."""
+    for unit, size in (("years", 365 * 86_400), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} seconds"

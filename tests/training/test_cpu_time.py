@@ -1,0 +1,24 @@
+"""A run that would take days without a GPU is refused before anything is made, unless it is asked for."""
+
+import pytest
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.errors import ConfigError
+from gpt2_triton.training.cpu_time import product_flops, require_time
+
+
+def test_a_recipe_for_a_gpu_is_refused_with_its_time(tmp_path):
+    refusal = r"^no GPU: on this CPU 19,560 steps take at least 2\.\d+ years, 1\.\d+ hours each; .* --train.max_minutes"
+    with pytest.raises(ConfigError, match=refusal):
+        require_time(Config.load("gpt2_124m"), tmp_path, flops=1e11)
+
+
+def test_small_runs_limited_runs_and_runs_that_exist_start(tmp_path):
+    require_time(Config.load("quickstart"), None)
+    require_time(Config.load("gpt2_124m", {"train.max_minutes": "60"}), None, flops=1e11)
+    (tmp_path / "checkpoints" / "step_00000100").mkdir(parents=True)
+    require_time(Config.load("gpt2_124m"), tmp_path, flops=1e11)
+
+
+def test_the_rate_is_measured():
+    assert 1e8 < product_flops() < 1e13
