@@ -77,7 +77,9 @@ def sample(
         count += len([*counted])
     seconds = time.perf_counter() - start
     slow = " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
-    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:,.0f} per second{slow}", file=sys.stderr)
+    rate = count / seconds
+    shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    print(f"{count} tokens in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
 
 
 def _lines(file: Path | None) -> list[str]:

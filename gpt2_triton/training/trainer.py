@@ -8,6 +8,7 @@ resumes from its checkpoint therefore gives the bytes of an unbroken run.
 
 import contextlib
 import math
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpt2_triton.checkpoint import source_files
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import command_line
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -180,6 +182,8 @@ class Trainer:
                 self._save(step)
         self._wait_for_save(raise_errors=True)
         if not stopping or (step >= self.config.train.steps and not self.state.left_out):
+            run = shlex.quote(str(self.run_dir))
+            self.log.info(f"next: {command_line(f'sample {run}')}, {command_line(f'plot {run} -o loss.png')}")
             return 0
         received = max(self.control.all_gather(self.signals.received))
         if self.group.rank == 0:
@@ -333,6 +337,8 @@ class Trainer:
     def _sample(self, step: int) -> None:
         if self.group.rank == 0:
             with self.watchdog.phase("sampling"):
+                if self.group.device == "cpu":
+                    self.log.info(f"writing a sample of {self.config.sample.tokens} tokens")
                 self.log.sample(
                     step, sample_in_training(self.model, self.config, self.run_dir / source_files.DIRECTORY)
                 )

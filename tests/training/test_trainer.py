@@ -248,7 +248,8 @@ def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
     assert train(run_config(parallel=dict(gpus=1)), unbroken, resume=True) == 0
     printed = capsys.readouterr().out
     assert "changed: parallel.gpus null -> 1\n" in printed and "learning rate" not in printed
-    assert printed.endswith(f"all {STEPS} steps are done; raise train.steps to continue\n")
+    assert f"all {STEPS} steps are done; raise train.steps to continue\n" in printed
+    assert "\nnext: " in printed and printed.endswith(f"plot {unbroken} -o loss.png\n")
     assert (final_bytes(unbroken), records(unbroken)) == before
 
 
