@@ -45,7 +45,7 @@ RUN = {  # tools that run to their end on tiny data
 }  # fmt: skip
 PARSED = {"stats", "compile"}
 OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
-OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--section.key"}  # torchrun's, and no option
+OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--signals-to-handle", "--section.key"}  # torchrun's, and no option
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
 SHELL = {"git", "python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
 
