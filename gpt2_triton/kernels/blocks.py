@@ -6,7 +6,6 @@ whose alignment it does not know, and so load two bytes at a time.  A Pointers k
 are multiples of 16, the last stride 1, and the dimensions that are whole blocks, which need no mask.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpt2_triton.kernels.tuning import INTERPRET
+from gpt2_triton.kernels import tuning
 
 
 class Pointers(NamedTuple):
@@ -32,15 +31,6 @@ class Pointers(NamedTuple):
 Blocks = TensorDescriptor | Pointers
 
 
-@functools.cache
-def has_tma() -> bool:
-    """Return whether Triton compiles descriptors to TMA; the interpreter has descriptors too."""
-    if INTERPRET:
-        return True
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
-
-
 def describe(tensor: Tensor | None, *block_shape: int, reach: Sequence[int] | None = None) -> Blocks | None:
     """Return a tensor in blocks of this shape, which has two dimensions longer than 1, for the functions below.
 
@@ -49,7 +39,7 @@ def describe(tensor: Tensor | None, *block_shape: int, reach: Sequence[int] | No
     """
     if tensor is None:
         return None
-    if has_tma():
+    if tuning.has_tma():
         return TensorDescriptor.from_tensor(tensor, [*block_shape])
     block = tuple(tl.constexpr(n) for n in block_shape)
     whole = tuple(tl.constexpr(size % n == 0) for size, n in zip(tensor.shape, reach or block_shape, strict=True))

@@ -101,7 +101,7 @@ def _matmul_kernel(
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(out_desc, tl.tensor_descriptor)):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N

@@ -8,6 +8,7 @@ known, and a table should change few bits of a run.
 import functools
 
 import torch
+import triton
 
 from gpt2_triton.device import architecture
 from gpt2_triton.kernels.table_file import INTERPRET as INTERPRET
@@ -22,8 +23,21 @@ def num_sms() -> int:
 
 
 def programs(tiles: int) -> int:
-    """Return the number of programs of a persistent kernel that walks so many tiles."""
-    return min(num_sms(), tiles)
+    """Return the number of programs of a kernel that walks so many tiles.
+
+    With TMA one on each multiprocessor walks tiles, so that a tile's loads overlap the epilogue of the tile before.
+    Without it each tile has a program, and what shares a multiprocessor overlaps.
+    """
+    return min(num_sms(), tiles) if has_tma() else tiles
+
+
+@functools.cache
+def has_tma() -> bool:
+    """Return whether Triton compiles descriptors to TMA; the interpreter has descriptors too."""
+    if INTERPRET:
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 @functools.cache

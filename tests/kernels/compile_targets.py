@@ -149,7 +149,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
 
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
-    from gpt2_triton.kernels import blocks, table_file, tuning
+    from gpt2_triton.kernels import table_file, tuning
     from gpt2_triton.model.compiling import compile_decoding
     from gpt2_triton.model.model import Model
 
@@ -160,7 +160,7 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
     torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
     table_file.table_name = lambda: target.table
     tuning.table.cache_clear()
-    blocks.has_tma.cache_clear()
+    tuning.has_tma.cache_clear()
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     wanted = None if only is None else {*only} | (multiplying() if PRODUCTS in only else set())
     run, compile_kernel = JITFunction.run, triton.compiler.compile

@@ -5,10 +5,10 @@ import torch
 import triton
 from triton.runtime.errors import InterpreterError
 
-from gpt2_triton.kernels import blocks
-from gpt2_triton.kernels.blocks import describe, describe_halves, has_tma, load_block, load_transposed, store_block
+from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, store_block
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tuning import INTERPRET, table
+from gpt2_triton.kernels.tuning import INTERPRET, has_tma, table
 from tests.kernels import test_attention, test_matmul
 from tests.support.helpers import Guarded, dtypes, poisoned
 from tests.support.models import calibrate, require_equal_states, train_steps
@@ -45,7 +45,7 @@ PLACES = {
 @dtypes
 @pytest.mark.parametrize("place", PLACES)
 def test_a_block_is_zeros_outside_and_writes_nothing_there(monkeypatch, rng, place, dtype, tma):
-    monkeypatch.setattr(blocks, "has_tma", lambda: tma and has_tma())
+    monkeypatch.setattr(tuning, "has_tma", lambda: tma and has_tma())
     view, shape, at, part = PLACES[place]
     x, outputs = view(rng(96 * 48, dtype=dtype)), Guarded()
     rows, columns = (n for n in shape if n > 1)
@@ -65,7 +65,7 @@ def test_a_block_is_zeros_outside_and_writes_nothing_there(monkeypatch, rng, pla
 @pytest.mark.parametrize("describe_right", [lambda x: describe(x, 16, 16), lambda x: describe_halves(x, 16, 32)])
 def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(monkeypatch, rng, describe_right):
     """Pointers have no mask there, and so would read or write what is behind the tensor."""
-    monkeypatch.setattr(blocks, "has_tma", lambda: False)
+    monkeypatch.setattr(tuning, "has_tma", lambda: False)
     x, out = rng(16, 48), describe(rng(16, 16), 16, 16)
     right = describe_right(x)
     at = (0, 48)  # the right half of a tile of 32 columns
@@ -102,7 +102,7 @@ def test_a_step_by_pointers_has_the_bits_of_a_step_by_tma(monkeypatch, run):
             monkeypatch.setitem(table().rows, key, table().rows[key] | known)
     models, histories = [], []
     for tma in (True, False):
-        monkeypatch.setattr(blocks, "has_tma", lambda tma=tma: tma)
+        monkeypatch.setattr(tuning, "has_tma", lambda tma=tma: tma)
         model, _ = tiny_model(**merged(SMALL, RUNS[run]))
         if run == "fp8":
             calibrate(model)
@@ -120,7 +120,7 @@ def test_products_by_pointers_have_the_bits_of_tma_on_gpu(monkeypatch, R, N, K):
     """In the portable kernels, compiled for this GPU."""
     monkeypatch.setattr(test_matmul.hopper, "takes", lambda *_: None)
     by_tma = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
-    monkeypatch.setattr(blocks, "has_tma", lambda: False)
+    monkeypatch.setattr(tuning, "has_tma", lambda: False)
     by_pointers = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
     assert all(torch.equal(a, b) for a, b in zip(by_tma, by_pointers, strict=True))
 
@@ -132,6 +132,6 @@ def test_attention_by_pointers_has_the_bits_of_tma_on_gpu(rng, monkeypatch, T, H
     R, C = test_attention.B * T, test_attention.NH * HS
     qkv, dout = rng(R, 3 * C, dtype=torch.bfloat16), rng(R, C, dtype=torch.bfloat16)
     by_tma = test_attention.run_all(qkv, dout, T, poisoned)
-    monkeypatch.setattr(blocks, "has_tma", lambda: False)
+    monkeypatch.setattr(tuning, "has_tma", lambda: False)
     by_pointers = test_attention.run_all(qkv, dout, T, poisoned)
     assert all(torch.equal(a, b) for a, b in zip(by_tma, by_pointers, strict=True))
