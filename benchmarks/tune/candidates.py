@@ -1,37 +1,23 @@
 """The rows that `tune` tries: the values of each operation's parameters, and which combinations are valid.
 
-The parameters in FIXED are the same for every GPU and keep their values.  Rows for heads wider than 64 and for fp32 are
-not tried, because no step of the four sizes uses them.
+Rows for heads wider than 64 and for fp32 are not tried, because no step of the four sizes uses them.
 """
 
 import itertools
 import math
 from collections.abc import Callable
 
+from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Row
 
-# These parameters size a scratch buffer or split a sum, and are the same in every GPU's table.  There is one exception:
-# the tile of matmul_dw may be narrower than Hopper's tile, and then needs less scratch.
-FIXED: dict[str, tuple[str, ...]] = {
-    "matmul": ("BLOCK_M",),
-    "matmul_dw": ("BLOCK_M", "BLOCK_K", "WAVE"),
-    "classifier_fwd": ("BLOCK_N",),
-    "attention_bwd_dkdv": ("BLOCK_N",),
-    "attention_bwd_dq": ("BLOCK_M",),
-    "attention_bwd_dkdv_wide": ("BLOCK_N",),
-    "attention_bwd_dq_wide": ("BLOCK_M",),
-    "layernorm_bwd": ("PROGRAMS",),
-    "layernorm_bwd_wide": ("PROGRAMS",),
-}
-
-_TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4))
+_TILES = dict(num_warps=(4, 8), num_stages=(2, 3, 4, 5))
 _BACKWARD = dict(num_warps=(4, 8), num_stages=(2, 3), maxnreg=(128, 168, 255))  # 255 sets no limit
 _ROWS = dict(BLOCK_R=(2, 4, 8, 16), BLOCK_C=(128, 256, 512), num_warps=(1, 2, 4, 8))
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul": dict(BLOCK_N=(64, 128, 256), BLOCK_K=(32, 64)) | _TILES,
-    "matmul_dw": dict(GROUP_M=(4, 8, 16)) | _TILES,
-    "classifier_fwd": dict(BLOCK_M=(64, 128), BLOCK_K=(32, 64)) | _TILES,
+    "matmul_dw": dict(BLOCK_N=(128, 256), BLOCK_K=(32, 64), PER_SM=(1, 2)) | _TILES,
+    "classifier_fwd": dict(BLOCK_M=(64, 128), BLOCK_N=(128, 256), BLOCK_K=(32, 64)) | _TILES,
     "classifier_dx": dict(BLOCK_M=(64, 128), BLOCK_N=(128, 256), BLOCK_K=(32, 64, 128)) | _TILES,
     "classifier_rows": _ROWS,
     "embedding_fwd": _ROWS,
@@ -39,19 +25,22 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "embedding_bwd_split": dict(BLOCK_E=(4, 8, 16, 32), BLOCK_C=(64, 128, 256), num_warps=(1, 2, 4)),
     "embedding_bwd_wpe": dict(BLOCK=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8)),
     "attention_fwd": dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128)) | _TILES,
-    "attention_bwd_dkdv": dict(BLOCK_M=(32, 64, 128)) | _BACKWARD,
-    "attention_bwd_dq": dict(BLOCK_N=(32, 64, 128)) | _BACKWARD,
+    "attention_bwd_dkdv": dict(BLOCK_M=(16, 32, 64), BLOCK_N=(64, 128)) | _BACKWARD,
+    "attention_bwd_dq": dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64)) | _BACKWARD,
     "layernorm_fwd": dict(ROWS=(1, 2, 4, 8), num_warps=(1, 2, 4, 8)),
-    "layernorm_bwd": dict(ROWS=(1, 2, 4), STAGES=(2, 3, 4), num_warps=(2, 4, 8)),
-    "layernorm_bwd_wide": dict(ROWS=(1, 2), STAGES=(2, 3, 4), num_warps=(4, 8, 16)),
+    "layernorm_bwd": dict(ROWS=(1, 2, 4), STAGES=(2, 3, 4), PER_SM=(2, 3, 4), num_warps=(2, 4, 8)),
+    "layernorm_bwd_wide": dict(ROWS=(1, 2), STAGES=(2, 3, 4), PER_SM=(2, 3, 4), num_warps=(4, 8, 16)),
     "adamw": dict(BLOCK=(512, 1024, 2048, 4096), num_warps=(2, 4, 8, 16)),
 }
 
 
 def _tile_fits(row: Row, shared: int) -> bool:
-    """Return whether a thread has 16 to 128 accumulators in its 255 registers, and shared memory holds all stages."""
+    """Return whether a thread has 16 to 128 accumulators in its 255 registers, and shared memory holds all stages: one
+    for each but the last, and with TMA for the last, too.
+    """
     accumulators = row["BLOCK_M"] * row["BLOCK_N"] // (32 * row["num_warps"])
-    operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * row["num_stages"]
+    buffers = row["num_stages"] if tuning.has_tma() else row["num_stages"] - 1
+    operands = 2 * (row["BLOCK_M"] + row["BLOCK_N"]) * row["BLOCK_K"] * buffers
     return 16 <= accumulators <= 128 and operands <= shared
 
 
@@ -75,6 +64,8 @@ FITS: dict[str, Callable[[Row, int], bool]] = {
     "embedding_bwd_split": _few_a_thread("BLOCK_E", "BLOCK_C"),
     "embedding_bwd_wpe": _few_a_thread("BLOCK"),
     "attention_fwd": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],  # a block of queries is whole blocks of keys
+    "attention_bwd_dq": lambda row, shared: row["BLOCK_N"] <= row["BLOCK_M"],
+    "attention_bwd_dkdv": lambda row, shared: row["BLOCK_M"] <= row["BLOCK_N"],  # and the other way round
     "adamw": _few_a_thread("BLOCK"),
 }
 

@@ -8,7 +8,7 @@ backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (do
 qkv is [B*T, NH + 2 * NKV, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  The query heads share NKV heads of
 k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept for the backward pass.  A block holds
 rows of one head (blocks.py).  Past the end of a sequence or a head, zeros are read and nothing is written, so scores
-need masks only for causality.  lse and delta are no blocks and have masks: TMA requires rows that begin on 16 bytes,
+need masks only for causality.  lse and delta are not described but masked: TMA requires rows that begin on 16 bytes,
 and T numbers may end elsewhere.  qkv has the heads of q, then of k, then of v.
 
 Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before

@@ -85,7 +85,9 @@ def _classifier_fwd_kernel(
         factor = 1.0 / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr)) * LOG2E
     if p_scale_ptr is not None:
         tl.store(p_scale_ptr, 2.0**-SHIFT)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(lnf_desc, tl.tensor_descriptor)):
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(lnf_desc, tl.tensor_descriptor)
+    ):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
@@ -149,7 +151,9 @@ def _classifier_dx_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(C, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(dln_desc, tl.tensor_descriptor)):
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(dln_desc, tl.tensor_descriptor)
+    ):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N

@@ -1,5 +1,6 @@
 """The split of dW's long sums into items, whole tiles or parts of a tile's sum, that fill a GPU."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,10 +49,11 @@ def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, 
     return whole_time + split_time + partials / PARTIALS_PER_STEP
 
 
-def split_tiles(sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int]) -> TileSplit:
-    """Return the split that takes the least time for matrices dW[N, K], sums over R.  Tiles that fill whole waves are
-    never split.  WAVE, the number of items that run at once, comes from the table, not from the GPU at hand.  So the
-    same sizes are summed in the same order everywhere.
+def split_tiles(
+    sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int], sms: int, room: float = math.inf
+) -> TileSplit:
+    """Return the split that takes the least time for matrices dW[N, K], sums over R, on a GPU of `sms` multiprocessors.
+    Its partial sums are at most `room` elements.  Tiles that fill whole waves are never split.
     """
     grids, tiles = [], 0
     for N, K in sizes:
@@ -59,17 +61,17 @@ def split_tiles(sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int]) -
         covers = [Grid(*shape, tiles, triton.cdiv(N, shape[0]) * triton.cdiv(K, shape[1])) for shape in shapes]
         grids.append(min(covers, key=lambda grid: grid.tiles))
         tiles += grids[-1].tiles
-    steps, wave = triton.cdiv(R, row["BLOCK_K"]), row["WAVE"]
+    steps, wave = triton.cdiv(R, row["BLOCK_K"]), sms * row["PER_SM"]
     unsplit = TileSplit(grids, tiles, 0, 1, steps, steps)
     whole = tiles // wave * wave
     if whole == tiles:
         return unsplit
 
-    def time(k_parts: int) -> float:
-        return time_in_steps(whole, tiles - whole, k_parts, steps, wave)
-
-    k_parts = min(range(2, MAX_K_PARTS + 1), key=time)
-    if time_in_steps(tiles, 0, 1, steps, wave) <= time(k_parts):
-        return unsplit
-    part_steps = triton.cdiv(steps, k_parts)
-    return TileSplit(grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps)
+    best, least = unsplit, time_in_steps(tiles, 0, 1, steps, wave)
+    for k_parts in range(2, MAX_K_PARTS + 1):
+        part_steps = triton.cdiv(steps, k_parts)
+        split = TileSplit(grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps)
+        time = time_in_steps(whole, tiles - whole, k_parts, steps, wave)
+        if time < least and split.scratch <= room:
+            best, least = split, time
+    return best

@@ -25,7 +25,7 @@ from gpt2_triton.kernels.dropout import dropped, masked_rows
 from gpt2_triton.kernels.e4m3 import quantise, record_bits, row_maxima
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
+from gpt2_triton.kernels.tuning import PLANNED_SMS, dtype_name, next_power_of_2, num_sms, tuned
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _launch_bwd(
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
     row = _bwd_row(R, C, dtype_name(x))
-    programs = row.pop("PROGRAMS")
+    programs = min(row.pop("PER_SM") * num_sms(), scratch.numel() // (3 * C))
     _layernorm_bwd_kernel[(programs,)](
         full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, None if more is None else full(more),
         *dx8, ln_scale, step_key, i if p else None, R, C, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
@@ -217,4 +217,4 @@ def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:
 
 def layernorm_bwd_scratch(R: int, C: int, dtype: str) -> int:
     """Return the fp32 elements: dw, db and dbias of each program."""
-    return 3 * C * _bwd_row(R, C, dtype)["PROGRAMS"]
+    return 3 * C * _bwd_row(R, C, dtype)["PER_SM"] * PLANNED_SMS

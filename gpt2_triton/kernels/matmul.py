@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, hopper
+from gpt2_triton.kernels import fp8_matmul, hopper, tuning
 from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, rounded, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
@@ -44,7 +44,7 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
 from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, programs, tuned
+from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name, programs, tuned
 
 
 @triton.jit
@@ -101,7 +101,9 @@ def _matmul_kernel(
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(out_desc, tl.tensor_descriptor)):
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(out_desc, tl.tensor_descriptor)
+    ):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
@@ -297,8 +299,7 @@ def _multiply_dw(
     operands, scales = zip(*map(fp8_matmul.dw_operands, douts, inps))
     dtype = dtype_name(operands[0][0])
     row = _dw_row(N, K, R, dtype)
-    split = split_tiles([(dw.shape[0], dw.shape[1]) for dw in dws], R, row)
-    assert scratch.numel() >= split.scratch, f"matmul_dw: scratch holds {scratch.numel()}, needs {split.scratch}"
+    split = split_tiles([(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel())
     kernel = hopper.takes("matmul_dw", N, K, dtype)
     if kernel and dtype == "fp8":
         hopper_fp8_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), scales, split, acc)
@@ -322,7 +323,7 @@ def _launch_dw(
     split: TileSplit, acc: bool, row: dict[str, int],
 ) -> None:  # fmt: skip
     (N, K), (block_m, block_n, _, _), block_k = dw.shape, split.grids[0], row["BLOCK_K"]
-    row = {name: value for name, value in row.items() if name != "WAVE"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
+    row = {name: value for name, value in row.items() if name != "PER_SM"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part = dw  # not written where all tiles are whole
     if split.split_tiles:
         part = scratch[: split.scratch].view(-1, block_n)
@@ -338,4 +339,4 @@ def _launch_dw(
 
 def matmul_dw_scratch(R: int, dtype: str, *sizes: tuple[int, int]) -> int:
     """Return the fp32 elements of scratch: the partial sums of the split tiles of dw[N, K], or of a pair."""
-    return split_tiles(sizes, R, _dw_row(*sizes[0], R, dtype)).scratch
+    return split_tiles(sizes, R, _dw_row(*sizes[0], R, dtype), PLANNED_SMS).scratch

@@ -1,8 +1,8 @@
 """Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
 
-The rows are in the table in use (table_file.py).  A block that sizes a scratch buffer or splits a sum is the same in
-all tables (benchmarks/tune/candidates.py lists such blocks), for two reasons.  Memory is planned before the GPU is
-known, and a table should change few bits of a run.
+The rows are in the table in use (table_file.py).  PER_SM of a row is the number of programs that share a
+multiprocessor, where each program has partial sums in scratch.  Memory is planned before the GPU is known, for
+PLANNED_SMS multiprocessors.  On a GPU with more, a launcher takes as many programs as its scratch has room for.
 """
 
 import functools
@@ -14,6 +14,8 @@ from gpt2_triton.device import architecture
 from gpt2_triton.kernels.table_file import INTERPRET as INTERPRET
 from gpt2_triton.kernels.table_file import Row
 from gpt2_triton.kernels.table_file import table as table
+
+PLANNED_SMS = 2 if INTERPRET else 132  # of H100 and H200
 
 
 @functools.cache

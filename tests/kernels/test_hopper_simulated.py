@@ -123,18 +123,18 @@ def dequantised(operand):
     return operand.columns.T.double() / operand.scale.double() if isinstance(operand, K.Fp8) else operand.double()
 
 
-@pytest.mark.parametrize("R,wave,seed", [(640, 3, 1), (400, 5, 2), (128, 100, 3)])
+@pytest.mark.parametrize("R,per_sm,seed", [(640, 1, 1), (400, 2, 2), (128, 33, 3)])
 @pytest.mark.parametrize("dtype,sizes", [*((d, s) for d in (E4M3, BF16) for s in SIZES), (E5M2, SIZES[2])], ids=str)
-def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, wave, dtype, seed):
+def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per_sm, dtype, seed):
     """Whole tiles and parts of split ones, upright and turned, overwritten and added to; odd numbers of steps."""
-    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64 if dtype == BF16 else 128, GROUP_M=8, WAVE=wave)
+    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64 if dtype == BF16 else 128, GROUP_M=8, PER_SM=per_sm)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
     pairs = [[rng(R, width, dtype=BF16) for width in size] for size in sizes]
     if dtype != BF16:
         pairs = [[quantised(x, dtype) for x in pair] for pair in pairs]
     want = [dequantised(dout).T @ dequantised(inp) for dout, inp in pairs]
-    dws, scratch = [poisoned(*size) for size in sizes], poisoned(max(1, split_tiles(sizes, R, row).scratch))
+    dws, scratch = [poisoned(*size) for size in sizes], poisoned(max(1, split_tiles(sizes, R, row, 3).scratch))
     for acc in (False, True):
         with simulated(hopper_matmul_dw if dtype == BF16 else fp8_matmul_dw, seed):
             mm._multiply_dw(dws, scratch, *zip(*pairs), acc)

@@ -29,7 +29,7 @@ def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
     from gpt2_triton.kernels.tuning import next_power_of_2
 
     row = dict(read_table(TABLES / "h200.json").rows[WIDTHS[C], "bf16"])
-    row.pop("PROGRAMS")
+    row.pop("PER_SM")
     options = dict(num_warps=row.pop("num_warps"))
     types = dict.fromkeys(("dx_ptr", "more_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
     types |= dict.fromkeys(("part_ptr", "mean_ptr", "rstd_ptr"), "*fp32") | dict.fromkeys(("R", "C"), "i32")

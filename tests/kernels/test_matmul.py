@@ -123,7 +123,7 @@ HEAD = pytest.param(16384, 50304, 768, torch.bfloat16, marks=pytest.mark.gpu)
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
     name = dtype_name(torch.empty(0, dtype=dtype))
     if INTERPRET:  # whole tiles, split tiles, and both in one launch
-        split = split_tiles([(N, K)], R, mm._dw_row(N, K, R, name))
+        split = split_tiles([(N, K)], R, mm._dw_row(N, K, R, name), tuning.num_sms())
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
     dw = rng(N, K) if acc else poisoned(N, K)
@@ -176,6 +176,7 @@ either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 44
 @either_kernel
 def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(monkeypatch, R, N, K, dtype):
     monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: False)  # depends on the number of programs
+    monkeypatch.setattr(mm, "split_tiles", lambda *sizes: split_tiles(*sizes[:3], tuning.PLANNED_SMS))  # so does dW
     monkeypatch.setattr(tuning, "num_sms", lambda: 1)
     alone = run_all(R, N, K, dtype, poisoned)
     monkeypatch.setattr(tuning, "num_sms", lambda: 3)
@@ -210,7 +211,7 @@ def test_split_tiles_of_gpt2_on_h200():
         (10112, (50304, 1600)): ([256], 2508, 53, 2, 158, 79),
     }
     for (R, *sizes), (rows, *split) in splits.items():
-        grids, *planned = split_tiles(sizes, R, BF16_DW)
+        grids, *planned = split_tiles(sizes, R, BF16_DW, 132)
         assert ([grid.rows for grid in grids], planned) == (rows, split), (R, sizes)
 
 
@@ -218,7 +219,7 @@ def test_split_tiles_of_gpt2_on_h200():
 def test_split_tiles_covers_every_row_of_every_tile_once(R):
     for C in WIDTHS:
         for sizes in launches(C):
-            split, tiles = split_tiles(sizes, R, BF16_DW), 0
+            split, tiles = split_tiles(sizes, R, BF16_DW, 132), 0
             for (N, K), (rows, columns, *numbers) in zip(sizes, split.grids, strict=True):
                 assert numbers == [tiles, -(-N // rows) * -(-K // columns)]
                 tiles += numbers[1]

@@ -1,6 +1,7 @@
 """Tuning tables: complete, with valid values and equal scratch sizes, chosen by GPU; an unusable table is one line."""
 
 import contextlib
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.tune.candidates import FIXED
-from gpt2_triton import device
+from benchmarks.speed.sizes import work_of
+from gpt2_triton import device, kernels
+from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.kernels import table_file, tuning
-from gpt2_triton.kernels.dw_split import split_tiles
+from gpt2_triton.kernels import layernorm, table_file, tuning
 from gpt2_triton.kernels.hopper import attention, pipeline
 from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
+from gpt2_triton.model.memory_plan import dimensions
 
+matmul = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
 FILES = sorted(file.name for file in TABLES.iterdir())
 GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
 LAPTOP = "NVIDIA GeForce RTX 4090 Laptop GPU"
@@ -44,26 +47,19 @@ def test_table_values_are_valid(file):
                 assert value & (value - 1) == 0, (op, dtype, name)
 
 
-def test_blocks_that_size_scratch_are_the_same_for_every_gpu():
-    """A memory plan made without a GPU must fit the GPU that the run gets."""
-    first = GPUS["h200"].rows
-    for name, table in GPUS.items():
-        for (op, dtype), row in table.rows.items():
-            for block in FIXED.get(op, ()):
-                assert row[block] == first[op, dtype][block], f"{name}: {op} {dtype} {block}"
-
-
 @pytest.mark.parametrize("name", GPUS)
-def test_dw_needs_no_more_scratch_than_on_hopper(name):
-    """For the partial tiles of a layer of each size, and of the head's."""
-    for C, R in ((768, 65536), (1024, 65536), (1280, 32768), (1600, 16384)):
-        need = []
-        for table in (GPUS[name], GPUS["h200"]):
-            row = table.rows["matmul_dw", "bf16"]
-            qkv, attproj, fc, fcproj = (3 * C, C), (C, C), (4 * C, C), (C, 4 * C)
-            launches = [[qkv], [attproj], [fc], [fcproj], [fcproj, fc], [attproj, qkv], [(50304, C)]]
-            need.append(max(split_tiles(sizes, R, row).scratch for sizes in launches))
-        assert need[0] <= need[1]
+@pytest.mark.parametrize("size", ["d12", "d24", "d36", "d48", "llama:c768", "llama:1b"])
+def test_a_step_needs_no_more_scratch_than_on_hopper(monkeypatch, name, size):
+    """A memory plan made without a GPU must fit the GPU that the run gets."""
+    need = []
+    for module in (matmul, layernorm):
+        monkeypatch.setattr(module, "PLANNED_SMS", 132)
+    monkeypatch.setattr(tuning, "INTERPRET", False)
+    for table in (GPUS[name], GPUS["h200"]):
+        monkeypatch.setattr(tuning, "table", lambda table=table: table)
+        config = work_of(size).config()
+        need.append(dimensions(config, kernels, StepShape.of(config))["W"])
+    assert need[0] <= need[1]
 
 
 def test_constants_of_hopper_kernels_equal_the_table_that_sizes_scratch():

@@ -10,13 +10,12 @@ H200 = read_table(TABLES / "h200.json")
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200"])
 @pytest.mark.parametrize("op", candidates.SPACE)
-def test_candidates_begin_with_the_current_row_and_keep_fixed_values(name, op):
+def test_candidates_begin_with_the_current_row_and_differ_in_its_parameters(name, op):
     current = read_table(TABLES / f"{name}.json").rows[op, "bf16"]
     rows = candidates.candidates(op, current, 99 << 10)
     assert rows[0] == current and len(rows) > 2
     assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
     for row in rows:
-        assert all(row[block] == current[block] for block in candidates.FIXED.get(op, ()))
         assert set(row) <= {*current, *OPTIONS}
     without = {key: value for key, value in current.items() if key != "maxnreg"}
     assert not any("maxnreg" in row for row in candidates.candidates(op, without, 64 << 10, caps=False))
