@@ -50,7 +50,8 @@ def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if GELU:
-        acc = gelu_of(acc.to(out_ptr.dtype.element_ty).to(tl.float32))  # training rounds before GELU, too
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        acc = gelu_of(acc.to(dtype).to(tl.float32), dtype)  # training rounds before GELU, too
     if res_ptr is not None:
         acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, acc, mask=mask)

@@ -7,6 +7,7 @@ import math
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.tuning import INTERPRET
@@ -46,7 +47,9 @@ def exp_relative_tile(z, factor, reference, target, j, V):
 #     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),  2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
 #     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
 #     dgelu(x) = s + x * 2u' * (s - s^2)
-# hopper/activation.py computes s in another way.
+# RESULT is the dtype to which the result is rounded: for 16 bits s = 0.5 + 0.5 * tanh(u) may be approximated, to 2^-11
+# where half an ulp of bf16 is 2^-9.  Errors against float64 are the same to four digits.  From sm_90 on this is left to
+# hopper/activation.py: there the kernels of this directory keep their bits.
 
 
 @triton.jit
@@ -56,15 +59,27 @@ def gelu_u(x, xx):
 
 
 @triton.jit
-def gelu(x):
-    return x * tl.sigmoid(gelu_u(x, x * x) * 2.0)
+def _sigmoid_2u(x, xx, RESULT: tl.constexpr):
+    """Return s; xx is x^2."""
+    u = gelu_u(x, xx)
+    if not _WIDEN and RESULT.primitive_bitwidth <= 16 and is_cuda() and not cuda_capability_geq(9, 0):
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+        s = t * 0.5 + 0.5  # one instruction for three
+    else:
+        s = tl.sigmoid(u * 2.0)
+    return s
 
 
 @triton.jit
-def dgelu(x):
+def gelu(x, RESULT: tl.constexpr = tl.float32):
+    return x * _sigmoid_2u(x, x * x, RESULT)
+
+
+@triton.jit
+def dgelu(x, RESULT: tl.constexpr = tl.float32):
     """Return the derivative of gelu at x."""
     xx = x * x
-    return dgelu_of(x, xx, tl.sigmoid(gelu_u(x, xx) * 2.0))
+    return dgelu_of(x, xx, _sigmoid_2u(x, xx, RESULT))
 
 
 @triton.jit

@@ -64,15 +64,16 @@ def _epilogue(
     elif EPILOGUE == "gelu":
         pre = rounded(acc, pre_desc)  # GELU of the stored value: the backward pass can recompute the same bits
         store_block(pre_desc, [m, n], pre)
-        acc = gelu(pre.to(tl.float32))
+        acc = gelu(pre.to(tl.float32), pre.dtype)
     elif EPILOGUE == "dgelu":
         # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute the sigmoid, and at
         # 128x256 registers spill
-        pre = load_block(pre_desc, [m, n]).to(tl.float32) + 0.0 * acc
-        acc *= dgelu(pre)  # rows past the end are 0 and add nothing to the column sums
+        stored = load_block(pre_desc, [m, n])
+        pre = stored.to(tl.float32) + 0.0 * acc
+        acc *= dgelu(pre, stored.dtype)  # rows past the end are 0 and add nothing to the column sums
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
         if gelu_desc is not None:
-            store_block(gelu_desc, [m, n], gelu(pre))
+            store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
     store_block(out_desc, [m, n], acc)
 
 
