@@ -70,18 +70,18 @@ def _places(x, at, TRANSPOSED: tl.constexpr):
     row: tl.constexpr = x.row
     column: tl.constexpr = len(at) - 1
     first = x.base
-    for dimension in tl.static_range(len(at)):
+    for dimension in tl.static_range(column):
         first += tl.cast(at[dimension], tl.int64) * x.strides[dimension]
-    # along a block 32 bits suffice, and leave the loop over blocks one 64-bit sum
-    rows = tl.arange(0, x.block_shape[row]) * x.strides[row]
-    columns = tl.arange(0, x.block_shape[column])
+    # 32 bits suffice inside a block and along a row: a loop over a row's blocks adds one such number to each pointer
+    rows = first + tl.arange(0, x.block_shape[row]) * x.strides[row]
+    columns = at[column] + tl.arange(0, x.block_shape[column])
     inside_rows = _inside(at[row], x.block_shape[row], x.shape[row], x.whole[row])
     inside_columns = _inside(at[column], x.block_shape[column], x.shape[column], x.whole[column])
     if TRANSPOSED:
-        places = first + (columns[:, None] + rows[None, :])
-        inside = inside_columns[:, None] & inside_rows[None, :]
+        places = rows[None, :] + columns[:, None]
+        inside = inside_rows[None, :] & inside_columns[:, None]
     else:
-        places = first + (rows[:, None] + columns[None, :])
+        places = rows[:, None] + columns[None, :]
         inside = inside_rows[:, None] & inside_columns[None, :]
     return places, inside
 

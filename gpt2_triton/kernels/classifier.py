@@ -39,7 +39,7 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
-from gpt2_triton.kernels.tiles import halves, tile_position
+from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
 PEEK = 1280  # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
@@ -85,10 +85,10 @@ def _classifier_fwd_kernel(
         factor = 1.0 / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr)) * LOG2E
     if p_scale_ptr is not None:
         tl.store(p_scale_ptr, 2.0**-SHIFT)
-    for tile in tl.range(
-        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(lnf_desc, tl.tensor_descriptor)
-    ):
-        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+    BY_TMA: tl.constexpr = isinstance(lnf_desc, tl.tensor_descriptor)
+    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    for tile in tl.range(first, end, step, flatten=BY_TMA):
+        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         z = tile_product(lnf_desc, wte_desc, m, n, C, True, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -151,10 +151,10 @@ def _classifier_dx_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(C, BLOCK_N)
-    for tile in tl.range(
-        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(dln_desc, tl.tensor_descriptor)
-    ):
-        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+    BY_TMA: tl.constexpr = isinstance(dln_desc, tl.tensor_descriptor)
+    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    for tile in tl.range(first, end, step, flatten=BY_TMA):
+        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         # in fp8 wte is stored transposed

@@ -81,7 +81,8 @@ def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
 @triton.jit
 def store_columns(columns_desc, scale_ptr, b, h, t, value):
     """Store `value`, in e4m3 and transposed, at the rows from t on of head h in sequence b."""
-    store_block(columns_desc, [h, 0, b, t // 2], paired_columns(value * tl.load(scale_ptr)))
+    columns = paired_columns(value * tl.load(scale_ptr))
+    store_block(columns_desc, [h, 0, b, t // 2], columns)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.rope import rotated
-from gpt2_triton.kernels.tiles import halves, tile_position
+from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import programs, tuned
 
 
@@ -55,8 +55,9 @@ def _finish(
     if b_ptr is not None:
         acc += tl.load(b_ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == "gelu":
-        slope = tl.floor(tl.maximum(dgelu(acc, tl.bfloat16) * STEPS + ZERO, 0.0) + 0.5)
-        tl.store(slope_ptr + at, slope.to(tl.uint8), mask=mask)
+        slopes = slope_ptr + at
+        slope = dgelu(acc, tl.bfloat16) * STEPS + ZERO
+        tl.store(slopes, tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8), mask=mask)
         tl.store(rows_ptr + at, quantise(tl.where(mask, gelu(acc, tl.bfloat16), 0.0), scale_ptr, amax_ptr), mask=mask)
     elif EPILOGUE == "dgelu":
         slope = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
@@ -82,8 +83,10 @@ def _fp8_matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     unscale = 1.0 / (tl.load(a_scale_ptr) * tl.load(w_scale_ptr))
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+    BY_TMA: tl.constexpr = isinstance(a_desc, tl.tensor_descriptor)
+    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    for tile in tl.range(first, end, step):
+        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

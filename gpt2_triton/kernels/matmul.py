@@ -43,7 +43,7 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
-from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position
+from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position, walk
 from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name, programs, tuned
 
 
@@ -102,10 +102,10 @@ def _matmul_kernel(
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(
-        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=isinstance(out_desc, tl.tensor_descriptor)
-    ):
-        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+    BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
+    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    for tile in tl.range(first, end, step, flatten=BY_TMA):
+        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tile_product(a_desc, w_desc, m, n, K, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -129,13 +129,18 @@ def _matmul_dw_kernel(
     split_tiles = tiles_n * tiles_k - whole_tiles
     if dout_scale_ptr is not None:
         unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))  # fp8: operands are [N, R] and [K, R]
-    for item in tl.range(tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0)):
+    BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
+    first_item, end, stride, lacks = walk(
+        tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0), BY_TMA
+    )
+    for i in tl.range(first_item, end, stride):
+        item = lacks + i
         slot = item - whole_tiles  # negative for a whole tile
         tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
         tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
         n = tile_n * BLOCK_M
         k = tile_k * BLOCK_N
-        if not isinstance(dout_desc, tl.tensor_descriptor):  # TMA reads zeros past the end of the last part
+        if not BY_TMA:  # TMA reads zeros past the end of the last part
             count = tl.minimum(count, steps - first)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(first, first + count):

@@ -25,11 +25,7 @@ def num_sms() -> int:
 
 
 def programs(tiles: int) -> int:
-    """Return the number of programs of a kernel that walks so many tiles.
-
-    With TMA one on each multiprocessor walks tiles, so that a tile's loads overlap the epilogue of the tile before.
-    Without it each tile has a program, and what shares a multiprocessor overlaps.
-    """
+    """Return the number of programs of a kernel of so many tiles: one on each multiprocessor, or a tile (`walk`)."""
     return min(num_sms(), tiles) if has_tma() else tiles
 
 
