@@ -39,7 +39,7 @@ from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
-from gpt2_triton.kernels.tuning import programs, tuned
+from gpt2_triton.kernels.tuning import product_row, programs
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def launch(
         return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
         return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope, T, rotated_columns)
-    row, HS = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
-    row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
+    row = product_row("fp8", M, N, K, rope)
+    HS = 0 if rope is None else rope.shape[1]
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)

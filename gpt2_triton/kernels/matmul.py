@@ -44,7 +44,7 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
 from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position, walk
-from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name, programs, tuned
+from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name, product_row, programs, tuned
 
 
 @triton.jit
@@ -205,8 +205,8 @@ def _launch(
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
         return hopper_matmul.matmul(out, a, w, b, pre=pre, gelu_out=gelu_out, **more)
-    row, HS = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K), 0 if rope is None else rope.shape[1]
-    row["BLOCK_N"] = max(row["BLOCK_N"], 2 * HS)  # whole heads in each half of a tile
+    row = product_row(dtype_name(a), M, N, K, rope)
+    HS = 0 if rope is None else rope.shape[1]
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, gelu_desc = (describe_halves(t, block_m, block_n) for t in (out, res, pre, gelu_out))
     a_desc = describe(a, block_m, block_k)

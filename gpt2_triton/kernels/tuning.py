@@ -69,6 +69,17 @@ def tuned(op: str, dtype: str, **sizes: int) -> Row:
     return row
 
 
+def product_row(dtype: str, M: int, N: int, K: int, rope: torch.Tensor | None) -> Row:
+    """Return a new row for a product [M, N].  If its epilogue rotates heads, each half of a tile has whole heads."""
+    row = tuned("matmul", dtype, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+    heads = 0 if rope is None else 2 * rope.shape[1]
+    wider = max(1, heads // row["BLOCK_N"])
+    row["BLOCK_N"] *= wider
+    if not has_tma():
+        row["BLOCK_M"] //= wider  # registers hold the tile
+    return row
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return a tensor's storage dtype as the tables spell it, "bf16", "fp32" or "fp8"."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}[tensor.element_size()]
