@@ -43,6 +43,7 @@ from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
 PEEK = 1280  # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
+NARROWEST = 128  # the least BLOCK_N of classifier_fwd in any GPU's table
 
 
 @triton.jit
@@ -233,7 +234,8 @@ def _exponentials(
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     """Return the fp32 elements of rowsum: sums of rows and of their tiles; in fp8 twice, and the peek's."""
     sums, parts = (3, 2) if dtype == "fp8" else (1, 1)
-    return R * (sums + parts * triton.cdiv(Vp, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"]))
+    tile = min(NARROWEST, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"])  # the GPU may be another than the plan's
+    return R * (sums + parts * triton.cdiv(Vp, tile))
 
 
 @contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")

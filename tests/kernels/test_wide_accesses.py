@@ -78,18 +78,14 @@ def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
         assert sum(form.values()) - form["128"] <= 8, form
 
 
-# heads of 128 in Llama's rotated product, until it has fewer buffers than a flattened loop's
-TO_MEND = ["sm_89 _matmul_kernel: 106496 bytes of shared memory, 101376 are there"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_products_load_operands_wide_and_ahead_without_tma():
     """On sm_89, which has fp8 too; `make compile-all` checks all kernels for all targets."""
     printed = compiled_elsewhere("-m", "tests.kernels.test_wide_accesses", "sm_89")
-    compiled, *wrong = printed.splitlines()
+    compiled, *found = printed.splitlines()
     assert {"_matmul_kernel", "_fp8_matmul_kernel", "_attention_bwd_dkdv_kernel"} <= {*compiled.split()}
-    assert wrong == TO_MEND
+    assert [line for line in found if line] == []
 
 
 if __name__ == "__main__":
