@@ -33,6 +33,7 @@ from gpt2_triton.errors import ConfigError
 Code = Literal["a100", "rtx3090", "rtx4090", "h100-portable"]
 KEYS: dict[str, str] = {"a100": "a100-80", "rtx3090": "3090", "rtx4090": "4090"}  # keys of device.GPUS
 HOPPER = "9.0"
+HERE = 90  # for which ptxas assembles; Triton asks torch, which names the other GPU
 
 
 def program(code: Code | None) -> tuple[str, ...]:
@@ -93,7 +94,6 @@ def _compile_for(architecture: int) -> None:
 
     active: Any = driver.active
     backend: Any = compiler.CUDABackend
-    here = active.get_current_target().arch
     target = GPUTarget("cuda", architecture, 32)
     assemble = backend.make_cubin
     key = backend.hash
@@ -105,8 +105,8 @@ def _compile_for(architecture: int) -> None:
 
     active.get_current_target = lambda: target
     active.utils.get_device_properties = limited
-    backend.make_cubin = lambda self, ptx, metadata, options, _: assemble(self, ptx, metadata, options, here)
-    backend.hash = lambda self: f"{key(self)}, assembled for sm_{here}"
+    backend.make_cubin = lambda self, ptx, metadata, options, _: assemble(self, ptx, metadata, options, HERE)
+    backend.hash = lambda self: f"{key(self)}, assembled for sm_{HERE}"
 
 
 def main(words: list[str]) -> None:
