@@ -66,6 +66,7 @@ def settings(
     from gpt2_triton.checkpoint.weights import check_sizes
     from gpt2_triton.data.prepare import documents, text
     from gpt2_triton.data.tokenizer import look_in
+    from gpt2_triton.training import cpu_time
 
     workers = max(1, (os.cpu_count() or 1) // rank_and_size()[1])
     gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
@@ -93,6 +94,8 @@ def settings(
             check_sizes(source, config)
     if prepare or summary:
         print_line(own_text.summary(config, measured.characters, tokens, "a GPU" if gpu_gib else "the CPU"))
+        if gpu_gib is None:
+            print_line(f"  expected time without a GPU: {cpu_time.expected(config)}, on an idle machine")
     if summary:
         documents.report(measured.notes, tokenizer)
     if prepare:

@@ -1,4 +1,4 @@
-"""The least time that a run takes without a GPU, before anything is made: a recipe for a GPU would take years."""
+"""The time that a run takes without a GPU, before anything is made: a recipe for a GPU would take years."""
 
 import time
 from pathlib import Path
@@ -9,6 +9,7 @@ from gpt2_triton.errors import ConfigError
 
 MOST_HOURS = 12  # without a word from the user
 SIZE = 768  # of the products that are timed
+OVERHEAD = 4  # a step of own's model takes so many times its products' time
 
 
 def product_flops() -> float:
@@ -29,16 +30,28 @@ def require_time(config: Config, run_dir: Path | None, flops: float | None = Non
     has_checkpoints = run_dir is not None and bool(list_steps(run_dir / "checkpoints"))
     if config.train.max_minutes or has_checkpoints:
         return
-    step = config.flops_per_token * config.train.step_tokens / (flops or product_flops())
+    step = _product_seconds(config, flops)
     if step * config.train.steps > 3600 * MOST_HOURS:
         takes = f"{config.train.steps:,} steps take at least {_words(step * config.train.steps)}, {_words(step)} each"
         todo = "to train all the same, give --train.max_minutes; or choose a smaller model, or fewer steps"
         raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
 
 
+def expected(config: Config, flops: float | None = None) -> str:
+    """Return the time that all steps are likely to take, in words."""
+    seconds = OVERHEAD * _product_seconds(config, flops) * config.train.steps
+    return _words(max(60, round(seconds / 60) * 60))
+
+
+def _product_seconds(config: Config, flops: float | None) -> float:
+    """Return the time of a step's products."""
+    return config.flops_per_token * config.train.step_tokens / (flops or product_flops())
+
+
 def _words(seconds: float) -> str:
     """Return a time in the largest unit that it fills."""
     for unit, size in (("years", 365 * 86_400), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+            amount = f"{seconds / size:.3g}"
+            return f"{amount} {unit}" if amount != "1" else f"1 {unit.removesuffix('s')}"
     return f"{seconds:.2g} seconds"

@@ -206,7 +206,7 @@ def open_log(
         log.info(f"fp8: products of all layers{'' if config.fp8.keep_bf16 == 'head' else ' and the head'}")
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    log.info(f"{model.dims['N']:,} parameters; arena {format_bytes(planned)}{each} on {where}")
+    log.info(f"arena {format_bytes(planned)}{each} on {where}")
     for note in vocabulary_note(config):
         log.info(note)
     sequences, epochs = data.train.windows.n, t.steps * t.step_tokens / t.seq_len / data.train.windows.n

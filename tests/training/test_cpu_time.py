@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.cpu_time import product_flops, require_time
+from gpt2_triton.training.cpu_time import OVERHEAD, expected, product_flops, require_time
 
 
 def test_a_recipe_for_a_gpu_is_refused_with_its_time(tmp_path):
@@ -22,3 +22,10 @@ def test_small_runs_limited_runs_and_runs_that_exist_start(tmp_path):
 
 def test_the_rate_is_measured():
     assert 1e8 < product_flops() < 1e13
+
+
+def test_the_expected_time_follows_steps_and_rate():
+    config = Config.load("quickstart")
+    products = config.flops_per_token * config.train.step_tokens * config.train.steps
+    assert expected(config, flops=products * OVERHEAD / 300) == "5 minutes"
+    assert expected(config, flops=1e15) == "1 minute"
