@@ -70,9 +70,12 @@ def _epilogue(
         # 128x256 registers spill
         stored = load_block(pre_desc, [m, n])
         pre = stored.to(tl.float32) + 0.0 * acc
+        BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
+        if gelu_desc is not None and not BY_TMA:  # before the sums, else registers spill
+            store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
         acc *= dgelu(pre, stored.dtype)  # rows past the end are 0 and add nothing to the column sums
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
-        if gelu_desc is not None:
+        if gelu_desc is not None and BY_TMA:
             store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
     store_block(out_desc, [m, n], acc)
 
