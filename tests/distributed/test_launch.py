@@ -163,12 +163,14 @@ TORCHRUN_MODULE = [sys.executable, "-m", "torch.distributed.run"]
 SMALL = "configs/quickstart.yaml --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --model.n_embd 64"
 SMALL += " --model.n_head 1 --optim.warmup 1 --eval.every 0 --sample.every 0"
 DYING = """
-import os, sys
+import os, sys, time
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from tests.support.loop import before_steps
 def die(self, step):
     if (step, self.group.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
+        while not os.path.isdir(sys.argv[-1] + "/checkpoints/step_00000002"):
+            time.sleep(0.05)
         os.kill(os.getpid(), 9)
 before_steps(die)
 sys.exit(main(app, sys.argv[1:]))
