@@ -13,7 +13,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 PACKAGE = Path(__file__).parent
 NEWEST_TRITON = "3.9"  # of those that the tests pass with; pyproject.toml has the oldest
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
