@@ -90,7 +90,7 @@ def test_the_readme_s_first_commands_run(run):
 
 def test_own_text_is_trained_on_with_the_optimizer_of_a_cpu(run):
     (run.here / "own.txt").write_text("To be, or not to be: that is the question.\n" * 2000)
-    few = "--train.steps 3 --eval.tokens 64 --sample.tokens 4".split()
+    few = "--train.steps 3 --eval.tokens 128 --sample.tokens 4".split()
     out = run("train", "own", "--data", "own.txt", "--run_dir", "runs/mine", *few)
     assert "optimizer muon" in out and "step 3/3" in out
     assert "Once upon a time" in run("sample", "runs/mine", "--prompt", "Once upon a time", "--tokens", "4")
