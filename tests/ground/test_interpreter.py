@@ -83,3 +83,25 @@ def test_a_block_of_consecutive_numbers_is_not_made(expression, kind):
     handle = eval(expression, names).handle
     assert type(handle) is kind
     assert kind is interpreter.TensorHandle or "data" not in vars(handle)
+
+
+@pytest.mark.slow
+def test_a_triton_newer_than_the_tests_keeps_its_own_interpreter(tmp_path):
+    """Slower, but its private parts may be others."""
+    code = """
+from gpt2_triton import version
+version.NEWEST_TRITON = "3.0"
+from gpt2_triton import Config, train
+config = Config.load("quickstart", {"train.steps": 1, "train.seq_len": 16, "train.batch_size": 1, "model.n_layer": 1,
+    "optim.warmup": 1, "eval.every": 0, "sample.every": 0})
+run = train(config, RUN)
+from triton.runtime import interpreter
+print(run.loss, interpreter._patch_lang.__module__)
+"""
+    words = [sys.executable, "-c", code.replace("RUN", repr(str(tmp_path / "run")))]
+    done = subprocess.run(
+        words, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loss, module = done.stdout.split()
+    assert 4 < float(loss) < 7 and module == "triton.runtime.interpreter"
