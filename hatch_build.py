@@ -1,7 +1,7 @@
 """Hooks of hatchling: the repository's addresses, and what only a built package needs.
 
-A built package has the commit of the code; a wheel has recipes and figures too.  An editable install has only the
-addresses: it runs in the checkout, which has git, configs/ and docs/results/.
+A built package has the commit of the code; a wheel has recipes and figures too.  An editable
+install has only the addresses: it runs in the checkout, which has git, configs/ and docs/results/.
 """
 
 import json

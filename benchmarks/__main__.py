@@ -1,7 +1,7 @@
 """`python -m benchmarks steps|ops|tune|verify`, run in the root of a checkout.
 
-Each command imports its modules when it runs, because `select_device` must set environment variables before torch is
-imported.
+Each command imports its modules when it runs, because `select_device` must set environment
+variables before torch is imported.
 """
 
 import sys
@@ -20,14 +20,20 @@ from gpt2_triton.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.speed.sizes import Work
 
-app = make_app("benchmarks", "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.")
+app = make_app(
+    "benchmarks",
+    "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.",
+)
 app.help_epilogue = (
-    "Further programs have --help and are run by name, such as python -m benchmarks.speed.multi_gpu: "
+    "Further programs have --help and are run by name, "
+    "such as python -m benchmarks.speed.multi_gpu: "
     "speed.multi_gpu, accuracy.gradients, losses.pairs, losses.torch_train, losses.corpus, "
     "losses.loss_compare, losses.vs_torch, losses.as_portable, as_gpu, results."
 )
 Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
-As = Annotated[Code | None, Parameter(help="Execute this GPU's code, on a Hopper GPU (benchmarks/as_gpu.py).")]
+As = Annotated[
+    Code | None, Parameter(help="Execute this GPU's code, on a Hopper GPU (benchmarks/as_gpu.py).")
+]
 GPT2_SIZES = "d12,d24,d36,d48"
 
 
@@ -37,10 +43,11 @@ class Runs:
     """The steps that are measured.
 
     Args:
-        sizes: Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48 (1558M), llama:c768, llama:1b.
+        sizes: Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48
+            (1558M), llama:c768, llama:1b.
         batch: Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
-        recompute: memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none for llama:c768,
-            else gelu+ln.
+        recompute: memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none
+            for llama:c768, else gelu+ln.
         precision: train.precision of gpt2_triton; bf16,fp8 runs both.
     """
 
@@ -50,10 +57,15 @@ class Runs:
     precision: Literal["bf16", "fp8", "bf16,fp8"] = "bf16"
 
     def works(self, keys: tuple[str, ...], optim: str = "adamw") -> "list[Work]":
-        """Return the work of each size, precision and optimizer; ConfigError if a configuration is wrong."""
+        """Return the work of each size, precision and optimizer; ConfigError if
+        a configuration is wrong.
+        """
         from benchmarks.speed.sizes import work_of
 
-        names, precisions = _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b"), self.precision.split(",")
+        names, precisions = (
+            _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b"),
+            self.precision.split(","),
+        )
         arms = [(precision, name, keys) for precision in precisions for name in optim.split(",")]
         found = [work_of(size, self.batch, self.recompute, *arm) for size in names for arm in arms]
         try:
@@ -67,7 +79,9 @@ class Runs:
 
 @app.command
 def verify(*, as_: As = None) -> int:
-    """Compare every kernel with float64 and with PyTorch's own operation on this machine, in one table."""
+    """Compare every kernel with float64 and with PyTorch's own operation on
+    this machine, in one table.
+    """
     select_device(silent=as_ is not None)
     execute_as(as_)
     from benchmarks.accuracy.verify import verify as check
@@ -90,8 +104,9 @@ def steps(
     Args:
         keys: Keys of gpt2_triton's configuration, as --fp8.keep_bf16 none.
         steps: Steps per run, at least 6; the first five are not counted.
-        baseline: What runs beside gpt2_triton.  torch: PyTorch.  chunks: also with the loss in chunks.  muon: also with
-            torch.optim.Muon.  torchao: also with torchao's fp8, tensorwise and rowwise.  none: nothing.
+        baseline: What runs beside gpt2_triton.  torch: PyTorch.  chunks: also with the loss in
+            chunks.  muon: also with torch.optim.Muon.  torchao: also with torchao's fp8, tensorwise
+            and rowwise.  none: nothing.
         optim: optim.name of gpt2_triton; adamw,muon runs both.
         json: File for the figures of the runs.
     """
@@ -130,14 +145,18 @@ def tune(
     only: str | None = None,
     out: Path | None = None,
 ) -> int:
-    """Search the kernels' launch parameters for this GPU, and write those that gain 2% into the GPU's table.
+    """Search the kernels' launch parameters for this GPU, and write those that
+    gain 2% into the GPU's table.
 
     Args:
         sizes: Comma-separated sizes: d12, d24, d36, d48; by default all that this GPU can train.
-        batch: Sequences per step; by default 64, 64, 32 and 16 for the four sizes, or fewer if memory is short.
-        only: Comma-separated operations, such as layernorm_fwd, or first words of operations, such as attention.
-        out: The table to write, a .json file; by default this GPU's table in gpt2_triton/kernels/tables.  To use the
-            file in another installation of this version, set the variable GPT2_TRITON_TABLE to its path.
+        batch: Sequences per step; by default 64, 64, 32 and 16 for the four sizes,
+            or fewer if memory is short.
+        only: Comma-separated operations, such as layernorm_fwd, or first words of
+            operations, such as attention.
+        out: The table to write, a .json file; by default this GPU's table in
+            gpt2_triton/kernels/tables.  To use the file in another installation of this version,
+            set the variable GPT2_TRITON_TABLE to its path.
     """
     names = _sizes(sizes, GPT2_SIZES) if sizes else None
     if out and out.suffix != ".json":

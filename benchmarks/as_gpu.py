@@ -3,20 +3,23 @@
     python -m benchmarks.as_gpu a100|rtx3090|rtx4090|h100-portable MODULE [ARGUMENTS]
 
     python -m benchmarks.as_gpu a100 pytest -m gpu tests/gpu
-    python -m benchmarks.as_gpu rtx4090 gpt2_triton train configs/quickstart.yaml --run_dir runs/sm_89
+    python -m benchmarks.as_gpu rtx4090 gpt2_triton train
+    configs/quickstart.yaml --run_dir runs/sm_89
 
-a100, rtx3090, rtx4090: torch and the package see that GPU's name and compute capability, Triton also its shared memory.
-Triton compiles PTX for it, and ptxas makes Hopper's machine code of the PTX.  So what the older GPU would run is
-executed (mma.sync, cp.async): results can be checked, and code that is slow for a reason of its own is slow here too.
-Multiprocessors, caches, memory and the rate of the tensor cores remain Hopper's: compare such times with each other,
-never with the older GPU's.  sm_89's products in fp8 have no instruction on Hopper, and ptxas widens them: check their
-results, not their times.
+a100, rtx3090, rtx4090: torch and the package see that GPU's name and compute capability, Triton
+also its shared memory.  Triton compiles PTX for it, and ptxas makes Hopper's machine code of the
+PTX.  So what the older GPU would run is executed (mma.sync, cp.async): results can be checked, and
+code that is slow for a reason of its own is slow here too.  Multiprocessors, caches, memory and
+the rate of the tensor cores remain Hopper's: compare such times with each other, never with the
+older GPU's.  sm_89's products in fp8 have no instruction on Hopper, and ptxas widens them: check
+their results, not their times.
 
 h100-portable: the portable kernels compiled for Hopper, in place of kernels/hopper.
 
-Records, tables and messages name what was executed, as "sm_80 code on NVIDIA H100 80GB HBM3".  Triton's cache has a
-folder for each kind of code, and other keys, so that the older GPU never finds Hopper's machine code.  A process that
-the module starts executes this GPU's own code, unless it is started by this program too.
+Records, tables and messages name what was executed, as "sm_80 code on NVIDIA H100 80GB HBM3".
+Triton's cache has a folder for each kind of code, and other keys, so that the older GPU never finds
+Hopper's machine code.  A process that the module starts executes this GPU's own code, unless it is
+started by this program too.
 
 Seen with Triton 3.6, 3.8 and 3.9.
 """
@@ -31,7 +34,8 @@ from gpt2_triton.errors import ConfigError
 
 # torch and kernels are imported in functions: the commands select the device before
 Code = Literal["a100", "rtx3090", "rtx4090", "h100-portable"]
-KEYS: dict[str, str] = {"a100": "a100-80", "rtx3090": "3090", "rtx4090": "4090"}  # keys of device.GPUS
+# keys of device.GPUS
+KEYS: dict[str, str] = {"a100": "a100-80", "rtx3090": "3090", "rtx4090": "4090"}
 HOPPER = "9.0"
 HERE = 90  # for which ptxas assembles; Triton asks torch, which names the other GPU
 
@@ -63,7 +67,8 @@ def require_hopper() -> None:
 def execute_as(code: Code | None) -> None:
     """Let torch, Triton and this package take this Hopper GPU for another; they remain changed.
 
-    Call it before a kernel is launched; None changes nothing.  ConfigError if this is no Hopper GPU.
+    Call it before a kernel is launched; None changes nothing.
+    ConfigError if this is no Hopper GPU.
     """
     if code is None:
         return
@@ -105,12 +110,16 @@ def _compile_for(architecture: int) -> None:
 
     active.get_current_target = lambda: target
     active.utils.get_device_properties = limited
-    backend.make_cubin = lambda self, ptx, metadata, options, _: assemble(self, ptx, metadata, options, HERE)
+    backend.make_cubin = lambda self, ptx, metadata, options, _: assemble(
+        self, ptx, metadata, options, HERE
+    )
     backend.hash = lambda self: f"{key(self)}, assembled for sm_{HERE}"
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("code", choices=get_args(Code))
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

@@ -1,12 +1,17 @@
 """Fills figures of the record into pages and recipes, between markers.
 
-    <!-- r: h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x -->1.52x<!-- /r -->    arithmetic on keys, a format
-    <!-- r: losses.pairs.fp8_d12.muon_fp8.val | pm -->+0.003 ± 0.004<!-- /r -->        a mean and half its 95% interval
-    <!-- r: table steps --> ... <!-- /r -->                                            a table of TABLES
-    # hours: 4.5  # r: recipe.gpt2_124m.hours                                          in YAML: fills the word before #
+    <!-- r: h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x -->1.52x<!-- /r -->
+        arithmetic on keys, a format
+    <!-- r: losses.pairs.fp8_d12.muon_fp8.val | pm -->+0.003 ± 0.004<!-- /r -->
+        a mean and half its 95% interval
+    <!-- r: table steps --> ... <!-- /r -->
+        a table of TABLES
+    # hours: 4.5  # r: recipe.gpt2_124m.hours
+        in YAML: fills the word before #
 
-A key is SECTION.FIGURE.  Three figures are computed, not recorded: recipe.NAME.tokens; recipe.NAME.hours, on one GPU
-of pictures.MACHINE; plan.outside_gib, the memory that --plan adds to the arena.
+A key is SECTION.FIGURE.  Three figures are computed, not recorded:
+recipe.NAME.tokens; recipe.NAME.hours, on one GPU of pictures.MACHINE;
+plan.outside_gib, the memory that --plan adds to the arena.
 """
 
 import functools
@@ -33,8 +38,9 @@ INLINE = re.compile(r"(<!-- r: (.*?) -->)(.*?)(<!-- /r -->)", re.DOTALL)
 YAML = re.compile(r"(\S+)( +# r: (.*))$", re.MULTILINE)
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 UNITS = {  # factor, format, text after the number; in a marker, 3x means x with three decimals
-    "k": (1e-3, ".3g", "k"), "M": (1e-6, ".3g", "M"), "B": (1e-9, ".3g", "B"), "%": (100, ".0f", "%"),
-    "x": (1, ".2f", "x"), "W": (1, ".0f", " W"), **{unit: (1, ".1f", f" {unit}") for unit in "ms s h J GiB".split()},
+    "k": (1e-3, ".3g", "k"), "M": (1e-6, ".3g", "M"), "B": (1e-9, ".3g", "B"),
+    "%": (100, ".0f", "%"), "x": (1, ".2f", "x"), "W": (1, ".0f", " W"),
+    **{unit: (1, ".1f", f" {unit}") for unit in "ms s h J GiB".split()},
 }  # fmt: skip
 
 Record = dict[str, dict[str, Any]]
@@ -94,13 +100,19 @@ def text_of(marker: str, figures: dict[str, Any]) -> str:
 
 
 def render(text: str, record: Record, page: Path) -> str:
-    """Return the text of a page or a recipe with the record's figures; DataError names an unknown key."""
+    """Return the text of a page or a recipe with the record's figures;
+    DataError names an unknown key.
+    """
     figures = flat(record)
 
     def filled(match: re.Match[str]) -> str:
         begin, marker, _, end = match.groups()
         kind, _, name = marker.partition(" ")
-        return f"{begin}\n{TABLES[name](record)}\n{end}" if kind == "table" else begin + text_of(marker, figures) + end
+        return (
+            f"{begin}\n{TABLES[name](record)}\n{end}"
+            if kind == "table"
+            else begin + text_of(marker, figures) + end
+        )
 
     def word(match: re.Match[str]) -> str:
         form = " | h" if match[3].endswith(".hours") else ""
@@ -110,28 +122,43 @@ def render(text: str, record: Record, page: Path) -> str:
         return YAML.sub(word, text) if page.suffix == ".yaml" else INLINE.sub(filled, text)
     except (KeyError, SyntaxError) as error:
         unknown = error.args[0]
-        raise DataError(f"{page}: {unknown}: docs/results/current.json has no such figure, format or table") from None
+        raise DataError(
+            f"{page}: {unknown}: docs/results/current.json has no such figure, format or table"
+        ) from None
 
 
-# Loss per factor e of tokens, from runs with 77%, 80% or 60% of the steps; 0.26, 0.223, 0.511 are -ln of these
-LARGE = "(losses.arms.scale.L3_muon_steps_of_524k_77.val - losses.arms.scale.L3_muon_240M_steps_of_524k.val) / 0.26"
+# Loss per factor e of tokens, from runs with 77%, 80% or 60% of the steps; 0.26,
+# 0.223, 0.511 are -ln of these
+LARGE = (
+    "(losses.arms.scale.L3_muon_steps_of_524k_77.val - "
+    "losses.arms.scale.L3_muon_240M_steps_of_524k.val) / 0.26"
+)
 MUON = "(losses.arms.muon_d12.best_muon_80.val - losses.arms.muon_d12.best_muon.val) / 0.223"
 HALF = "losses.arms.muon_d12.best_muon_half_the_batch"
 PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is known
     "124M, Muon, 524k tokens a step": ("scale.L3_muon_240M_steps_of_524k_fp8", LARGE),
     "124M, Muon, 131k tokens a step": ("fp8_131k.fp8", MUON),
-    "124M, Muon, 65k tokens a step, head in bf16": ("fp8_d12.muon_fp8", f"({HALF}_60.val - {HALF}.val) / 0.511"),
-    "124M, AdamW, 65k tokens a step, head in bf16": ("fp8_d12.fp8", "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223"),
+    "124M, Muon, 65k tokens a step, head in bf16": (
+        "fp8_d12.muon_fp8",
+        f"({HALF}_60.val - {HALF}.val) / 0.511",
+    ),
+    "124M, AdamW, 65k tokens a step, head in bf16": (
+        "fp8_d12.fp8",
+        "losses.pairs.fp8_d12.bf16_80.val.mean / 0.223",
+    ),
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
     "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),
 }
 SCALE = LOSSES / "scale.jsonl"
-REPORTED, DOLLARS = 1.36, 3.0  # modded-nanogpt's ratio of tokens; what an hour of a GPU is taken to cost
+# modded-nanogpt's ratio of tokens; what an hour of a GPU is taken to cost
+REPORTED, DOLLARS = 1.36, 3.0
 COLUMNS = {  # name of a figure: head and format of its column
-    "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"), "alone_ms": ("ms alone", ".1f"),
-    "in_step_ms": ("ms in step", ".1f"), "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"),
-    "joules": ("J", ".1f"), "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".1%"),
-    "cold_s": ("s, empty cache", ".1f"), "compile_s": ("s of `compile`", ".1f"), "warm_s": ("s, filled cache", ".1f"),
+    "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"),
+    "alone_ms": ("ms alone", ".1f"), "in_step_ms": ("ms in step", ".1f"),
+    "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"), "joules": ("J", ".1f"),
+    "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".1%"),
+    "cold_s": ("s, empty cache", ".1f"), "compile_s": ("s of `compile`", ".1f"),
+    "warm_s": ("s, filled cache", ".1f"),
 }  # fmt: skip
 
 
@@ -142,11 +169,16 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def caption(meta: dict[str, Any]) -> str:
     gpus = "" if meta["gpus"] == 1 else f"{meta['gpus']} x "
     watts = f" at {meta['power_limit_w']:.0f} W" if meta["power_limit_w"] else ""
-    return f"{gpus}{meta['gpu']}{watts}, torch {meta['torch']}, triton {meta['triton']}, commit {meta['commit']}."
+    return (
+        f"{gpus}{meta['gpu']}{watts}, torch {meta['torch']}, "
+        f"triton {meta['triton']}, commit {meta['commit']}."
+    )
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return a kind's figures KIND.SIZE.ARM.NAME, (size, arm) in the order of NAMES; KIND.SIZE.NAME has the arm ""."""
+    """Return a kind's figures KIND.SIZE.ARM.NAME, (size, arm) in the order of NAMES;
+    KIND.SIZE.NAME has the arm "".
+    """
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):
@@ -159,7 +191,8 @@ def group(section: dict[str, Any], kind: str) -> Group:
 def programs(section: dict[str, Any], *kinds: str) -> str:
     """Return a row for each size and program, and a column for each figure that a row has.
 
-    `speed` is PyTorch's time divided by the program's; `of_alone` compares joint steps with the slowest GPU alone.
+    `speed` is PyTorch's time divided by the program's; `of_alone` compares joint
+    steps with the slowest GPU alone.
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for kind in kinds:
@@ -170,14 +203,23 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
             if together := section.get(f"{kind}.{size}.torch.together_ms"):
                 found["speed"] = together / found["together_ms"]
             if "alone_ms" in found:
-                found["of_alone"] = found.get("slowest_ms", found["alone_ms"]) / found["together_ms"]
+                found["of_alone"] = (
+                    found.get("slowest_ms", found["alone_ms"]) / found["together_ms"]
+                )
             if "absent" not in found:
                 rows[size, arm or kind] = found
-    columns = {name: column for name, column in COLUMNS.items() if any(name in found for found in rows.values())}
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if any(name in found for found in rows.values())
+    }
     cells = [
         [
             *map(NAMES.__getitem__, row),
-            *(f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items()),
+            *(
+                f"{found[name]:{form}}" if name in found else ""
+                for name, (_, form) in columns.items()
+            ),
         ]
         for row, found in rows.items()
     ]
@@ -185,12 +227,22 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
 
 
 def operations(section: dict[str, Any], kind: str) -> str:
-    """Return a row for each operation of at least 0.05 ms, longest first, and one for the step: ms (floor)."""
+    """Return a row for each operation of at least 0.05 ms, longest first, and one
+    for the step: ms (floor).
+    """
     arms = group(section, kind)
-    names = dict.fromkeys(n for found in arms.values() for n, ms in found.items() if n.endswith(".ms") and ms >= 0.05)
+    names = dict.fromkeys(
+        n for found in arms.values() for n, ms in found.items() if n.endswith(".ms") and ms >= 0.05
+    )
     rows = []
-    for name in [*sorted(names, key=lambda name: -max(found.get(name, 0.0) for found in arms.values())), "ms"]:
-        both = [(found.get(name), found.get(name.removesuffix("ms") + "floor_ms")) for found in arms.values()]
+    for name in [
+        *sorted(names, key=lambda name: -max(found.get(name, 0.0) for found in arms.values())),
+        "ms",
+    ]:
+        both = [
+            (found.get(name), found.get(name.removesuffix("ms") + "floor_ms"))
+            for found in arms.values()
+        ]
         cells = ["" if ms is None else f"{ms:.1f} ({least:.1f})" for ms, least in both]
         rows.append(["step" if name == "ms" else name.removesuffix(".ms"), *cells])
     return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
@@ -201,39 +253,57 @@ def measured(table: Callable[..., str], *kinds: str) -> Callable[[Record], str]:
 
     def tables(record: Record) -> str:
         found = [section for section in record.values() if group(section, kinds[0])]
-        return "\n\n".join(f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found)
+        return "\n\n".join(
+            f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found
+        )
 
     return tables
 
 
 def memory(_: Record) -> str:
     """Return the planned GiB at each recompute level, for the smallest and the largest size."""
-    arms = [(size, MODELS[size].batch, precision) for size in ("d12", "d48") for precision in ("bf16", "fp8")]
+    arms = [
+        (size, MODELS[size].batch, precision)
+        for size in ("d12", "d48")
+        for precision in ("bf16", "fp8")
+    ]
     rows = []
     for level in RECOMPUTE_LEVELS:
         configs = [work_of(size, B, level, precision).config() for size, B, precision in arms]
         plans = [plan_memory(config, kernels, StepShape.of(config))[0] for config in configs]
         rows.append([f"`{level}`", *(f"{plan.total / GIB:.2f}" for plan in plans)])
-    return markdown(["level", *(f"{NAMES[size]}, B {B}, {precision}" for size, B, precision in arms)], rows)
+    return markdown(
+        ["level", *(f"{NAMES[size]}, B {B}, {precision}" for size, B, precision in arms)], rows
+    )
 
 
 def prices(record: Record) -> str:
-    """Return a row for each pair of PRICES: what fp8 adds to losses, and the share of tokens that makes up for it."""
+    """Return a row for each pair of PRICES: what fp8 adds to losses, and the share of
+    tokens that makes up for it.
+    """
     figures, rows = flat(record), []
     for name, (arm, slope) in PRICES.items():
         train, val = (
-            {k: figures.get(f"losses.pairs.{arm}.{of}.{k}") for k in ("mean", "half_width")} for of in ("train", "val")
+            {k: figures.get(f"losses.pairs.{arm}.{of}.{k}") for k in ("mean", "half_width")}
+            for of in ("train", "val")
         )
         if val["mean"] is not None:
             cells = [f"{loss['mean']:+.4f} ± {loss['half_width']:.4f}" for loss in (train, val)]
             share = f"{val['mean'] / value_of(slope, figures):.1%}" if slope else ""
             rows.append([name, str(figures[f"losses.pairs.{arm}.val.pairs"]), *cells, share])
-    return markdown(["fp8 minus bf16", "pairs", "training loss", "validation loss", "of the tokens"], rows)
+    return markdown(
+        ["fp8 minus bf16", "pairs", "training loss", "validation loss", "of the tokens"], rows
+    )
 
 
 def hours(record: Record) -> str:
-    """Return one GPU's hours and dollars for the tokens of gpt2_124m_fast, and for Muon's by each ratio of tokens."""
-    figures, runs = flat(record), [run for run in ratio.runs_of(pairs.read_results(SCALE)) if run.size == "d12"]
+    """Return one GPU's hours and dollars for the tokens of gpt2_124m_fast, and for
+    Muon's by each ratio of tokens.
+    """
+    figures, runs = (
+        flat(record),
+        [run for run in ratio.runs_of(pairs.read_results(SCALE)) if run.size == "d12"],
+    )
     noise = {name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, "d12"))}
     ways = {"AdamW": 1.0, f"Muon, {REPORTED} times fewer, as modded-nanogpt reports": REPORTED}
     if found := ratio.measured(runs, noise):
@@ -244,7 +314,9 @@ def hours(record: Record) -> str:
     for way, factor in ways.items():
         tokens = figures["recipe.gpt2_124m_fast.tokens"] / factor
         each = [tokens / speed / 3600 for speed in speeds.values()]
-        rows.append([way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)])
+        rows.append(
+            [way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)]
+        )
     return markdown(["", "tokens", *speeds], rows)
 
 

@@ -1,4 +1,6 @@
-"""Draws docs/pictures from the record of figures; `python -m benchmarks.results render` calls `draw`."""
+"""Draws docs/pictures from the record of figures;
+`python -m benchmarks.results render` calls `draw`.
+"""
 
 import hashlib
 import json
@@ -19,12 +21,12 @@ LOSSES = Path(__file__).parent / "losses"
 MINUTES, SCALE = LOSSES / "minutes_prose.jsonl", LOSSES / "scale.jsonl"
 MACHINE = "h100"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
-    "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M",
-    "llama_c768": "Llama 114M", "llama_1b": "Llama 1.24B",
-    "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8", "fp8_head": "fp8, head in bf16",
-    "muon": "bf16, Muon", "bf16_muon": "bf16, Muon", "fp8_muon": "fp8, Muon",
-    "torch_muon": "PyTorch, Muon", "torchao_tensorwise": "torchao, tensorwise",
-    "torchao_rowwise": "torchao, rowwise", "PyTorch_chunks": "PyTorch, loss in chunks", "first_step": "gpt2_triton",
+    "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M", "llama_c768": "Llama 114M",
+    "llama_1b": "Llama 1.24B", "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8",
+    "fp8_head": "fp8, head in bf16", "muon": "bf16, Muon", "bf16_muon": "bf16, Muon",
+    "fp8_muon": "fp8, Muon", "torch_muon": "PyTorch, Muon",
+    "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
+    "PyTorch_chunks": "PyTorch, loss in chunks", "first_step": "gpt2_triton",
     "first_step_compiled": "gpt2_triton after `compile`", "first_step_torch": "PyTorch",
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
@@ -42,24 +44,42 @@ Figures = Mapping[str, Any]
 
 
 def operations(figures: Figures) -> Any:
-    """Return the picture of a step: for each operation a bar in bf16 and one in fp8, each with a line at its floor."""
+    """Return the picture of a step: for each operation a bar in bf16 and one in fp8, each
+    with a line at its floor.
+    """
     steps = [
-        {k.removeprefix(f"ops.d12.{arm}."): v for k, v in figures.items() if f".{arm}." in k} for arm in ("bf16", "fp8")
+        {k.removeprefix(f"ops.d12.{arm}."): v for k, v in figures.items() if f".{arm}." in k}
+        for arm in ("bf16", "fp8")
     ]
-    most = {k: max(step.get(k, 0.0) for step in steps) for step in steps for k in step if k.endswith(".ms")}
-    names = sorted((name for name in most if most[name] > 0.003 * steps[0]["ms"]), key=most.__getitem__)
+    most = {
+        k: max(step.get(k, 0.0) for step in steps)
+        for step in steps
+        for k in step
+        if k.endswith(".ms")
+    }
+    names = sorted(
+        (name for name in most if most[name] > 0.003 * steps[0]["ms"]), key=most.__getitem__
+    )
     figure = new_figure(8, 0.46 * len(names) + 1.6)
     axes = figure.subplots()
     for arm, step, shift in zip(("bf16", "fp8"), steps, (0.2, -0.2)):  # bf16 above fp8
         at = [row + shift for row in range(len(names))]
-        times, floors = ([step.get(name[:-2] + key, 0.0) for name in names] for key in ("ms", "floor_ms"))
+        times, floors = (
+            [step.get(name[:-2] + key, 0.0) for name in names] for key in ("ms", "floor_ms")
+        )
         axes.barh(at, times, 0.38, color=COLORS[arm], label=f"{arm}: step {step['ms']:.1f} ms")
         for y, ms, least in zip(at, times, floors, strict=True):
             axes.annotate(
-                f"{ms:.1f} ms" if ms else "", (max(ms, least), y), (4, -3), textcoords="offset points", size=8
+                f"{ms:.1f} ms" if ms else "",
+                (max(ms, least), y),
+                (4, -3),
+                textcoords="offset points",
+                size=8,
             )
         label = "floor" if arm == "bf16" else ""
-        axes.vlines(floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label=label)
+        axes.vlines(
+            floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label=label
+        )
     axes.set_yticks(range(len(names)), [name.removesuffix(".ms") for name in names])
     axes.set(xlabel="ms per step", title="124M", xlim=(0, 1.15 * max(most.values())))
     finish(axes, "lower right")
@@ -67,7 +87,9 @@ def operations(figures: Figures) -> Any:
 
 
 def comparison(figures: Figures) -> Any:
-    """Return the picture of speed, memory, and loss over minutes: gpt2_triton in bf16 and fp8, and PyTorch."""
+    """Return the picture of speed, memory, and loss over minutes: gpt2_triton in
+    bf16 and fp8, and PyTorch.
+    """
     sizes = [size for size in MODELS if f"steps.{size}.torch.tok_s" in figures] or ["d12"]
     figure = new_figure(12, 3.9)
     speed, memory, loss = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
@@ -76,11 +98,20 @@ def comparison(figures: Figures) -> Any:
         rates = [figures[f"steps.{size}.{arm}.tok_s"] for size in sizes]
         planned = recipe_memory(figures)
         gib = [planned.get(f"{size}.{arm}", figures[f"steps.{size}.{arm}.gib"]) for size in sizes]
-        ratios = [rate / figures[f"steps.{size}.torch.tok_s"] for size, rate in zip(sizes, rates, strict=True)]
+        ratios = [
+            rate / figures[f"steps.{size}.torch.tok_s"]
+            for size, rate in zip(sizes, rates, strict=True)
+        ]
         texts = [f"{rate / 1e3:.3g}k tokens/s" for rate in rates], [f"{value:.1f}" for value in gib]
         for axes, values, labels in zip((speed, memory), (ratios, gib), texts, strict=True):
             bars = axes.bar(at, values, 0.25, color=color, label=NAMES[arm])
-            axes.bar_label(bars, labels, label_type="center", rotation=90, color="black" if arm != "bf16" else "white")
+            axes.bar_label(
+                bars,
+                labels,
+                label_type="center",
+                rotation=90,
+                color="black" if arm != "bf16" else "white",
+            )
     for axes, title in ((speed, "speed, PyTorch = 1"), (memory, "GPU memory, GiB")):
         axes.set_xticks(range(len(sizes)), [NAMES[size] for size in sizes])
         axes.set(title=title, ylim=(0, 1.45 * axes.dataLim.y1))
@@ -91,7 +122,8 @@ def comparison(figures: Figures) -> Any:
 
 
 def recipe_memory(figures: Figures) -> dict[str, float]:
-    """Return the GiB of "SIZE.ARM" at the level of memory.recompute auto on MACHINE, which a recipe takes there.
+    """Return the GiB of "SIZE.ARM" at the level of memory.recompute auto on
+    MACHINE, which a recipe takes there.
 
     It is the plan, and what a run was measured to take beside its plan.
     """
@@ -103,14 +135,18 @@ def recipe_memory(figures: Figures) -> dict[str, float]:
             if f"{key}.planned" in figures:
                 config = work_of(size, recompute="auto", precision=arm).config()
                 shape = StepShape.of(config)
-                plan, _ = plan_memory(choose_recompute(config, kernels, budget, shape), kernels, shape)
+                plan, _ = plan_memory(
+                    choose_recompute(config, kernels, budget, shape), kernels, shape
+                )
                 beside = figures[f"{key}.gib"] - figures[f"{key}.planned"]
                 found[f"{size}.{arm}"] = round(plan.total / GIB + beside, 1)
     return found
 
 
 def final_losses(axes: Any) -> None:
-    """Draw the validation loss at the end of each run over its minutes, steps times the median step time."""
+    """Draw the validation loss at the end of each run over its minutes, steps
+    times the median step time.
+    """
     rows = {row["arm"]: row for row in pairs.read_results(MINUTES)}
     points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for arm, looks in RUNS.items():
@@ -119,21 +155,31 @@ def final_losses(axes: Any) -> None:
     for (name, color, marker), at in points.items():
         axes.plot(*zip(*at, strict=True), marker=marker, color=color, lw=1.4, label=name)
         for minutes, loss in at:
-            axes.annotate(f"{loss:.2f}", (minutes, loss), (5, 5), textcoords="offset points", size=8.5)
+            axes.annotate(
+                f"{loss:.2f}", (minutes, loss), (5, 5), textcoords="offset points", size=8.5
+            )
     longest = max(minutes for at in points.values() for minutes, _ in at)
-    axes.set(title="124M: validation loss at a run's end", xlabel="minutes on one GPU", xlim=(0, 1.1 * longest))
+    axes.set(
+        title="124M: validation loss at a run's end",
+        xlabel="minutes on one GPU",
+        xlim=(0, 1.1 * longest),
+    )
     axes.margins(y=0.25)
     finish(axes, "upper right")
 
 
 def scale(_: Figures) -> Any:
-    """Return the picture of scale.yaml: losses over tokens with their fits, and AdamW's tokens divided by Muon's."""
+    """Return the picture of scale.yaml: losses over tokens with their fits, and AdamW's
+    tokens divided by Muon's.
+    """
     figure = new_figure(12, 3.9)
     loss, tokens = figure.subplots(1, 2)
     runs, millions = ratio.runs_of(pairs.read_results(SCALE)), [60 * 1.2**i for i in range(29)]
     for size, color in zip(("d6", "d8", "d12"), ("#E69F00", "#56B4E9", "#0072B2"), strict=True):
         mine = [run for run in runs if run.size == size]
-        noise = {name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, size))}
+        noise = {
+            name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, size))
+        }
         fit = ratio.Fit(mine, noise)
         for name, line, marker in (("AdamW", "--", "s"), ("Muon", "-", "o")):
             at = [(run.tokens, run.loss) for run in mine if run.optimizer == name.lower()]
@@ -143,7 +189,10 @@ def scale(_: Figures) -> Any:
         middle, low, high = zip(*(fit.ratio(x) for x in millions), strict=True)
         tokens.plot(millions, middle, color=color, lw=1.4, label=size)
         tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
-    for axes, title, to in (loss, "validation loss", "upper right"), (tokens, "AdamW's tokens / Muon's", "lower left"):
+    for axes, title, to in (
+        (loss, "validation loss", "upper right"),
+        (tokens, "AdamW's tokens / Muon's", "lower left"),
+    ):
         axes.set(title=title, xlabel="million tokens", xscale="log")
         finish(axes, to)
         axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at)
@@ -165,7 +214,9 @@ def finish(axes: Any, legend: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, function that draws it, losses that it draws
+# file in docs/pictures: prefix of the keys that it draws, function that
+# draws it, losses that it draws
+DRAWN = {
     "comparison": ("steps.", comparison, MINUTES),
     "ops_d12": ("ops.d12.", operations, None),
     "scale": ("none", scale, SCALE),
@@ -173,14 +224,20 @@ DRAWN = {  # file in docs/pictures: prefix of the keys that it draws, function t
 
 
 def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
-    """Draw the pictures with changed figures, and return a line for each; with `check`, draw nothing.
+    """Draw the pictures with changed figures, and return a line for
+    each; with `check`, draw nothing.
 
-    A picture file carries a digest of its figures.  If the record lacks a figure, the picture stays as it is.
+    A picture file carries a digest of its figures.  If the record lacks a
+    figure, the picture stays as it is.
     """
     changed = []
     for name, (kind, picture, losses) in DRAWN.items():
-        figures = {key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)}
-        drawn_from = json.dumps(figures | recipe_memory(figures)).encode() + (losses.read_bytes() if losses else b"")
+        figures = {
+            key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)
+        }
+        drawn_from = json.dumps(figures | recipe_memory(figures)).encode() + (
+            losses.read_bytes() if losses else b""
+        )
         digest = hashlib.sha256(drawn_from).hexdigest()
         file = PICTURES / f"{name}.png"
         if file.exists() and digest.encode() in file.read_bytes():

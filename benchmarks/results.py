@@ -1,17 +1,19 @@
-"""Measures the record of figures, docs/results/current.json, and renders it into pages, recipes and pictures.
+"""Measures the record of figures, docs/results/current.json, and renders it into
+pages, recipes and pictures.
 
     python -m benchmarks.results run [--parts steps,ops] [--sizes d12,d48] [--seconds 540] [--plan]
     python -m benchmarks.results losses
     python -m benchmarks.results render [--check]
 
-The record has a section for each kind of machine (h100, or h100x2 for two GPUs), for each code that it executed for
-another GPU (h100_sm_80_code, by `run --as a100`), and one for losses (benchmarks/losses).  A section holds `meta`,
-which describes machine and commit, and figures such as steps.d12.fp8.ms.  benchmarks/pages.py explains the markers
-that `render` fills.
+The record has a section for each kind of machine (h100, or h100x2 for two GPUs), for each code that
+it executed for another GPU (h100_sm_80_code, by `run --as a100`), and one for losses
+(benchmarks/losses).  A section holds `meta`, which describes machine and commit, and figures such
+as steps.d12.fp8.ms.  benchmarks/pages.py explains the markers that `render` fills.
 
-`run` measures the missing figures of this machine's sections, and writes each part at once.  If the commit, torch or
-Triton has changed, it empties a section first.  Parts are compared within a group, so one GPU measures a group in turn.
-Several GPUs take groups from one queue, each with its share of the CPUs; then all of them train together.
+`run` measures the missing figures of this machine's sections, and writes each part at once.  If the
+commit, torch or Triton has changed, it empties a section first.  Parts are compared within a group,
+so one GPU measures a group in turn.  Several GPUs take groups from one queue, each with its share
+of the CPUs; then all of them train together.
 """
 
 import json
@@ -33,7 +35,16 @@ from benchmarks import as_gpu, pages, pictures
 from benchmarks.as_gpu import Code
 from benchmarks.losses import pairs
 from benchmarks.speed.sizes import MODELS, SIZES, work_of
-from benchmarks.speed.steps import CHUNKED, PYTORCH, TORCHAO, Program, ours, run_program, torchrun, within
+from benchmarks.speed.steps import (
+    CHUNKED,
+    PYTORCH,
+    TORCHAO,
+    Program,
+    ours,
+    run_program,
+    torchrun,
+    within,
+)
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app, require_directory
 from gpt2_triton.errors import ConfigError, DataError
@@ -42,11 +53,15 @@ from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
-KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,multi,multi_first_step"
+KINDS = (
+    "steps,recipe_step,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,"
+    "multi,multi_first_step"
+)
 MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
-MUON_STEP, RECIPE_STEP = 131_072, 524_288  # tokens of steps with fp32 weights: with Muon, and gpt2_124m_fast's
+# tokens of steps with fp32 weights: with Muon, and gpt2_124m_fast's
+MUON_STEP, RECIPE_STEP = 131_072, 524_288
 FP8 = ("--precision", "fp8", "--recompute", "none")  # of `benchmarks ops` and multi_gpu
 FP32_WEIGHTS = ("--optim.master", "fp32", "--train.total_batch_tokens")  # and a number of tokens
 
@@ -60,7 +75,8 @@ class Part(NamedTuple):
 
     key: str
     seconds: int  # about what the measurement takes on an H100
-    measure: Callable[[float, Env], Figures]  # takes a limit in seconds and variables of the environment
+    # takes a limit in seconds and variables of the environment
+    measure: Callable[[float, Env], Figures]
 
 
 # ---- measuring ----
@@ -80,20 +96,33 @@ def steps(program: Program, size: str, tokens: int, limit: float, env: Env) -> F
 
 
 def first_step(program: Program, size: str, limit: float, env: Env) -> Figures:
-    """Return the seconds from the start of a process to the end of its first step, with empty and filled caches."""
-    cold, warm = (run_program(program, size, SIZES[size].batch, FEWEST, limit, env) for _ in range(2))
+    """Return the seconds from the start of a process to the end of its first step,
+    with empty and filled caches.
+    """
+    cold, warm = (
+        run_program(program, size, SIZES[size].batch, FEWEST, limit, env) for _ in range(2)
+    )
     return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
 def first_step_compiled(size: str, gpu: str, limit: float, env: Env) -> Figures:
-    """Return the seconds of `compile` without a GPU, and of a first step with the cache that it fills."""
+    """Return the seconds of `compile` without a GPU, and of a first step
+    with the cache that it fills.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config, env = Path(folder) / "config.yaml", env | dict(TRITON_CACHE_DIR=folder)
         config.write_text(work_of(size).config().to_yaml())
-        command, begin = [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu], time.monotonic()
-        subprocess.run(command, check=True, timeout=limit, env=os.environ | env | dict(CUDA_VISIBLE_DEVICES=""))
+        command, begin = (
+            [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu],
+            time.monotonic(),
+        )
+        subprocess.run(
+            command, check=True, timeout=limit, env=os.environ | env | dict(CUDA_VISIBLE_DEVICES="")
+        )
         seconds = time.monotonic() - begin
-        found = run_program(ours(work_of(size)), size, SIZES[size].batch, FEWEST, limit - seconds, env)
+        found = run_program(
+            ours(work_of(size)), size, SIZES[size].batch, FEWEST, limit - seconds, env
+        )
     return dict(compile_s=seconds, warm_s=found["first_step"])
 
 
@@ -108,11 +137,13 @@ def operations(size: str, options: tuple[str, ...], limit: float, env: Env) -> F
 
 
 def together(size: str, options: list[str], gpus: int, limit: float, env: Env) -> Figures:
-    """Return median milliseconds of the kinds of steps (multi_gpu.py), alone those of each GPU and of the slowest too,
-    and the tokens/s of all GPUs together.
+    """Return median milliseconds of the kinds of steps (multi_gpu.py), alone those of each GPU and
+    of the slowest too, and the tokens/s of all GPUs together.
     """
     ranks = json_of([*torchrun(gpus), MULTI_GPU, size, *options], limit, env)["ranks"]
-    medians = {kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]}
+    medians = {
+        kind: statistics.median(ms for rank in ranks for ms in rank[kind]) for kind in ranks[0]
+    }
     figures: Figures = {f"{slug(kind)}_ms": ms for kind, ms in medians.items()}
     alone = [round(statistics.median(rank["alone"]), 3) for rank in ranks]
     figures |= dict(slowest_ms=max(alone), each_ms=alone, batch=SIZES[size].batch)
@@ -123,7 +154,9 @@ def json_of(module: list[str], limit: float, env: Env) -> Any:
     """Run a module with --json FILE, and return the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        subprocess.run([*within(limit), *module, "--json", str(file)], check=True, env=os.environ | env)
+        subprocess.run(
+            [*within(limit), *module, "--json", str(file)], check=True, env=os.environ | env
+        )
         return json.loads(file.read_text())
 
 
@@ -139,9 +172,13 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
     """Return groups of parts, the most important first.  Only the first size has all groups."""
     first, compile_s = sizes[0], dict(d12=60, d24=90, d36=120, d48=150)  # torch.compile
 
-    def step(kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0) -> Part:
+    def step(
+        kind: str, size: str, arm: str, program: Program, more: int = 0, tokens: int = 0
+    ) -> Part:
         seconds = (12 if size == "d12" else 20) + more
-        return part(f"{kind}.{slug(size)}.{arm}", seconds, steps, program, size, tokens or tokens_of(size))
+        return part(
+            f"{kind}.{slug(size)}.{arm}", seconds, steps, program, size, tokens or tokens_of(size)
+        )
 
     def fp8(size: str, *keys: str, level: str = "none", optim: str = "adamw") -> Program:
         return ours(work_of(size, None, level, "fp8", optim, keys))
@@ -150,23 +187,46 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
         ends, recipe = size in (first, "d48"), fp8(size, *FP32_WEIGHTS, str(RECIPE_STEP))
         found = [
             step("steps", size, "bf16", ours(work_of(size)), more=0 if size == first else 12),
-            *([step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)] if ends else ()),
+            *(
+                [step("peer", size, "muon", ours(work_of(size, optim="muon")), more=4)]
+                if ends
+                else ()
+            ),
             step("steps", size, "fp8", fp8(size), more=8),
-            *([part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)] if size == first else ()),
+            *(
+                [part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)]
+                if size == first
+                else ()
+            ),
             step("steps", size, "torch", PYTORCH, compile_s[size]),
             *([step("recipe_step", size, "fp8", recipe, 25, RECIPE_STEP)] if size == first else ()),
-            *([step("steps", size, "fp8_head", fp8(size, "--fp8.keep_bf16", "head"), more=4)] if ends else ()),
+            *(
+                [step("steps", size, "fp8_head", fp8(size, "--fp8.keep_bf16", "head"), more=4)]
+                if ends
+                else ()
+            ),
         ]
-        return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][size != first :]
+        return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][
+            size != first :
+        ]
 
     def peers(size: str, *programs: Program) -> list[Part]:
-        return [step("peer", size, slug(program.name), program, 70) for program in (*programs, *TORCHAO)]
+        return [
+            step("peer", size, slug(program.name), program, 70) for program in (*programs, *TORCHAO)
+        ]
 
     def muon(arm: str, program: Program, more: int) -> Part:
         program = program._replace(arguments=(*program.arguments, *FP32_WEIGHTS, str(MUON_STEP)))
         return step("muon", first, arm, program, more, MUON_STEP)
 
-    words = ("--optim", "muon", "--weights", "fp32", "--micro_steps", str(MUON_STEP // tokens_of(first)))
+    words = (
+        "--optim",
+        "muon",
+        "--weights",
+        "fp32",
+        "--micro_steps",
+        str(MUON_STEP // tokens_of(first)),
+    )
     torch_muon = PYTORCH._replace(name="PyTorch muon", arguments=words)
     d, *rest = (group(size) for size in sizes)
     levels = (step("levels", first, slug(level), fp8(first, level=level), 6) for level in LEVELS)
@@ -207,12 +267,20 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
 
     def joint(size: str, arm: str, seconds: int) -> Part:
         steps = "20" if size == first else "8"
-        return part(f"multi.{slug(size)}.{arm}", seconds, together, size, [*arms[arm], "--steps", steps], gpus)
+        return part(
+            f"multi.{slug(size)}.{arm}",
+            seconds,
+            together,
+            size,
+            [*arms[arm], "--steps", steps],
+            gpus,
+        )
 
     started = ours(work_of(first, None, "none", "fp8"))._replace(launcher=torchrun(gpus))
     large = [size for size in sizes[1:] if size == "d48"]
     return [
-        part(f"multi_first_step.{first}", 35, first_step, started, first),  # first: with an empty cache
+        # first: with an empty cache
+        part(f"multi_first_step.{first}", 35, first_step, started, first),
         *(joint(size, arm, 40) for arm in ("fp8", "bf16") for size in (first, *large)),
         joint(first, "fp8_muon", 40),
         joint(first, "torch", 75),
@@ -224,7 +292,9 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
 
 
 def parts_as(code: Code, sizes: list[str]) -> list[list[Part]]:
-    """Return the parts for the code of another GPU: of this package alone, and fp8 where Hopper has its products."""
+    """Return the parts for the code of another GPU: of this package alone, and fp8
+    where Hopper has its products.
+    """
 
     def group(size: str) -> list[Part]:
         arms = {"bf16": work_of(size)}
@@ -240,23 +310,34 @@ def parts_as(code: Code, sizes: list[str]) -> list[list[Part]]:
 
 
 def commit_of_code() -> str:
-    """Return the last commit that changed the measured code; a commit that changes pages only does not count."""
+    """Return the last commit that changed the measured code; a commit that changes
+    pages only does not count.
+    """
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *MEASURED]
-        return subprocess.run(command, cwd=pages.ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=pages.ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     try:
         changed, commit = git("status", "--porcelain", "-uno"), git("log", "-1", "--format=%h")
     except (OSError, subprocess.CalledProcessError):
-        raise ConfigError("--commit: git finds no checkout here; name the commit of the code") from None
+        raise ConfigError(
+            "--commit: git finds no checkout here; name the commit of the code"
+        ) from None
     if changed or not commit:
-        raise ConfigError(f"{' or '.join(MEASURED)}: uncommitted changes; commit them, the record names the commit")
+        raise ConfigError(
+            f"{' or '.join(MEASURED)}: uncommitted changes; commit them, "
+            "the record names the commit"
+        )
     return commit
 
 
 def machine(commit: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of this machine's section for one GPU, and its meta with the number of GPUs."""
+    """Return the name of this machine's section for one GPU, and its
+    meta with the number of GPUs.
+    """
     if not device.present():
         raise ConfigError("run: needs a CUDA GPU, found none")
     import torch
@@ -264,10 +345,16 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
     from benchmarks.speed.energy import power_limit
 
     gpu, gpus = device.name(), device.count()
-    kinds = [key for key, known in device.GPUS.items() if device.is_called(gpu, *known.device_names)]
+    kinds = [
+        key for key, known in device.GPUS.items() if device.is_called(gpu, *known.device_names)
+    ]
     if not kinds:
-        raise ConfigError(f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name")
-    meta = dict(commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit())
+        raise ConfigError(
+            f"{gpu}: not among GPUS in gpt2_triton/device.py; add it there under the section's name"
+        )
+    meta = dict(
+        commit=commit, date=str(date.today()), gpu=gpu, gpus=gpus, power_limit_w=power_limit()
+    )
     meta |= dict(torch=torch.__version__, triton=installed("triton"), python=sys.version.split()[0])
     return kinds[0], meta | dict(command="python -m benchmarks.results run")
 
@@ -294,13 +381,16 @@ class Measuring:
             self.record[name] = {"meta": meta}
         return self.record[name]
 
-    def queue(self, groups: list[list[Part]], section: dict[str, Any], envs: list[Env], end: float) -> None:
+    def queue(
+        self, groups: list[list[Part]], section: dict[str, Any], envs: list[Env], end: float
+    ) -> None:
         """Measure groups until `end`, with a worker for each of the environments."""
         todo, cpus = iter(groups), sorted(os.sched_getaffinity(0))
         share = len(cpus) // len(envs)
 
         def work(i: int) -> None:
-            os.sched_setaffinity(0, cpus[i * share : (i + 1) * share])  # of this thread and its processes
+            # of this thread and its processes
+            os.sched_setaffinity(0, cpus[i * share : (i + 1) * share])
             while group := next(todo, None):
                 for each in group:
                     self.measure(each, section, envs[i], end)
@@ -313,11 +403,17 @@ class Measuring:
                 raise
 
     def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
-        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[-2]}"  # a size's, or a first step's
+        # a size's, or a first step's
+        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[-2]}"
         if begin + part.seconds > min(end, self.end):
-            print(f"{part.key}: left for another run, because it takes about {part.seconds} s", flush=True)
+            print(
+                f"{part.key}: left for another run, because it takes about {part.seconds} s",
+                flush=True,
+            )
             return
-        env = env | dict(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+        env = env | dict(
+            TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor"
+        )
         try:
             found = part.measure(min(self.end - begin, 60 + 3 * part.seconds), env)
         except (subprocess.SubprocessError, OSError, LookupError, ValueError) as error:
@@ -326,8 +422,13 @@ class Measuring:
             return
         with self.lock:
             for key, value in found.items():
-                section[f"{part.key}.{key}"] = float(f"{value:.5g}") if isinstance(value, float) else value
-            write_json(self.out, {name: figures for name, figures in self.record.items() if len(figures) > 1})
+                section[f"{part.key}.{key}"] = (
+                    float(f"{value:.5g}") if isinstance(value, float) else value
+                )
+            write_json(
+                self.out,
+                {name: figures for name, figures in self.record.items() if len(figures) > 1},
+            )
         print(f"{part.key}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -345,7 +446,8 @@ def run(
     """Measure the missing figures of this machine's sections; return 1 if a part failed.
 
     Args:
-        out: The record; a part that it has is not measured again, so name another file to repeat one.
+        out: The record; a part that it has is not measured again, so
+            name another file to repeat one.
         parts: Comma-separated kinds of figures to measure.
         sizes: Comma-separated sizes of GPT-2; the first size has all parts.
         seconds: Time limit; a part that would exceed it is left for another run.
@@ -355,14 +457,24 @@ def run(
     """
     kinds, names = parts.split(","), sizes.split(",")
     if unknown := {*kinds, *names} - {*KINDS.split(","), *MODELS}:
-        raise ConfigError(f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}")
+        raise ConfigError(
+            f"{min(unknown)}: unknown part or size; known are {KINDS},{','.join(MODELS)}"
+        )
     require_directory("out", out)
     name, meta = machine(commit or commit_of_code())
     if as_:
         name, meta = executed(as_, name, meta)
     gpus, measuring = meta["gpus"], Measuring(out, time.monotonic() + seconds)
-    one = measuring.section(name, meta | dict(gpus=1)) if {*kinds} - {"multi", "multi_first_step"} else {}
-    several = measuring.section(f"{name}x{gpus}", meta) if gpus > 1 and {*kinds} & {"multi", "multi_first_step"} else {}
+    one = (
+        measuring.section(name, meta | dict(gpus=1))
+        if {*kinds} - {"multi", "multi_first_step"}
+        else {}
+    )
+    several = (
+        measuring.section(f"{name}x{gpus}", meta)
+        if gpus > 1 and {*kinds} & {"multi", "multi_first_step"}
+        else {}
+    )
 
     def missing(group: list[Part], section: dict[str, Any]) -> list[Part]:
         todo = [part for part in group if part.key.partition(".")[0] in kinds]
@@ -373,7 +485,10 @@ def run(
     joint = missing(joint_parts(names, gpus), several) if gpus > 1 else []
     for group in [*groups, *([joint] if joint else ())]:
         print(*(f"{part.key} {part.seconds} s" for part in group), sep=", ")
-    reserve, work = sum(part.seconds for part in joint), sum(part.seconds for group in groups for part in group)
+    reserve, work = (
+        sum(part.seconds for part in joint),
+        sum(part.seconds for group in groups for part in group),
+    )
     print(f"about {work / gpus + reserve:.0f} s on {gpus} GPUs", flush=True)
     if not plan:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
@@ -397,7 +512,9 @@ def write_losses() -> None:
 
 
 def losses() -> dict[str, Any]:
-    """Return the section of losses: each arm's means, and its mean differences from another arm with 95% intervals."""
+    """Return the section of losses: each arm's means, and its mean differences from
+    another arm with 95% intervals.
+    """
     found, devices, commits = dict[str, Any](), set(), set()
     for file in sorted(pictures.LOSSES.glob("*.jsonl")):
         series, rows = pairs.read_series(file.with_suffix(".yaml")), pairs.read_results(file)
@@ -413,9 +530,19 @@ def losses() -> dict[str, Any]:
                 found[f"arms.{key}.{name}"] = round(statistics.fmean(values), 5)
                 pair = pairs.difference(rows, arm, series.against(arm), f"{name}_loss")
                 if pair and pair.half_width is not None:
-                    value = dict(mean=round(pair.mean, 5), half_width=round(pair.half_width, 5), pairs=pair.pairs)
-                    found |= {f"pairs.{key}.{name}.{part}": number for part, number in value.items()}
-    return {"meta": dict(files="benchmarks/losses/*.jsonl", devices=sorted(devices), commits=sorted(commits))} | found
+                    value = dict(
+                        mean=round(pair.mean, 5),
+                        half_width=round(pair.half_width, 5),
+                        pairs=pair.pairs,
+                    )
+                    found |= {
+                        f"pairs.{key}.{name}.{part}": number for part, number in value.items()
+                    }
+    return {
+        "meta": dict(
+            files="benchmarks/losses/*.jsonl", devices=sorted(devices), commits=sorted(commits)
+        )
+    } | found
 
 
 def slug(arm: str) -> str:

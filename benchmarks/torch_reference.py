@@ -1,7 +1,9 @@
-"""GPT-2 and Llama 3 in plain PyTorch with autograd, on the project's flat parameters: the schedules' reference.
+"""GPT-2 and Llama 3 in plain PyTorch with autograd, on the project's flat
+parameters: the schedules' reference.
 
-The functions take any dtype.  As in the project, a mean loss is the sum over tokens with a target, divided by the
-number of all tokens, B*T.  Gradients of micro-batches can therefore be added, even where targets are ignored.
+The functions take any dtype.  As in the project, a mean loss is the sum over tokens with a
+target, divided by the number of all tokens, B*T.  Gradients of micro-batches can therefore be
+added, even where targets are ignored.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +17,34 @@ from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_entries, param_views
 
 
-def leaves(flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None, table: type = Params) -> Any:
+def leaves(
+    flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None, table: type = Params
+) -> Any:
     """Return copies of a flat buffer's parts as leaf tensors, in the project's order."""
 
     def leaf(view: Tensor) -> Tensor:
         return view.detach().to(dtype or view.dtype, copy=True).requires_grad_()
 
     views = vars(param_views(table, flat, dims))
-    return table(**{name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v) for name, v in views.items()})
+    return table(
+        **{
+            name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v)
+            for name, v in views.items()
+        }
+    )
 
 
 def tensors(params: Any, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, has weight decay) in the order of the flat buffer; layer tensors are called name[layer]."""
+    """Yield (name, tensor, has weight decay) in the order of the flat buffer; layer
+    tensors are called name[layer].
+    """
     for e in param_entries(type(params), dims):
         value = getattr(params, e.name)
-        yield (e.name, value, e.decay) if e.layer is None else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
+        yield (
+            (e.name, value, e.decay)
+            if e.layer is None
+            else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
+        )
 
 
 def _attention(qkv: Tensor, NH: int) -> Tensor:
@@ -39,13 +54,14 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
 
 
 def gpt2_loss(
-    params: Params, ids: Tensor, targets: Tensor, V: int, NH: int, reduction: Literal["none", "mean"] = "mean",
-    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = lambda name, x, w, b: F.linear(x, w, b),
-    dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
+    params: Params, ids: Tensor, targets: Tensor, V: int, NH: int,
+    reduction: Literal["none", "mean"] = "mean",
+    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = lambda name, x, w,
+    b: F.linear(x, w, b), dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
 ) -> Tensor:  # fmt: skip
-    """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has no loss, but
-    counts in the mean.  `linear` computes a product of the layers from its name, x, w and b.  `dropout` takes i and
-    the tensor that is added to the residual stream at point i.
+    """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has
+    no loss, but counts in the mean.  `linear` computes a product of the layers from its name, x, w
+    and b.  `dropout` takes i and the tensor that is added to the residual stream at point i.
     """
     p, C = params, params.wte.shape[1]
 
@@ -61,8 +77,12 @@ def gpt2_loss(
     return _cross_entropy(norm(x, 2 * len(p.qkvw)), p.wte[:V], targets, reduction)
 
 
-def llama_loss(params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float) -> Tensor:
-    """Return Llama 3's cross entropy, as gpt2_loss; `rope` has the cosines and sines of each position."""
+def llama_loss(
+    params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float
+) -> Tensor:
+    """Return Llama 3's cross entropy, as gpt2_loss; `rope` has the cosines
+    and sines of each position.
+    """
     p, (B, T) = params, ids.shape
     C = p.wte.shape[1]
     cos, sin = rope[:T].chunk(2, -1)
@@ -78,11 +98,15 @@ def llama_loss(params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope:
     for l in range(len(p.qkvw)):
         qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, C // NH).transpose(1, 2)
         q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
-        att = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        att = F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=True, enable_gqa=True
+        )
         x = x + F.linear(att.transpose(1, 2).reshape(B, T, C), p.attprojw[l])
         gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])
-    return _cross_entropy(norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean")
+    return _cross_entropy(
+        norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean"
+    )
 
 
 def _cross_entropy(x: Tensor, w: Tensor, targets: Tensor, reduction: str) -> Tensor:

@@ -1,4 +1,6 @@
-"""Prints docs/guide/config.md, made from gpt2_triton/config/schema.py: `python docs/config_table.py`."""
+"""Prints docs/guide/config.md, made from gpt2_triton/config/schema.py:
+`python docs/config_table.py`.
+"""
 
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,16 +12,28 @@ from gpt2_triton.config.schema import may_change_on_resume, options
 
 HEAD = """# The configuration
 
-Every key can be given as `--section.key value` on the command line, or in YAML with the key below its section
-([an example](training.md#a-file-of-your-own)). The defaults are the recipe `gpt2_124m`, which is llm.c's, except that
-they print no samples, ask no HellaSwag and keep only the newest checkpoints. A resume may change `free` keys. It
-refuses another value of a `kept` key: that would be a new run. `python docs/config_table.py` prints this page.
+Every key can be given as `--section.key value` on the command line, \
+or in YAML with the key below its section
+([an example](training.md#a-file-of-your-own)). The defaults are the recipe `gpt2_124m`, \
+which is llm.c's, except that
+they print no samples, ask no HellaSwag and keep only the newest checkpoints. \
+A resume may change `free` keys. It
+refuses another value of a `kept` key: that would be a new run. \
+`python docs/config_table.py` prints this page.
 """
-LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "multiple_of": "multiple of {}"}
+LIMITS = {
+    "ge": "at least {}",
+    "gt": "above {}",
+    "le": "at most {}",
+    "lt": "below {}",
+    "multiple_of": "multiple of {}",
+}
 
 
 def table() -> str:
-    """Return the whole page: a heading and a table for each section, in the order of the declarations."""
+    """Return the whole page: a heading and a table for each section, in the
+    order of the declarations.
+    """
     lines, section = [HEAD], None
     for key, field in options():
         group = key.rpartition(".")[0] or key
@@ -33,7 +47,13 @@ def table() -> str:
                 "",
             ]
         resumed = "free" if may_change_on_resume(key) else "kept"
-        row = [f"`{key}`", _type(field), f"`{_yaml(field.default)}`", resumed, field.description or ""]
+        row = [
+            f"`{key}`",
+            _type(field),
+            f"`{_yaml(field.default)}`",
+            resumed,
+            field.description or "",
+        ]
         lines.insert(-1, "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines)
 
@@ -57,7 +77,9 @@ def _name(annotation: Any) -> str:
         return " or ".join(map(_name, inner))
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in inner)
-    return {type(None): "`null`", str: "text"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    return {type(None): "`null`", str: "text"}.get(
+        annotation, getattr(annotation, "__name__", str(annotation))
+    )
 
 
 def _power(value: float) -> str:
@@ -66,7 +88,11 @@ def _power(value: float) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value).partition("\n")[0] if not isinstance(value, str) or not value else value
+    return (
+        yaml.safe_dump(value).partition("\n")[0]
+        if not isinstance(value, str) or not value
+        else value
+    )
 
 
 if __name__ == "__main__":

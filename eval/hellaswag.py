@@ -1,4 +1,5 @@
-"""HellaSwag of a run or of other weights: the command `gpt2-triton hellaswag`, on this checkout's code.
+"""HellaSwag of a run or of other weights: the command
+`gpt2-triton hellaswag`, on this checkout's code.
 
 python eval/hellaswag.py runs/124m
 python eval/hellaswag.py hf:openai-community/gpt2 --data hellaswag_val.jsonl --json hellaswag.json

@@ -1,4 +1,5 @@
-"""Loss, perplexity and bits per byte on token shards: the command `gpt2-triton perplexity`, on this checkout's code.
+"""Loss, perplexity and bits per byte on token shards: the command
+`gpt2-triton perplexity`, on this checkout's code.
 
 python eval/perplexity.py runs/124m
 python eval/perplexity.py hf:openai-community/gpt2 "data/fineweb10B/val_*.bin" --tokens 1048576

@@ -1,7 +1,8 @@
-"""GPT-2 and Llama 3 training: PyTorch provides memory and NCCL, and every arithmetic operation is a Triton kernel.
+"""GPT-2 and Llama 3 training: PyTorch provides memory and NCCL, and every arithmetic
+operation is a Triton kernel.
 
-The names of __all__ are the Python API.  `import gpt2_triton` imports neither torch nor numpy: api.py is imported when
-one of its names is first used.
+The names of __all__ are the Python API.  `import gpt2_triton` imports neither torch nor numpy:
+api.py is imported when one of its names is first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of api.py; AttributeError for other names, as Python expects when it imports a submodule."""
+    """Return a name of api.py; AttributeError for other names, as Python expects
+    when it imports a submodule.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from gpt2_triton import api

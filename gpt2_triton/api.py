@@ -1,8 +1,9 @@
 """The Python API: train a model, and use one.  `gpt2_triton` exports the names.
 
-Only `train(console=True)` prints; warnings are issued as UserWarning.  The first call of `train` or `load` selects
-Triton's interpreter if there is no GPU, then imports torch and the kernels.  Calls of several threads run one after the
-other: CUDA graphs and the interpreter have one state for a process.
+Only `train(console=True)` prints; warnings are issued as UserWarning.  The first call of
+`train` or `load` selects Triton's interpreter if there is no GPU, then imports torch and the
+kernels.  Calls of several threads run one after the other: CUDA graphs and the interpreter
+have one state for a process.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ _one_call = threading.RLock()
 def _exclusive(console: bool = False) -> Iterator[None]:
     """Let one thread at a time into the context; print in it only if `console`.
 
-    A default device of the program is for tensors of the program: torch's and safetensors' functions get the host.
+    A default device of the program is for tensors of the program: torch's and
+    safetensors' functions get the host.
     """
     torch = sys.modules.get("torch")
     host = contextlib.nullcontext()
@@ -64,7 +66,9 @@ def _in_words_of_python() -> Iterator[None]:
 
 
 def _free_unused_memory() -> None:
-    """Return the memory of unreferenced models to the driver, so that the driver reports it as free."""
+    """Return the memory of unreferenced models to the driver, so that the
+    driver reports it as free.
+    """
     import torch
 
     gc.collect()
@@ -80,21 +84,30 @@ class Run:
             raise ConfigError(f"{directory}: no config.yaml there; expected the directory of a run")
 
     def __repr__(self) -> str:
-        return f"Run({str(self.directory)!r}: {self.state}, loss {self.loss}, val_loss {self.val_loss})"
+        return (
+            f"Run({str(self.directory)!r}: {self.state}, "
+            f"loss {self.loss}, val_loss {self.val_loss})"
+        )
 
     @property
     def config(self) -> Config:
-        return Config.load(self.directory / "config.yaml", gpus=None)  # the run may have had several
+        # the run may have had several
+        return Config.load(self.directory / "config.yaml", gpus=None)
 
     @property
     def state(self) -> Literal["done", "stopped"]:
         """Return "done" if step train.steps is saved, else "stopped": the run can be resumed."""
-        done = self.last is not None and int(self.last.name.removeprefix("step_")) >= self.config.train.steps
+        done = (
+            self.last is not None
+            and int(self.last.name.removeprefix("step_")) >= self.config.train.steps
+        )
         return "done" if done else "stopped"
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl in their order, such as {"step": 12, "loss": 3.1}; see docs/guide/logging.md."""
+        """The records of metrics.jsonl in their order, such as {"step": 12, "loss": 3.1};
+        see docs/guide/logging.md.
+        """
         from gpt2_triton.training.metrics import METRICS, read_metrics
 
         return read_metrics(self.directory / METRICS) if (self.directory / METRICS).exists() else []
@@ -122,7 +135,9 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the lowest validation loss; None unless the run has checkpoint.best val_loss."""
+        """The checkpoint of the lowest validation loss; None unless the run has
+        checkpoint.best val_loss.
+        """
         from gpt2_triton.checkpoint.load import best_checkpoint
 
         return best_checkpoint(self.last) if self.last else None
@@ -135,25 +150,34 @@ def train(
     resume: bool | Literal["must"] = False,
     console: bool = False,
 ) -> Run:
-    """Train to the last step, or to train.max_minutes, and return the run.  `config` may be what Config.load takes.
+    """Train to the last step, or to train.max_minutes, and return the run.  `config`
+    may be what Config.load takes.
 
-    resume    continue after run_dir's newest intact checkpoint; if there is none, "must" raises CheckpointError
+    resume    continue after run_dir's newest intact checkpoint; if there is none,
+              "must" raises CheckpointError
     console   print what the command prints; the files are the same
-    In the main thread, a signal calls the program's handler after the step is saved; a second signal, at once.
+    In the main thread, a signal calls the program's handler after the step is
+    saved; a second signal, at once.
     """
     from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
     from gpt2_triton.training.preemption import BorrowedSignals
     from gpt2_triton.training.start import starting
 
     if str(config) == recipes.OWN:
-        raise ConfigError("config: own is a recipe of the command line: `gpt2-triton train own --data FILES`")
+        raise ConfigError(
+            "config: own is a recipe of the command line: `gpt2-triton train own --data FILES`"
+        )
     if resume not in (False, True, "must"):
         raise ConfigError(f'resume: expected False, True or "must", got {resume!r}')
     set_env_from_slurm()
     rank, ranks = rank_and_size()
     directory = _path("run_dir", run_dir)
     settings = config if isinstance(config, Config) else Config.load(config, gpus=ranks)
-    with _in_words_of_python(), _exclusive(console and rank == 0), starting(settings, directory, resume):
+    with (
+        _in_words_of_python(),
+        _exclusive(console and rank == 0),
+        starting(settings, directory, resume),
+    ):
         from gpt2_triton import device
 
         if device.select_interpreter():
@@ -170,12 +194,18 @@ def train(
 
 
 def load(
-    source: Run | str | Path, *, dtype: Literal["bf16", "fp32"] | None = None, batch_tokens: int = 16384
+    source: Run | str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    batch_tokens: int = 16384,
 ) -> "Model":
-    """Return a model that only runs forward.  CheckpointError if none is intact, OutOfMemoryError if it does not fit.
+    """Return a model that only runs forward.  CheckpointError if none is intact,
+    OutOfMemoryError if it does not fit.
 
-    source         a Run, its directory, one of its steps, RUN/best, or hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
-    dtype          storage of weights and activations; None: as in training, other projects' bf16; without a GPU fp32
+    source         a Run, its directory, one of its steps, RUN/best, or
+                   hf:DIR_OR_NAME, llmc:FILE, nanogpt:FILE
+    dtype          storage of weights and activations; None: as in training, other
+                   projects' bf16; without a GPU fp32
     batch_tokens   most tokens that go through the model at once; the results do not depend on it
     """
     if dtype not in (None, "bf16", "fp32"):
@@ -190,7 +220,13 @@ def load(
         _free_unused_memory()
         where = str(source.directory if isinstance(source, Run) else source)
         config, stored, beside = load_weights(where)
-        return Model(where, config, stored, beside, load_for_losses(config, stored, batch_tokens, dtype, sequences=1))
+        return Model(
+            where,
+            config,
+            stored,
+            beside,
+            load_for_losses(config, stored, batch_tokens, dtype, sequences=1),
+        )
 
 
 class Model:
@@ -209,7 +245,9 @@ class Model:
         beside: Path | None,
         model: "ArenaModel",
     ):
-        """`stored` are the weights as they were loaded, and `beside` their source's other files: for `export`."""
+        """`stored` are the weights as they were loaded, and `beside` their source's
+        other files: for `export`.
+        """
         self.config = config
         self.context = config.train.seq_len
         self._source = source
@@ -226,7 +264,9 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free the memory on the device.  Later calls raise ConfigError; a second `close` does nothing."""
+        """Free the memory on the device.  Later calls raise ConfigError; a
+        second `close` does nothing.
+        """
         with _exclusive():
             if self._text is not None:
                 self._text.close()  # or an iterator of the caller would keep the memory
@@ -246,7 +286,9 @@ class Model:
         return get_tokenizer(self.config.data.tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, int32 [n]; `<|endoftext|>` and names of special tokens are these tokens."""
+        """Return the tokens of a text, int32 [n]; `<|endoftext|>` and names of
+        special tokens are these tokens.
+        """
         from gpt2_triton.data.tokenizer import encode_documents
 
         return encode_documents(self._tokenizer(), text).astype(np.int32)
@@ -267,14 +309,21 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> str:
-        """Return a continuation of `prompt`, up to an end of text if the model draws one; equal calls give equal texts.
+        """Return a continuation of `prompt`, up to an end of text if the model draws one;
+        equal calls give equal texts.
 
-        prompt        text to continue; of a long one the model sees the newest tokens; empty: the end-of-text token
+        prompt        text to continue; of a long one the model sees the newest tokens;
+                      empty: the end-of-text token
         temperature   of the softmax; 0 takes the most likely token
-        top_k, top_p  draw among the k most likely tokens (0: all), then among the fewest with probability p together
+        top_k, top_p  draw among the k most likely tokens (0: all), then among the
+                      fewest with probability p together
         """
         with _exclusive():
-            return "".join(self.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+            return "".join(
+                self.stream(
+                    prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+                )
+            )
 
     def stream(
         self,
@@ -286,12 +335,17 @@ class Model:
         top_p: float = 1.0,
         seed: int = 42,
     ) -> Iterator[str]:
-        """Return an iterator over the text of `generate`, in pieces of whole characters, as soon as they are known.
+        """Return an iterator over the text of `generate`, in pieces of whole
+        characters, as soon as they are known.
 
-        A model writes one text at a time: a stream raises ConfigError if another was begun after it.
+        A model writes one text at a time: a stream raises ConfigError
+        if another was begun after it.
         """
         if not isinstance(prompt, str):
-            raise ConfigError(f"prompt: expected a text, got {type(prompt).__name__}; `decode` makes one of tokens")
+            raise ConfigError(
+                f"prompt: expected a text, got {type(prompt).__name__}; "
+                "`decode` makes one of tokens"
+            )
         how = Sampling(temperature, top_k, top_p)
         how.check("", tokens, seed)
         with _exclusive():
@@ -302,7 +356,9 @@ class Model:
             if model.arena.device.type == "cuda" and how not in self._compiled:
                 compile_decoding(model, *how)
                 self._compiled.add(how)
-            self._text = sample.stream(model, self._tokenizer(), prompt, tokens, how, seed, self._beside)
+            self._text = sample.stream(
+                model, self._tokenizer(), prompt, tokens, how, seed, self._beside
+            )
             return self._pieces(self._text)
 
     def _pieces(self, text: Generator[str, None, None]) -> Iterator[str]:
@@ -310,7 +366,9 @@ class Model:
             with _exclusive():
                 self._open()
                 if self._text is not text:
-                    raise ConfigError("stream: another text was begun; read one to its end first, or load twice")
+                    raise ConfigError(
+                        "stream: another text was begun; read one to its end first, or load twice"
+                    )
                 piece = next(text, None)
             if piece is None:
                 return
@@ -320,8 +378,10 @@ class Model:
     def loss(self, tokens: Any) -> float:
         """Return the mean loss in nats of all tokens but the first of each sequence.
 
-        tokens   integers [n] or [sequences, n], n at least 2; DataError for other arrays and for unknown tokens
-        Longer sequences are cut into windows of `context` predictions, as by the command `perplexity`.
+        tokens   integers [n] or [sequences, n], n at least 2; DataError for other
+                 arrays and for unknown tokens
+        Longer sequences are cut into windows of `context` predictions, as
+        by the command `perplexity`.
         """
         with _exclusive():
             from gpt2_triton.inference.losses import mean_loss
@@ -329,10 +389,13 @@ class Model:
             return mean_loss(self._open(), self._sequences(tokens, 2))
 
     def logits(self, tokens: Any, positions: Literal["last", "all"] = "last") -> np.ndarray:
-        """Return the logits after the last token, float32 [vocab_size], or after each, float32 [n, vocab_size].
+        """Return the logits after the last token, float32 [vocab_size], or after
+        each, float32 [n, vocab_size].
 
-        tokens   integers [n] or [sequences, n], n from 1 to `context`; [sequences, n] adds a first axis
-        The device holds 16 rows of logits at once.  DataError as in `loss`, and for longer sequences.
+        tokens   integers [n] or [sequences, n], n from 1 to `context`;
+                 [sequences, n] adds a first axis
+        The device holds 16 rows of logits at once.  DataError as in
+        `loss`, and for longer sequences.
         """
         if positions not in ("last", "all"):
             raise ConfigError(f"positions: expected last or all, got {positions!r}")
@@ -342,25 +405,42 @@ class Model:
             model, sequences = self._open(), self._sequences(tokens, 1)
             n = sequences.shape[1]
             if n > self.context:
-                raise DataError(f"tokens: sequences of {n}, but the context is {self.context}; cut them")
+                raise DataError(
+                    f"tokens: sequences of {n}, but the context is {self.context}; cut them"
+                )
             out = losses.logits(model, sequences, n - 1 if positions == "last" else 0)
             out = out[:, 0] if positions == "last" else out
             return out[0] if np.ndim(tokens) == 1 else out
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
-        """Return tokens as int32 [sequences, n]; DataError if n is below `least`, or for unknown tokens."""
+        """Return tokens as int32 [sequences, n]; DataError if n is below
+        `least`, or for unknown tokens.
+        """
         array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
-        if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size or array.shape[-1] < least:
+        if (
+            array.dtype.kind not in "iu"
+            or array.ndim not in (1, 2)
+            or not array.size
+            or array.shape[-1] < least
+        ):
             expected = f"integers [n] or [sequences, n], n at least {least}"
             raise DataError(f"tokens: got {array.dtype} {list(array.shape)}, expected {expected}")
         if array.min() < 0 or array.max() >= vocabulary:
-            raise DataError(f"tokens: {array.min()} to {array.max()}, but the vocabulary is 0 to {vocabulary - 1}")
+            raise DataError(
+                f"tokens: {array.min()} to {array.max()}, but the vocabulary "
+                f"is 0 to {vocabulary - 1}"
+            )
         return np.atleast_2d(array).astype(np.int32)
 
     def export(
-        self, directory: str | Path, *, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
+        self,
+        directory: str | Path,
+        *,
+        format: Literal["hf", "llmc"] = "hf",
+        dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> Path:
-        """Write the weights, as they were loaded, and the tokenizer to a new directory; return its path.
+        """Write the weights, as they were loaded, and the tokenizer to a
+        new directory; return its path.
 
         format   "hf" for transformers and programs that build on it, "llmc" for llm.c
         dtype    "fp32" loses nothing, "bf16" takes half the space

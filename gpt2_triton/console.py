@@ -1,7 +1,9 @@
-"""Lines for the console and for log files, the progress of long work, and the names of commands in messages.
+"""Lines for the console and for log files, the progress of long work, and the
+names of commands in messages.
 
-A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends a run.  Programs that
-import the package make the console silent: its warnings then go through Python's `warnings`.
+A full disk delays a log's lines; a console that cannot be written loses them.  Neither ends
+a run.  Programs that import the package make the console silent: its warnings then go
+through Python's `warnings`.
 """
 
 import contextlib
@@ -15,7 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # C0 and C1 but tab and newline; surrogates
+# C0 and C1 but tab and newline; surrogates
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 INTERVAL = 0.2  # seconds between two displays of progress
 DELAY = 5.0  # seconds before the first display of progress: shorter work shows none
 
@@ -24,7 +27,9 @@ _is_silent = False
 
 @contextlib.contextmanager
 def silent(is_silent: bool = True) -> Iterator[None]:
-    """Print neither lines nor progress in the context, in all threads; warnings are issued as UserWarning."""
+    """Print neither lines nor progress in the context, in all threads; warnings
+    are issued as UserWarning.
+    """
     global _is_silent
     before, _is_silent = _is_silent, is_silent
     try:
@@ -34,15 +39,21 @@ def silent(is_silent: bool = True) -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Open missing streams on /dev/null, and let both escape what they cannot encode; call it first."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    """Open missing streams on /dev/null, and let both escape what they
+    cannot encode; call it first.
+    """
+    sys.stdout, sys.stderr = (
+        stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr)
+    )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in ASCII or Latin-1
 
 
 def discard_unwritten() -> None:
-    """Drop text that stdout and stderr refuse; otherwise Python flushes it again at exit, and exits with code 120."""
+    """Drop text that stdout and stderr refuse; otherwise Python flushes it again at
+    exit, and exits with code 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -51,7 +62,9 @@ def discard_unwritten() -> None:
 
 
 class LogFile:
-    """A log file, written line by line.  Lines that a full disk refuses wait, after a warning, for the next write."""
+    """A log file, written line by line.  Lines that a full disk refuses wait, after a
+    warning, for the next write.
+    """
 
     def __init__(self, path: Path):
         self._path, self._waiting = path, b""
@@ -70,33 +83,49 @@ class LogFile:
                 print_line(f"warning: {self._path}: {why}: its lines wait; make room", error=True)
 
     def sync(self) -> None:
-        """Return once the lines are on the disk, so that they survive a power cut; an error is left to `write`."""
+        """Return once the lines are on the disk, so that they survive a power cut; an
+        error is left to `write`.
+        """
         with contextlib.suppress(OSError, ValueError):  # ValueError: closed
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write the waiting lines; print a warning if that fails.  A second call does nothing."""
+        """Try once more to write the waiting lines; print a warning if that fails.  A
+        second call does nothing.
+        """
         if self._file.closed:
             return
         self.write("")
         if self._waiting:
-            print_line(f"warning: {self._path}: its last {len(self._waiting):,} bytes could not be written", error=True)
+            print_line(
+                (
+                    f"warning: {self._path}: its last {len(self._waiting):,} "
+                    "bytes could not be written"
+                ),
+                error=True,
+            )
         self._file.close()
 
 
 def printable(text: str) -> str:
-    """Return text that cannot command a terminal: control characters, but tab and newline, are escaped."""
+    """Return text that cannot command a terminal: control characters, but tab
+    and newline, are escaped.
+    """
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def command_line(command: str) -> str:
-    """Return how the user calls a command here: "gpt2-triton plot", or "python -m gpt2_triton plot"."""
+    """Return how the user calls a command here: "gpt2-triton plot", or
+    "python -m gpt2_triton plot".
+    """
     program = "gpt2-triton" if Path(sys.argv[0]).stem == "gpt2-triton" else "python -m gpt2_triton"
     return f"{program} {command}".rstrip()
 
 
 def print_line(text: str, error: bool = False) -> None:
-    """Print a line at once, to stderr if it is an error; a console that cannot be written loses it."""
+    """Print a line at once, to stderr if it is an error; a console that
+    cannot be written loses it.
+    """
     if _is_silent:
         if error:
             _warn(text.removeprefix("warning: "))
@@ -106,7 +135,9 @@ def print_line(text: str, error: bool = False) -> None:
 
 
 def _warn(text: str) -> None:
-    """Issue a warning; where a filter makes errors of warnings, print it instead: it must not end a run."""
+    """Issue a warning; where a filter makes errors of warnings, print it
+    instead: it must not end a run.
+    """
     try:
         warnings.warn(text, stacklevel=3)
     except UserWarning:
@@ -114,7 +145,9 @@ def _warn(text: str) -> None:
 
 
 def print_from_handler(text: str) -> None:
-    """Print a line from a signal handler, on rank 0 alone: `print` fails if it interrupts another `print`."""
+    """Print a line from a signal handler, on rank 0 alone: `print` fails if it
+    interrupts another `print`.
+    """
     if not _is_silent and is_first_rank():
         newline = "\n" if os.isatty(1) else ""  # the terminal shows ^C at the beginning of the line
         with contextlib.suppress(OSError):
@@ -139,16 +172,21 @@ def format_count(count: float) -> str:
 
 
 class Progress(tqdm):
-    """Shows how much is done, the rate and the time left, from DELAY seconds on, on rank 0, on a terminal."""
+    """Shows how much is done, the rate and the time left, from DELAY seconds on,
+    on rank 0, on a terminal.
+    """
 
     monitor_interval = 0  # no thread
 
     def __init__(self, what: str, total: int | None, unit: str, done: int = 0):
-        """`total` is None if unknown; `done` units were done before and do not count for the rate."""
+        """`total` is None if unknown; `done` units were done before and
+        do not count for the rate.
+        """
         shown = dict(desc=what, total=total, unit=f" {unit}", unit_scale=True, initial=done)
         when = dict(delay=DELAY, mininterval=INTERVAL, miniters=0, dynamic_ncols=True, leave=False)
         disable = _is_silent or not is_first_rank() or None  # None: unless stderr is a terminal
-        super().__init__(**shown, **when, smoothing=0, disable=disable)  # 0: the mean rate since the beginning
+        # 0: the mean rate since the beginning
+        super().__init__(**shown, **when, smoothing=0, disable=disable)
 
     def show(self, done: float, total: int, note: str = "") -> None:
         """Show that `done` of `total` units are done."""

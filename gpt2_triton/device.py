@@ -1,6 +1,8 @@
-"""The device of a process, its GPU or Triton's interpreter, its free memory, and a table of known GPUs.
+"""The device of a process, its GPU or Triton's interpreter, its free
+memory, and a table of known GPUs.
 
-The table has peak speeds, for the model flops utilisation (MFU), and memory, for `--plan --gpu NAME`.
+The table has peak speeds, for the model flops utilisation (MFU), and
+memory, for `--plan --gpu NAME`.
 """
 
 import os
@@ -44,12 +46,15 @@ GPUS = {
 CGROUP, CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
 DEFAULT = "h100"  # in plans without a GPU: docs/results has its figures
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)  # in the place of a key, for any other GPU
+# in the place of a key, for any other GPU
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)
 UNKNOWN = "unknown"  # architecture of that
 
 
 def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
-    """Return the key of a GPU given by key or by torch's name, as "rtx 4090", or a SIZE; ConfigError lists the keys."""
+    """Return the key of a GPU given by key or by torch's name, as "rtx 4090", or a SIZE;
+    ConfigError lists the keys.
+    """
     if known is GPUS and SIZE.fullmatch(name):
         return name
     for key, gpu in known.items():
@@ -66,8 +71,13 @@ def gpu_of(key: str) -> Gpu:
 
 
 def is_called(name: str, *parts: str) -> bool:
-    """Return whether torch's name has a part as whole words, not before "Laptop": a GH200 is no H200."""
-    return re.search(rf"(?<!\w)({'|'.join(map(re.escape, parts))})(?!\w| Laptop)", name, re.IGNORECASE) is not None
+    """Return whether torch's name has a part as whole words, not before
+    "Laptop": a GH200 is no H200.
+    """
+    return (
+        re.search(rf"(?<!\w)({'|'.join(map(re.escape, parts))})(?!\w| Laptop)", name, re.IGNORECASE)
+        is not None
+    )
 
 
 def present() -> bool:
@@ -80,7 +90,9 @@ def count() -> int:
 
 
 def select_interpreter() -> bool:
-    """Select Triton's interpreter if there is no GPU, before a kernel is imported; ConfigError if it cannot run."""
+    """Select Triton's interpreter if there is no GPU, before a kernel is imported;
+    ConfigError if it cannot run.
+    """
     require_triton()
     if present():
         return False
@@ -93,7 +105,9 @@ def select_interpreter() -> bool:
 
 
 def require_triton() -> str:
-    """Return the version of Triton; ConfigError if it is missing.  torch for CPUs does not install Triton."""
+    """Return the version of Triton; ConfigError if it is missing.  torch for
+    CPUs does not install Triton.
+    """
     version = installed("triton")
     if version is None:
         raise ConfigError("triton: not installed; pip install triton, on Linux or WSL2")
@@ -101,14 +115,20 @@ def require_triton() -> str:
 
 
 def architecture() -> str:
-    """Return the architecture of this machine's GPU: the compute capability, such as "9.0", or AMD's "gfx942"."""
+    """Return the architecture of this machine's GPU: the compute capability, such as
+    "9.0", or AMD's "gfx942".
+    """
     if torch.version.hip:  # AMD's GPUs have compute capabilities too, some equal to NVIDIA's
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(
+            ":"
+        )[0]
     return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 def has_fp8(architecture: str) -> bool:
-    """Return True if this architecture multiplies e4m3; AMD's earlier GPUs have another 8-bit format."""
+    """Return True if this architecture multiplies e4m3; AMD's earlier GPUs
+    have another 8-bit format.
+    """
     if architecture.startswith("gfx"):
         return architecture == "gfx950"
     return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
@@ -138,7 +158,9 @@ def device_name() -> str:
 
 
 def name() -> str:
-    """Return what executes the kernels, for records and messages: torch's name of this machine's GPU."""
+    """Return what executes the kernels, for records and messages: torch's
+    name of this machine's GPU.
+    """
     return torch.cuda.get_device_name()
 
 
@@ -150,13 +172,17 @@ def own_key() -> str | None:
 
 
 def peak_flops() -> float | None:
-    """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU or it is not in the table."""
+    """Return the dense bf16 flop/s of this machine's GPU; None if there is no GPU
+    or it is not in the table.
+    """
     key = own_key()
     return GPUS[key].tflops * 1e12 if key else None
 
 
 def memory_bytes(name: str | None) -> int:
-    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this rank's GPU, else of DEFAULT."""
+    """Return bytes of memory: of the GPU `name`, a key or SIZE, else of this
+    rank's GPU, else of DEFAULT.
+    """
     if name is None and present():
         return torch.cuda.mem_get_info(local_gpu())[1]
     return int(gpu_of(name or DEFAULT).memory * 2**30)
@@ -168,7 +194,9 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return (available, total) bytes of this machine or container; page cache counts as available."""
+    """Return (available, total) bytes of this machine or container; page
+    cache counts as available.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
     found = [(1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]), *_limits()]
@@ -176,7 +204,8 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (available, total) bytes of each control group of this process with a limit: a container's, or a job's.
+    """Yield (available, total) bytes of each control group of this process with a
+    limit: a container's, or a job's.
 
     A container sees its own group at CGROUP, and /proc may name a path outside of it.
     """

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Base class.  The process ends with `exit_code`; an error `on_every_rank` is printed once per host."""
+    """Base class.  The process ends with `exit_code`; an error `on_every_rank`
+    is printed once per host.
+    """
 
     exit_code = 2
     on_every_rank = False
@@ -39,14 +41,18 @@ class OutOfMemoryError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Losses or gradients stayed non-finite for train.skip_limit steps in a row, or rewinds did not help."""
+    """Losses or gradients stayed non-finite for train.skip_limit steps in a
+    row, or rewinds did not help.
+    """
 
     exit_code = 6
     on_every_rank = True
 
 
 class PeerLostError(UserError):
-    """Rendezvous failed, or a rank can no longer be reached, most likely because another rank has exited."""
+    """Rendezvous failed, or a rank can no longer be reached, most likely
+    because another rank has exited.
+    """
 
     exit_code = 1
 
@@ -74,4 +80,6 @@ def login_advice(error: Exception) -> str:
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if "GatedRepoError" in kinds or "gated dataset" in str(error):
         return f"accept the licence on its page at huggingface.co, then {login}"
-    return f"check the name; if it is private, {login}" if "RepositoryNotFoundError" in kinds else ""
+    return (
+        f"check the name; if it is private, {login}" if "RepositoryNotFoundError" in kinds else ""
+    )

@@ -1,4 +1,6 @@
-"""File writes that a crash cannot leave half done; also fsync, sha256, JSON, free space, globs and names of texts."""
+"""File writes that a crash cannot leave half done; also fsync, sha256, JSON, free space,
+globs and names of texts.
+"""
 
 import errno
 import glob
@@ -30,7 +32,9 @@ def fsync(path: Path) -> None:
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """Return the hex digest of a file's content; `advance` gets the number of bytes of each part."""
+    """Return the hex digest of a file's content; `advance` gets the
+    number of bytes of each part.
+    """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(HASH_BYTES):
@@ -51,7 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file so that a crash leaves the old one or the new one: hidden file, fsync, rename, fsync directory."""
+    """Write a file so that a crash leaves the old one or the new one: hidden file,
+    fsync, rename, fsync directory.
+    """
     hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(hidden, "wb") as file:
@@ -72,7 +78,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a hidden directory, which one rename makes `path` at the end; ConfigError if `path` has content."""
+    """Yield a hidden directory, which one rename makes `path` at the end;
+    ConfigError if `path` has content.
+    """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"{path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
@@ -96,9 +104,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")  # text to tokenise; a parquet file is compressed inside
+# text to tokenise; a parquet file is compressed inside
+TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-TEXT_SUFFIXES = (".parquet", *(kind + compression for kind in TEXT_KINDS for compression in ("", *COMPRESSIONS)))
+TEXT_SUFFIXES = (
+    ".parquet",
+    *(kind + compression for kind in TEXT_KINDS for compression in ("", *COMPRESSIONS)),
+)
 
 
 def is_text(path: str | Path) -> bool:
@@ -112,12 +124,16 @@ def expand(path: str) -> str:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match a glob, expanded and sorted.  A path that exists is taken literally, with [ or *."""
+    """Return the paths that match a glob, expanded and sorted.  A path that exists is
+    taken literally, with [ or *.
+    """
     pattern = pattern if os.path.lexists(pattern) else expand(pattern)
     return [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
 def free_space(directory: Path) -> int:
     """Return the free bytes of the disk of `directory`, which may not exist yet."""
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    there = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
     return shutil.disk_usage(there).free

@@ -1,6 +1,8 @@
-"""Versions of this package and its dependencies, and the commit of its code, for --version and run.json.
+"""Versions of this package and its dependencies, and the commit of its
+code, for --version and run.json.
 
-It imports no package: --version must be fast, and hatch_build.py calls `git_state` where nothing is installed.
+It imports no package: --version must be fast, and hatch_build.py calls
+`git_state` where nothing is installed.
 """
 
 import json
@@ -17,7 +19,8 @@ __version__ = "0.4.0"
 PACKAGE = Path(__file__).parent
 NEWEST_TRITON = "3.9"  # of those that the tests pass with; pyproject.toml has the oldest
 COMMIT = "commit.json"  # in a wheel, hatch_build.py writes it: git_state of the checkout
-BELOW = {  # package: the names of its distributions; torch for AMD's GPUs brings Triton under another name
+# package: the names of its distributions; torch for AMD's GPUs brings Triton under another name
+BELOW = {
     "torch": ("torch",),
     "triton": ("triton", "triton-rocm", "pytorch-triton-rocm"),
     "numpy": ("numpy",),
@@ -27,8 +30,12 @@ BELOW = {  # package: the names of its distributions; torch for AMD's GPUs bring
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package and the packages in BELOW; None for a missing package."""
-    return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {name: installed(name) for name in BELOW}
+    """Return the versions of Python, this package and the packages in BELOW;
+    None for a missing package.
+    """
+    return {"python": sys.version.split()[0], "gpt2_triton": __version__} | {
+        name: installed(name) for name in BELOW
+    }
 
 
 def installed(package: str) -> str | None:
@@ -54,7 +61,9 @@ def triton_notice() -> str | None:
 
 
 def code_state() -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of this code's checkout, or of the checkout that built its wheel."""
+    """Return {"commit", "dirty"} of this code's checkout, or of the
+    checkout that built its wheel.
+    """
     try:
         return git_state(PACKAGE) or json.loads((PACKAGE / COMMIT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -62,31 +71,43 @@ def code_state() -> dict[str, Any] | None:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there is none, as when installed."""
+    """Return {"commit", "dirty"} of the checkout that tracks `directory`; None if there
+    is none, as when installed.
+    """
 
     try:
-        _git(directory, "ls-files", "--error-unmatch", "__init__.py")  # fails in a venv inside another checkout
-        commit, changes = _git(directory, "rev-parse", "HEAD"), _git(directory, "status", "--porcelain", "-uno")
+        # fails in a venv inside another checkout
+        _git(directory, "ls-files", "--error-unmatch", "__init__.py")
+        commit, changes = (
+            _git(directory, "rev-parse", "HEAD"),
+            _git(directory, "status", "--porcelain", "-uno"),
+        )
         return {"commit": commit, "dirty": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def web_address(directory: Path) -> str | None:
-    """Return the address from which the checkout that tracks `directory` was cloned, as https; None without one."""
+    """Return the address from which the checkout that tracks `directory` was cloned,
+    as https; None without one.
+    """
     if git_state(directory) is None:
         return None
     try:
         origin = _git(directory, "remote", "get-url", "origin")
     except subprocess.SubprocessError:
         return None
-    found = re.fullmatch(r"(?:(?:https?|ssh)://(?:[^/@]+@)?|[^/@]+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", origin)
+    found = re.fullmatch(
+        r"(?:(?:https?|ssh)://(?:[^/@]+@)?|[^/@]+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", origin
+    )
     return f"https://{found[1]}/{found[2]}" if found else None
 
 
 def _git(directory: Path, *words: str) -> str:
     command = ["git", "-C", str(directory), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=10
+    ).stdout.strip()
 
 
 def version_text() -> str:
@@ -94,5 +115,12 @@ def version_text() -> str:
     versions, state = package_versions(), code_state()
     lines = [f"gpt2_triton {versions['gpt2_triton']}"]
     if state:
-        lines.append(f"commit {state['commit']}" + (" with uncommitted changes" if state["dirty"] else ""))
-    return "\n".join([*lines, *(f"{name} {versions[name] or 'missing'}" for name in ("torch", "triton", "python"))])
+        lines.append(
+            f"commit {state['commit']}" + (" with uncommitted changes" if state["dirty"] else "")
+        )
+    return "\n".join(
+        [
+            *lines,
+            *(f"{name} {versions[name] or 'missing'}" for name in ("torch", "triton", "python")),
+        ]
+    )

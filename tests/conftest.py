@@ -1,4 +1,6 @@
-"""Shared by all tests: the interpreter when there is no GPU, NaN-filled outputs, one error measure."""
+"""Shared by all tests: the interpreter when there is no GPU, NaN-filled
+outputs, one error measure.
+"""
 
 import os
 import re
@@ -24,10 +26,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--precision", choices=["fp32", "fp8"], default="fp32", help="of tiny_config, unless a test sets it"
+        "--precision",
+        choices=["fp32", "fp8"],
+        default="fp32",
+        help="of tiny_config, unless a test sets it",
     )
     parser.addoption(
-        "--named-in", type=Path, metavar="PAGE", help="only tests that this page names, as `training/test_x.py::name`"
+        "--named-in",
+        type=Path,
+        metavar="PAGE",
+        help="only tests that this page names, as `training/test_x.py::name`",
     )
 
 
@@ -43,7 +51,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests of a GPU without one; put the longest test first, so that it does not end after all others."""
+    """Skip tests of a GPU without one; put the longest test first, so that it does
+    not end after all others.
+    """
     if page := config.getoption("named_in"):
         named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")))
         chosen = {True: [], False: []}
@@ -51,7 +61,9 @@ def pytest_collection_modifyitems(config, items):
             place = item.path.relative_to(Path(__file__).parent).as_posix()
             chosen[(place, item.originalname.removeprefix("test_")) in named].append(item)
         if not chosen[True]:
-            raise pytest.UsageError(f"--named-in: {page} names none of the tests, as `training/test_x.py::name`")
+            raise pytest.UsageError(
+                f"--named-in: {page} names none of the tests, as `training/test_x.py::name`"
+            )
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
     items.sort(key=lambda item: "test_quickstart" not in item.nodeid)

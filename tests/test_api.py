@@ -1,4 +1,6 @@
-"""The Python API: what it promises about results, files, output, imports, threads, signals, memory and errors."""
+"""The Python API: what it promises about results, files, output, imports, threads,
+signals, memory and errors.
+"""
 
 import os
 import signal
@@ -37,14 +39,20 @@ NUMBERS = preemption.NUMBERS
 
 
 def small_config(**sections):
-    """Return tiny_config with one layer, a validation of 32 tokens after each second step, and the best step kept."""
+    """Return tiny_config with one layer, a validation of 32 tokens after each second
+    step, and the best step kept.
+    """
     evaluation, checkpoint = dict(every=2, tokens=32), dict(best="val_loss", every=2)
-    return tiny_config(**dict(model=dict(n_layer=1), eval=evaluation, checkpoint=checkpoint) | sections)
+    return tiny_config(
+        **dict(model=dict(n_layer=1), eval=evaluation, checkpoint=checkpoint) | sections
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def reference_kernels():
-    """On a CPU train and load over tests/support/reference.py; other processes have the real kernels."""
+    """On a CPU train and load over tests/support/reference.py; other
+    processes have the real kernels.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(trainer, "train", loop.train)
@@ -73,7 +81,9 @@ def kernel_model(run, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Handlers of a plain program, put back after commands that were run here have replaced them."""
+    """Handlers of a plain program, put back after commands that were
+    run here have replaced them.
+    """
     before = handlers()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -96,9 +106,13 @@ def handlers():
 def test_config_takes_a_file_a_dictionary_and_overrides(tmp_path):
     sections = {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}
     (tmp_path / "a.yaml").write_text("model:\n  n_layer: 2\noptim:\n  lr: 1e-3\n")
-    made = [gpt2_triton.Config.load(source, {"train.steps": 1000}) for source in (tmp_path / "a.yaml", sections)]
+    made = [
+        gpt2_triton.Config.load(source, {"train.steps": 1000})
+        for source in (tmp_path / "a.yaml", sections)
+    ]
     assert made[0] == made[1] and made[0].train.steps == 1000 and made[0].optim.lr == 1e-3
-    assert sections == {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}  # overrides change no argument
+    # overrides change no argument
+    assert sections == {"model": {"n_layer": 2}, "optim": {"lr": 1e-3}}
 
 
 # ---- training ----
@@ -113,7 +127,9 @@ def test_train_writes_the_bytes_of_the_command(run, tmp_path):
 def test_run_reads_its_files(run):
     assert run.state == "done" and run.config == small_config()
     assert [record["step"] for record in run.metrics if "loss" in record] == [1, 2, 3, 4]
-    validated = {record["step"]: record["val_loss"] for record in run.metrics if "val_loss" in record}
+    validated = {
+        record["step"]: record["val_loss"] for record in run.metrics if "val_loss" in record
+    }
     assert list(validated) == [0, 2, 4] and run.val_loss == validated[4]
     assert run.loss == run.metrics[-2]["loss"]
     best = min((2, 4), key=validated.__getitem__)
@@ -124,7 +140,11 @@ def test_run_reads_its_files(run):
 def test_run_that_has_only_begun_has_no_losses(tmp_path):
     (tmp_path / "config.yaml").write_text(small_config().to_yaml())
     run = api.Run(tmp_path)
-    assert run.metrics == [] and run.loss is run.val_loss is run.last is run.best is None and run.state == "stopped"
+    assert (
+        run.metrics == []
+        and run.loss is run.val_loss is run.last is run.best is None
+        and run.state == "stopped"
+    )
     assert repr(run) == f"Run('{tmp_path}': stopped, loss None, val_loss None)"
 
 
@@ -134,7 +154,9 @@ def test_step_of_two_gpus_that_one_could_not_divide(tmp_path, monkeypatch):
     def train(config, run_dir, *_):
         (run_dir / "config.yaml").write_text(config.to_yaml())
 
-    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=1).items():
+    for name, value in dict(
+        RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=1
+    ).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(trainer, "train", train)
     config = small_config(train=dict(batch_size=4, total_batch_tokens=6 * 16))
@@ -162,7 +184,9 @@ def test_paths_are_those_of_the_commands(run, tmp_path, monkeypatch):
     assert made.directory == tmp_path / "run" == api.Run("~/run").directory
     with gpt2_triton.load("~/run/best") as model:
         assert model.export("~/exported") == tmp_path / "exported"
-        with pytest.raises(ConfigError, match="^directory: empty, perhaps from an unset variable; give a path$"):
+        with pytest.raises(
+            ConfigError, match="^directory: empty, perhaps from an unset variable; give a path$"
+        ):
             model.export("")
     with pytest.raises(ConfigError, match="^run_dir: empty, perhaps"):
         gpt2_triton.train(small_config(), "")
@@ -182,7 +206,9 @@ def test_each_failed_save_warns_and_none_ends_the_training(tmp_path, monkeypatch
         with pytest.raises(CheckpointError, match="step_00000004 could not be written"):
             gpt2_triton.train(small_config(checkpoint=dict(every=1)), tmp_path / "run")
     shown = (
-        [str(warning.message) for warning in recorded] if filtered == "default" else capfd.readouterr().err.split("\n")
+        [str(warning.message) for warning in recorded]
+        if filtered == "default"
+        else capfd.readouterr().err.split("\n")
     )
     failed = [line for line in shown if "could not be written" in line]
     assert [line.count(f"step_{step:08d}") for step, line in enumerate(failed, 1)] == [1, 1, 1]
@@ -199,19 +225,26 @@ def test_train_prints_only_when_asked(tmp_path, capfd):
     gpt2_triton.train(config, tmp_path / "b", console=True)
     out = capfd.readouterr().out
     assert "step 1/1 | loss" in out and (out.startswith(device.NO_GPU) or device.present())
-    assert [set(r) for r in api.Run(tmp_path / "a").metrics] == [set(r) for r in api.Run(tmp_path / "b").metrics]
+    assert [set(r) for r in api.Run(tmp_path / "a").metrics] == [
+        set(r) for r in api.Run(tmp_path / "b").metrics
+    ]
 
 
 def test_train_refuses_what_the_command_refuses(run, tmp_path):
     with pytest.raises(ConfigError, match="^config: own is a recipe of the command line"):
         gpt2_triton.train("own", tmp_path / "own")
-    with pytest.raises(ConfigError, match="^run_dir: .* has checkpoints up to step_00000004; add resume=True, or"):
+    with pytest.raises(
+        ConfigError, match="^run_dir: .* has checkpoints up to step_00000004; add resume=True, or"
+    ):
         gpt2_triton.train(small_config(), run.directory)
     missing = str(tmp_path / "nothing.bin")
     with pytest.raises(DataError, match=f"^{missing}"):
         gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="of another run; restore these keys"):  # nor has it the data
-        gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), run.directory, resume=True)
+    # nor has it the data
+    with pytest.raises(CheckpointError, match="of another run; restore these keys"):
+        gpt2_triton.train(
+            tiny_config(data=dict(train=missing, val=missing)), run.directory, resume=True
+        )
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         api.Run(tmp_path)
@@ -221,8 +254,12 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
 def test_train_runs_in_a_thread_and_leaves_the_signals_alone(run, tmp_path, monkeypatch):
     before, seen, runs = handlers(), [], []
     step = Logger.step
-    monkeypatch.setattr(Logger, "step", lambda self, *rest: (seen.append(handlers()), step(self, *rest)))
-    thread = threading.Thread(target=lambda: runs.append(gpt2_triton.train(small_config(), tmp_path / "run")))
+    monkeypatch.setattr(
+        Logger, "step", lambda self, *rest: (seen.append(handlers()), step(self, *rest))
+    )
+    thread = threading.Thread(
+        target=lambda: runs.append(gpt2_triton.train(small_config(), tmp_path / "run"))
+    )
     thread.start()
     thread.join()
     assert runs[0].state == "done" and content(tmp_path / "run") == content(run.directory)
@@ -250,18 +287,23 @@ def test_interrupt_saves_and_raises_and_the_run_can_be_resumed(run, tmp_path, mo
     send(monkeypatch, 1, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         gpt2_triton.train(small_config(), tmp_path / "run", console=True)
-    assert handlers() == before and capfd.readouterr().out.endswith("; the same call with resume=True continues\n")
+    assert handlers() == before and capfd.readouterr().out.endswith(
+        "; the same call with resume=True continues\n"
+    )
     stopped = api.Run(tmp_path / "run")
     assert stopped.state == "stopped" and stopped.last.name in ("step_00000001", "step_00000002")
     monkeypatch.undo()
     resumed = gpt2_triton.train(small_config(), tmp_path / "run", resume=True)
     whole, found = content(run.directory), content(resumed.directory)
-    assert resumed.state == "done" and all(found[name] == whole[name] for name in whole if "step_00000002" not in name)
+    assert resumed.state == "done" and all(
+        found[name] == whole[name] for name in whole if "step_00000002" not in name
+    )
 
 
 def test_second_interrupt_raises_at_once(tmp_path, monkeypatch):
     before = handlers()
-    monkeypatch.setattr(preemption, "REPEAT_WINDOW", -1)  # two Ctrl-C of a user are further apart than a test's signals
+    # two Ctrl-C of a user are further apart than a test's signals
+    monkeypatch.setattr(preemption, "REPEAT_WINDOW", -1)
     send(monkeypatch, 1, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         gpt2_triton.train(tiny_config(), tmp_path / "run")
@@ -283,7 +325,9 @@ def test_signal_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, 
 
 
 def test_loss_is_that_of_perplexity_over_windows(run, model):
-    """3 windows of 16; with a rest of 5 it is the mean over all; a batch's is the mean of its sequences'."""
+    """3 windows of 16; with a rest of 5 it is the mean over all; a batch's is
+    the mean of its sequences'.
+    """
     shards = open_shards(str(builtin_shards("bytes") / "val_*.bin"), 256, 16)
     tokens = (text := shards[0].read(0, 54))[:49]
     evaluator = load_for_losses(*load_weights(str(run.directory))[:2], 64)
@@ -292,12 +336,16 @@ def test_loss_is_that_of_perplexity_over_windows(run, model):
     rest = model.loss(text[48:54])
     assert model.loss(text) == pytest.approx((48 * want + 5 * rest) / 53, rel=1e-6)
     pair = np.stack([tokens[:20], tokens[20:40]])
-    assert model.loss(pair) == pytest.approx((model.loss(pair[0]) + model.loss(pair[1])) / 2, rel=1e-6)
+    assert model.loss(pair) == pytest.approx(
+        (model.loss(pair[0]) + model.loss(pair[1])) / 2, rel=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_logits_give_the_loss(kernel_model):
-    """fp32 logits of 14 tokens: minus the log of the softmax at the next token is the loss, to a rounding of each."""
+    """fp32 logits of 14 tokens: minus the log of the softmax at the next token is the
+    loss, to a rounding of each.
+    """
     model = kernel_model
     tokens = np.stack([model.encode("Some text here"), model.encode("And other text")])
     every = model.logits(tokens, "all")
@@ -308,7 +356,10 @@ def test_logits_give_the_loss(kernel_model):
     assert model.loss(tokens) == pytest.approx(want, rel=1e-5)
     last = model.logits(tokens)
     assert last.shape == (2, 256) and np.array_equal(last, every[:, -1])
-    assert model.logits(tokens[0]).shape == (256,) and model.logits(tokens[0], "all").shape == (14, 256)
+    assert model.logits(tokens[0]).shape == (256,) and model.logits(tokens[0], "all").shape == (
+        14,
+        256,
+    )
     alone = model.logits(list(map(int, tokens[1])))  # in another batch, sums round in another order
     np.testing.assert_allclose(alone, last[1], rtol=0, atol=1e-5 * np.abs(last[1]).max())
 
@@ -343,7 +394,10 @@ def test_two_models_and_two_threads_give_the_results_of_one(run, model):
         def work(name, one):
             texts[name] = one.loss(tokens), one.generate("a", 4)
 
-        threads = [threading.Thread(target=work, args=item) for item in (("a", model), ("b", other), ("c", model))]
+        threads = [
+            threading.Thread(target=work, args=item)
+            for item in (("a", model), ("b", other), ("c", model))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -363,7 +417,12 @@ def test_close_frees_the_memory_and_later_calls_say_so(run):
     del dropped
     api._free_unused_memory()
     assert arena() is None
-    for call in (lambda: model.loss([1, 2]), lambda: model.generate(), lambda: next(stream), lambda: model.export("x")):
+    for call in (
+        lambda: model.loss([1, 2]),
+        lambda: model.generate(),
+        lambda: next(stream),
+        lambda: model.export("x"),
+    ):
         with pytest.raises(ConfigError, match="this model was closed; load it again"):
             call()
 
@@ -372,17 +431,33 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
     for kind, dtype in (("hf", "fp32"), ("llmc", "bf16")):
         ours, theirs = tmp_path / f"{kind}1", tmp_path / f"{kind}2"
         assert model.export(ours, format=kind, dtype=dtype) == ours
-        words = ["export", str(run.directory), "--out", str(theirs), "--format", kind, "--dtype", dtype]
+        words = [
+            "export",
+            str(run.directory),
+            "--out",
+            str(theirs),
+            "--format",
+            kind,
+            "--dtype",
+            dtype,
+        ]
         assert main(tools, words) == 0
-        assert {f.name: f.read_bytes() for f in ours.iterdir()} == {f.name: f.read_bytes() for f in theirs.iterdir()}
+        assert {f.name: f.read_bytes() for f in ours.iterdir()} == {
+            f.name: f.read_bytes() for f in theirs.iterdir()
+        }
     with gpt2_triton.load(f"hf:{tmp_path}/hf1", dtype="fp32") as again:
         tokens = model.encode("some text")
         assert again.loss(tokens) == pytest.approx(model.loss(tokens), rel=1e-6)
 
 
 def test_a_run_with_fp32_masters_has_the_loss_of_its_export(tmp_path):
-    found = gpt2_triton.train(small_config(train=dict(dtype="bf16"), optim=dict(master="fp32")), tmp_path / "run")
-    with gpt2_triton.load(found) as model, gpt2_triton.load(f"hf:{model.export(tmp_path / 'hf')}") as again:
+    found = gpt2_triton.train(
+        small_config(train=dict(dtype="bf16"), optim=dict(master="fp32")), tmp_path / "run"
+    )
+    with (
+        gpt2_triton.load(found) as model,
+        gpt2_triton.load(f"hf:{model.export(tmp_path / 'hf')}") as again,
+    ):
         assert model.loss(tokens := model.encode("some text")) == again.loss(tokens)
 
 
@@ -391,12 +466,36 @@ def test_a_run_with_fp32_masters_has_the_loss_of_its_export(tmp_path):
     [
         (lambda m: m.loss([1]), DataError, "tokens: got int64 [1], expected integers [n]"),
         (lambda m: m.loss([1, 256]), DataError, "tokens: 1 to 256, but the vocabulary is 0 to 255"),
-        (lambda m: m.logits([1] * 17), DataError, "tokens: sequences of 17, but the context is 16; cut them"),
-        (lambda m: m.generate([1]), ConfigError, "prompt: expected a text, got list; `decode` makes"),
-        (lambda m: m.logits([1], "first"), ConfigError, "positions: expected last or all, got 'first'"),
-        (lambda m: m.export("out", dtype="fp16"), ConfigError, "dtype: expected fp32 or bf16, got fp16"),
-        (lambda m: gpt2_triton.train("quickstart", "run", resume="mst"), ConfigError, "resume: expected False, True"),
-        (lambda m: gpt2_triton.load("run", dtype="fp16"), ConfigError, "dtype: expected bf16, fp32 or None"),
+        (
+            lambda m: m.logits([1] * 17),
+            DataError,
+            "tokens: sequences of 17, but the context is 16; cut them",
+        ),
+        (
+            lambda m: m.generate([1]),
+            ConfigError,
+            "prompt: expected a text, got list; `decode` makes",
+        ),
+        (
+            lambda m: m.logits([1], "first"),
+            ConfigError,
+            "positions: expected last or all, got 'first'",
+        ),
+        (
+            lambda m: m.export("out", dtype="fp16"),
+            ConfigError,
+            "dtype: expected fp32 or bf16, got fp16",
+        ),
+        (
+            lambda m: gpt2_triton.train("quickstart", "run", resume="mst"),
+            ConfigError,
+            "resume: expected False, True",
+        ),
+        (
+            lambda m: gpt2_triton.load("run", dtype="fp16"),
+            ConfigError,
+            "dtype: expected bf16, fp32 or None",
+        ),
         (lambda m: gpt2_triton.load("nowhere"), CheckpointError, "nowhere: no checkpoint found"),
     ],
 )
@@ -404,22 +503,32 @@ def test_mistakes_raise_user_errors_of_one_line(model, call, error, message):
     with pytest.raises(error) as raised:
         call(model)
     assert message in str(raised.value) and len(str(raised.value).splitlines()) == 1
-    assert isinstance(raised.value, UserError) and type(raised.value) is getattr(gpt2_triton, error.__name__)
+    assert isinstance(raised.value, UserError) and type(raised.value) is getattr(
+        gpt2_triton, error.__name__
+    )
 
 
 # ---- imports ----
 
 
 def python(program: str, *arguments: object) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     words = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(words, env=environment, capture_output=True, text=True)
 
 
 def test_import_is_fast_and_names_are_listed():
-    program = "import sys, gpt2_triton; print(*dir(gpt2_triton)); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    program = (
+        "import sys, gpt2_triton; print(*dir(gpt2_triton)); "
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     names, imported = python(program).stdout.splitlines()
-    assert set(gpt2_triton.__all__) | {"__version__"} <= set(names.split()) and imported == "False False"
+    assert (
+        set(gpt2_triton.__all__) | {"__version__"} <= set(names.split())
+        and imported == "False False"
+    )
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         _ = gpt2_triton.nope
     assert (ROOT / "gpt2_triton" / "py.typed").is_file()
@@ -433,15 +542,22 @@ with gpt2_triton.load(sys.argv[1]) as model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["import torch, numpy", "from gpt2_triton import Config, train, load"])
+@pytest.mark.parametrize(
+    "first", ["import torch, numpy", "from gpt2_triton import Config, train, load"]
+)
 def test_model_loads_after_any_imports(run, model, first):
     done = python(first + USE, run.directory)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(model.loss([1, 2, 3]), rel=1e-6) and done.stderr == ""
+    assert (
+        float(done.stdout) == pytest.approx(model.loss([1, 2, 3]), rel=1e-6) and done.stderr == ""
+    )
 
 
 DRAW = "    print(repr(model.generate('a', 5)))\n"
-BEFORE = ["from transformers import LlamaForCausalLM", "import torch; torch.use_deterministic_algorithms(True)"]
+BEFORE = [
+    "from transformers import LlamaForCausalLM",
+    "import torch; torch.use_deterministic_algorithms(True)",
+]
 
 
 @pytest.mark.slow

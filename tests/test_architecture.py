@@ -1,4 +1,6 @@
-"""Rules of the design: torch gives memory and nothing else, and the files that explain a step stay few and short."""
+"""Rules of the design: torch gives memory and nothing else, and the files that explain
+a step stay few and short.
+"""
 
 import ast
 import importlib
@@ -13,25 +15,32 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gpt2_triton"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# torch.<name> that the package may use: memory, views of it, names of dtypes and devices, streams and the process group
+# torch.<name> that the package may use: memory, views of it, names of dtypes and devices,
+# streams and the process group
 ALLOWED_TORCH = {
     "Tensor", "empty", "from_numpy", "dtype", "device", "cuda", "distributed",
     "uint8", "int16", "int32", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
 }  # fmt: skip
 
-# what single modules may use in addition: nanoGPT's checkpoints are pickles, and torch.load(weights_only=True) reads
-# them without executing code; torch.version.hip tells AMD's GPUs; a program's default device is not for our tensors
+# what single modules may use in addition: nanoGPT's checkpoints are pickles, and
+# torch.load(weights_only=True) reads them without executing code; torch.version.hip tells AMD's
+# GPUs; a program's default device is not for our tensors
 ALLOWED_IN = {
     "api": {"get_default_device"},
-    "checkpoint/nanogpt": {"load", "serialization", "get_unsafe_globals_in_checkpoint", "safe_globals"},
+    "checkpoint/nanogpt": {
+        "load",
+        "serialization",
+        "get_unsafe_globals_in_checkpoint",
+        "safe_globals",
+    },
     "device": {"version"},
     "distributed/shared_memory": {"UntypedStorage", "from_file", "version"},
 }
 
 # aten operations that move, allocate or reinterpret memory
 MEMORY_ONLY = {
-    "view", "_unsafe_view", "slice", "select", "copy_", "empty", "new_empty", "as_strided", "alias", "detach",
-    "lift_fresh", "_to_copy", "set_", "split", "transpose",
+    "view", "_unsafe_view", "slice", "select", "copy_", "empty", "new_empty", "as_strided", "alias",
+    "detach", "lift_fresh", "_to_copy", "set_", "split", "transpose",
 }  # fmt: skip
 
 
@@ -42,7 +51,11 @@ def _name(path: Path) -> str:
 def _torch_names(tree: ast.AST):
     """Yield (name, line) of every attribute of torch that the module uses."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
             yield node.attr, node.lineno
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
@@ -101,7 +114,9 @@ def _constants(path: Path) -> set[str]:
 
 
 def test_constants_of_portable_kernels_stand_right_of_their_operators():
-    """Left of a tensor, a constexpr wraps the result in the interpreter, and some Tritons' functions refuse it."""
+    """Left of a tensor, a constexpr wraps the result in the interpreter, and some
+    Tritons' functions refuse it.
+    """
     found = []
     for path in sorted((PACKAGE / "kernels").glob("[!_]*.py")):
         constants = _constants(path)
@@ -113,8 +128,14 @@ def test_constants_of_portable_kernels_stand_right_of_their_operators():
 
 
 def test_the_afternoon_path_is_as_short_as_the_page_says_and_its_files_exist():
-    page = (ROOT / "docs" / "engineering" / "code.md").read_text(encoding="utf-8").partition("## The afternoon path")[2]
-    limit, block = re.findall(r"fewer than ([\d,]+) tokens.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    page = (
+        (ROOT / "docs" / "engineering" / "code.md")
+        .read_text(encoding="utf-8")
+        .partition("## The afternoon path")[2]
+    )
+    limit, block = re.findall(
+        r"fewer than ([\d,]+) tokens.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )[0]
     tokens = {file: code_tokens(ROOT / file) for file in block.split()}
     assert sum(tokens.values()) < int(limit.replace(",", "")), tokens
     assert {"train.py", "gpt2_triton/model/gpt2/schedule.py"} <= tokens.keys()

@@ -1,7 +1,8 @@
 """Ceilings of code tokens: each room stays small enough to be read in one sitting.
 
-Tokens count, not lines: a line that is split, a comment or a docstring costs nothing.  The ceilings are 5% above the
-rooms of 0.3, provisionally.  A commit that needs a higher one raises it and says why.
+Tokens count, not lines: a line that is split, a comment or a docstring costs nothing.
+The ceilings are 5% above the rooms of 0.3, provisionally.  A commit that needs a
+higher one raises it and says why.
 """
 
 import ast
@@ -21,9 +22,9 @@ CEILINGS = {
     "gpt2_triton": 5_900,
     "gpt2_triton/checkpoint": 14_800,
     "gpt2_triton/commands": 10_200,
-    "gpt2_triton/config": 8_800,
-    "gpt2_triton/data": 6_900,
-    "gpt2_triton/data/prepare": 9_500,
+    "gpt2_triton/config": 8_900,
+    "gpt2_triton/data": 7_000,
+    "gpt2_triton/data/prepare": 9_600,
     "gpt2_triton/distributed": 4_700,
     "gpt2_triton/inference": 4_200,
     "gpt2_triton/interpreter": 8_700,
@@ -32,7 +33,7 @@ CEILINGS = {
     "gpt2_triton/model": 24_600,
     "gpt2_triton/model/gpt2": 2_800,
     "gpt2_triton/model/llama": 2_800,
-    "gpt2_triton/training": 11_300,
+    "gpt2_triton/training": 11_400,
     "tests": 11_000,
     "tests/benchmarks": 5_000,
     "tests/benchmarks/accuracy": 1_400,
@@ -43,16 +44,16 @@ CEILINGS = {
     "tests/checkpoint": 23_800,
     "tests/commands": 15_200,
     "tests/config": 6_500,
-    "tests/data": 7_700,
+    "tests/data": 7_800,
     "tests/data/prepare": 11_900,
-    "tests/distributed": 4_500,
+    "tests/distributed": 4_600,
     "tests/gpu": 7_600,
-    "tests/ground": 3_500,
+    "tests/ground": 3_600,
     "tests/inference": 7_900,
     "tests/kernels": 55_300,
     "tests/model": 26_800,
     "tests/support": 18_400,
-    "tests/training": 19_700,
+    "tests/training": 19_800,
 }
 LAYOUT = {
     tokenize.ENCODING,
@@ -104,5 +105,8 @@ def test_a_room_stays_below_its_ceiling(room):
 
 def test_layout_comments_and_docstrings_are_free(tmp_path):
     file = tmp_path / "two.py"
-    file.write_text('"""Text."""\n\n\ndef two():  # a comment\n    """Text."""\n    return (\n        2\n    )\n')
+    file.write_text(
+        '"""Text."""\n\n\ndef two():  # a comment\n    """Text."""\n'
+        "    return (\n        2\n    )\n"
+    )
     assert code_tokens(file) == len("def two ( ) : return ( 2 )".split())

@@ -1,6 +1,8 @@
-"""Damaged and made-up files: whatever is in them, only UserError leaves the functions that read them.
+"""Damaged and made-up files: whatever is in them, only UserError leaves
+the functions that read them.
 
-FUZZ_EXAMPLES=4000 python -m pytest tests/test_fuzz.py tries as many in each test, in about ten minutes.
+FUZZ_EXAMPLES=4000 python -m pytest tests/test_fuzz.py tries as many in
+each test, in about ten minutes.
 """
 
 import copy
@@ -35,7 +37,11 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 
 NUMBERS = st.one_of(
@@ -47,14 +53,22 @@ NUMBERS = st.one_of(
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8))
 JSON = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
 
 def places(tree, path=()):
     """Yield the path of every value inside a JSON tree."""
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in inner:
         yield (*path, key)
         yield from places(value, (*path, key))
@@ -106,15 +120,20 @@ eval: {every: 0, tokens: 0x10}
 sample: {<<: *t, prompt: "x y"}
 """
 WORDS = st.sampled_from([
-    "model:", "n_layer:", "- ", "[", "]", "{", "}", "&a ", "*a", "<<: *a", "\n", "\n  ", "? ", "!!int ", "!!float x",
-    "|", ">", "'", '"', "2001-99-99", "0b_", "1:2:3", "0x" + "f" * 5000, "9" * 5000, "!!binary x", "%YAML 9.9", "---",
-    "...", "\t", "\0", "\ud7ff", ",", ": ", "~", ".inf", "yes", "!!set", "!!omap", "!!pairs", "!!timestamp x", "=",
+    "model:", "n_layer:", "- ", "[", "]", "{", "}", "&a ", "*a", "<<: *a", "\n", "\n  ", "? ",
+    "!!int ", "!!float x", "|", ">", "'", '"', "2001-99-99", "0b_", "1:2:3", "0x" + "f" * 5000,
+    "9" * 5000, "!!binary x", "%YAML 9.9", "---", "...", "\t", "\0", "\ud7ff", ",", ": ", "~",
+    ".inf", "yes", "!!set", "!!omap", "!!pairs", "!!timestamp x", "=",
 ])  # fmt: skip
 
 
 @fuzz
 @given(
-    content=st.one_of(damaged(YAML), st.binary(max_size=60), st.lists(WORDS, max_size=12).map("".join).map(str.encode))
+    content=st.one_of(
+        damaged(YAML),
+        st.binary(max_size=60),
+        st.lists(WORDS, max_size=12).map("".join).map(str.encode),
+    )
 )
 def test_yaml(tmp_path, content):
     path = tmp_path / "x.yaml"
@@ -127,13 +146,21 @@ KEYS = [key for key in places(tiny_config().to_dict()) if len(key) == 2]
 
 
 @fuzz
-@given(key=st.sampled_from(KEYS), value=JSON, second=st.sampled_from(KEYS), other=SCALARS, gpus=st.integers(1, 9))
+@given(
+    key=st.sampled_from(KEYS),
+    value=JSON,
+    second=st.sampled_from(KEYS),
+    other=SCALARS,
+    gpus=st.integers(1, 9),
+)
 def test_values(tmp_path, key, value, second, other, gpus):
     path = tmp_path / "x.yaml"
     path.write_text("{}")
     given = {".".join(key): value, ".".join(second): other}
     only_user_errors(Config.load, path, given, gpus)
-    only_user_errors(Config.load, path, {name: str(value)[:5000] for name, value in given.items()}, gpus)
+    only_user_errors(
+        Config.load, path, {name: str(value)[:5000] for name, value in given.items()}, gpus
+    )
 
 
 # ---- checkpoints ----
@@ -183,7 +210,9 @@ def restored(run):
 def test_manifest(run, restored, data):
     kept = (restored / MANIFEST).read_bytes()
     tree = changed(json.loads(kept)).map(lambda tree: json.dumps(tree).encode())
-    (restored / MANIFEST).write_bytes(data.draw(st.one_of(tree, damaged(kept), st.binary(max_size=30))))
+    (restored / MANIFEST).write_bytes(
+        data.draw(st.one_of(tree, damaged(kept), st.binary(max_size=30)))
+    )
     assert isinstance(verify(restored), str)
     only_user_errors(load, run)
     (restored / MANIFEST).write_bytes(kept)
@@ -239,7 +268,9 @@ def test_hugging_face(exported, tmp_path, data):
     config = json.loads((exported / "hf" / "config.json").read_bytes())
     tensors = (exported / "hf" / "model.safetensors").read_bytes()
     which = data.draw(st.integers(0, 1))
-    (tmp_path / "config.json").write_text(json.dumps(data.draw(changed(config)) if which else config))
+    (tmp_path / "config.json").write_text(
+        json.dumps(data.draw(changed(config)) if which else config)
+    )
     (tmp_path / "model.safetensors").write_bytes(tensors if which else data.draw(headers(tensors)))
     only_user_errors(read_all, f"hf:{tmp_path}")
 
@@ -250,9 +281,13 @@ def test_llmc(exported, tmp_path, data):
     content = (exported / "llmc" / "model.bin").read_bytes()
     numbers = list(struct.unpack_from("<8i", content))
     for _ in range(data.draw(st.integers(1, 3))):
-        numbers[data.draw(st.integers(0, 7))] = data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70))
+        numbers[data.draw(st.integers(0, 7))] = data.draw(
+            st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70)
+        )
     changed = struct.pack("<8i", *numbers) + content[32:]
-    (tmp_path / "model.bin").write_bytes(data.draw(st.one_of(st.just(changed), damaged(content[:1100]))))
+    (tmp_path / "model.bin").write_bytes(
+        data.draw(st.one_of(st.just(changed), damaged(content[:1100])))
+    )
     only_user_errors(read_all, f"llmc:{tmp_path}/model.bin")
 
 
@@ -261,7 +296,11 @@ def test_llmc(exported, tmp_path, data):
 def test_nanogpt(tmp_path, tree, model, content):
     path = tmp_path / "ckpt.pt"
     sizes = dict(n_layer=1, n_head=1, n_embd=64, vocab_size=256, block_size=8)
-    for saved in (tree, {"model": model, "model_args": tree}, {"model": {"w": model}, "model_args": sizes}):
+    for saved in (
+        tree,
+        {"model": model, "model_args": tree},
+        {"model": {"w": model}, "model_args": sizes},
+    ):
         torch.save(saved, path)
         only_user_errors(read_all, f"nanogpt:{path}")
     path.write_bytes(path.read_bytes()[:200] + content)
@@ -277,8 +316,12 @@ def test_shards(tmp_path, data, vocab_size):
     path = tmp_path / "a.bin"
     write_shard(path, np.arange(300, dtype=np.uint16))
     content = path.read_bytes()
-    head = struct.pack("<3i", *data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=3, max_size=3)))
-    path.write_bytes(data.draw(st.one_of(damaged(content), st.just(head + content[12:]), st.just(content))))
+    head = struct.pack(
+        "<3i", *data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=3, max_size=3))
+    )
+    path.write_bytes(
+        data.draw(st.one_of(damaged(content), st.just(head + content[12:]), st.just(content)))
+    )
 
     def read():
         [shard] = open_shards(str(path), vocab_size, 8)

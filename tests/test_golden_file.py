@@ -1,4 +1,6 @@
-"""tests/gpu/golden_losses.json has every variant of every recorded GPU, without those in fp8 where it has no fp8."""
+"""tests/gpu/golden_losses.json has every variant of every recorded GPU, without those
+in fp8 where it has no fp8.
+"""
 
 from tests.gpu.test_golden import ROWS, VARIANTS
 

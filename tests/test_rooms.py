@@ -1,8 +1,8 @@
 """Rooms: what each part of the package may import.
 
-A rule is a list of prefixes of dotted module names below gpt2_triton.  The longest prefix of a module's own name in
-WITHIN, else its room in ROOMS, decides.  A module without a rule fails, as does any import of the code around the
-package, since neither is in the wheel.
+A rule is a list of prefixes of dotted module names below gpt2_triton.  The longest prefix of a
+module's own name in WITHIN, else its room in ROOMS, decides.  A module without a rule fails, as
+does any import of the code around the package, since neither is in the wheel.
 """
 
 import ast
@@ -30,17 +30,23 @@ ROOMS = {
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console config data.packing distributed model",
-    "checkpoint": "errors console files config data.tokenizer distributed.control model.architecture "
+    "checkpoint": "errors console files config data.tokenizer "
+    "distributed.control model.architecture "
     "model.tables model.memory_plan checkpoint",
-    "inference": "errors console device kernels config data distributed.control model checkpoint inference",
+    "inference": (
+        "errors console device kernels config data distributed.control model checkpoint inference"
+    ),
     "training": f"{GROUND} kernels config data distributed model checkpoint inference training",
     "api": f"{GROUND} config data distributed model checkpoint inference training",
-    "commands": f"{GROUND} kernels config data distributed model checkpoint inference training commands",
+    "commands": (
+        f"{GROUND} kernels config data distributed model checkpoint inference training commands"
+    ),
     "__init__": "errors api version",
     "__main__": "commands",
 }
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles kernels.device_math kernels.e4m3 kernels.rope "
+    "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles "
+    "kernels.device_math kernels.e4m3 kernels.rope "
     "kernels.tuning",
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",
@@ -72,7 +78,9 @@ WITHIN = {
 
 
 def name_of(path: Path) -> str:
-    """Return the dotted name below gpt2_triton, a package's for its __init__; "__init__" for the root's."""
+    """Return the dotted name below gpt2_triton, a package's for its __init__;
+    "__init__" for the root's.
+    """
     parts = path.with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -90,7 +98,9 @@ def rule_of(name: str) -> str | None:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield each imported module and its line, inside functions too; `from a import b` is a.b if b is a module."""
+    """Yield each imported module and its line, inside functions too;
+    `from a import b` is a.b if b is a module.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -112,7 +122,9 @@ def violations(path: Path, source: str) -> Iterator[str]:
         if top in OUTSIDE:
             yield f"{path}:{line}: {name} imports {module}, which is not part of the package"
         elif top == "gpt2_triton" and not within(rest or "__init__", rule):
-            yield f"{path}:{line}: {name} may import {rule or 'nothing'}, not {rest or 'the package'}"
+            yield (
+                f"{path}:{line}: {name} may import {rule or 'nothing'}, not {rest or 'the package'}"
+            )
 
 
 def test_imports_follow_the_rooms():
@@ -121,7 +133,10 @@ def test_imports_follow_the_rooms():
 
 def circles(sources: dict[str, str]) -> list[list[str]]:
     """Return the groups of modules that import each other, also inside functions."""
-    graph = {name: {to for to, _ in imports(ast.parse(source))} & sources.keys() for name, source in sources.items()}
+    graph = {
+        name: {to for to, _ in imports(ast.parse(source))} & sources.keys()
+        for name, source in sources.items()
+    }
 
     def reached(name: str) -> set[str]:
         found, todo = set[str](), [*graph[name]]
@@ -132,7 +147,9 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
         return found
 
     reach = {name: reached(name) for name in graph}
-    groups = {tuple(sorted({name} | {to for to in reach[name] if name in reach[to]})) for name in graph}
+    groups = {
+        tuple(sorted({name} | {to for to in reach[name] if name in reach[to]})) for name in graph
+    }
     return sorted([*group] for group in groups if len(group) > 1)
 
 
@@ -145,7 +162,9 @@ def test_no_modules_import_each_other():
 
 
 def test_circles_are_found():
-    sources = dict(a="from b import x", b="def f():\n    import c", c="from a import x", d="import a")
+    sources = dict(
+        a="from b import x", b="def f():\n    import c", c="from a import x", d="import a"
+    )
     assert circles(sources) == [["a", "b", "c"]]
     assert circles(sources | {"c": ""}) == []
 
@@ -155,14 +174,26 @@ def test_circles_are_found():
     [
         ("attic.py", "", "belongs to no room"),
         ("attic/box.py", "", "belongs to no room"),
-        ("model/arena.py", "def f():\n    from gpt2_triton.training import trainer", "2: model.arena may import"),
+        (
+            "model/arena.py",
+            "def f():\n    from gpt2_triton.training import trainer",
+            "2: model.arena may import",
+        ),
         ("model/model.py", "import gpt2_triton.kernels", "may import"),
         ("model/model.py", "from gpt2_triton import kernels", "may import"),
         ("config/rules.py", "from gpt2_triton import __version__", "not the package"),
-        ("commands/app.py", "def f():\n    from benchmarks import step_time", "not part of the package"),
+        (
+            "commands/app.py",
+            "def f():\n    from benchmarks import step_time",
+            "not part of the package",
+        ),
         ("training/trainer.py", "import tests.support.tiny", "not part of the package"),
         ("training/trainer.py", "from benchmarks import verify", "not part of the package"),
-        ("kernels/layernorm.py", "from gpt2_triton.errors import ConfigError", "may import kernels, not errors"),
+        (
+            "kernels/layernorm.py",
+            "from gpt2_triton.errors import ConfigError",
+            "may import kernels, not errors",
+        ),
     ],
 )
 def test_violations_are_found(file, source, found):

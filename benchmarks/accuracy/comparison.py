@@ -20,7 +20,9 @@ RATIO, FLOOR = 1.1, 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """GPT-2 124M with 4 sequences; tiny without a GPU.  The classifier takes 1 sequence: float64 logits are large."""
+    """GPT-2 124M with 4 sequences; tiny without a GPU.  The classifier takes 1 sequence:
+    float64 logits are large.
+    """
 
     B: int = 4 if GPU else 2
     T: int = 1024 if GPU else 32
@@ -74,12 +76,26 @@ empty32 = functools.partial(empty, dtype=F32)
 @functools.cache
 def scratch(s: Sizes) -> Tensor:
     _, _, slots = scatter_bounds(s.R, s.V)
-    dims = dict(B=s.B, T=s.T, R=s.R, C=s.C, D=3 * s.C, F=4 * s.C, G=4 * s.C, NH=s.NH, Rc=s.R, Vp=s.Vp, N=s.updated)
+    dims = dict(
+        B=s.B,
+        T=s.T,
+        R=s.R,
+        C=s.C,
+        D=3 * s.C,
+        F=4 * s.C,
+        G=4 * s.C,
+        NH=s.NH,
+        Rc=s.R,
+        Vp=s.Vp,
+        N=s.updated,
+    )
     dims["slots"] = slots
     return empty32(K.scratch_elements(dims, "bf16" if GPU else "fp32"))
 
 
-def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
     """Return the output and the gradients of a differentiable function, computed in `dtype`."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
     out = function(*leaves)
@@ -89,13 +105,16 @@ def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tenso
 def compare(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, ours: dict, op: str
 ) -> Iterator[Comparison]:
-    """Compare `ours` with PyTorch: first the output, then the gradients in the order of the inputs."""
+    """Compare `ours` with PyTorch: first the output, then the gradients
+    in the order of the inputs.
+    """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         values, exact = run(function, inputs, dout, STORAGE), run(function, inputs, dout, F64)
     for (name, tensor), value, truth in zip(ours.items(), values, exact, strict=False):
         if tensor is not None:
             yield Comparison(op, name, tensor, value, truth)
-            if name in ("dpre", "dx", "dqkv"):  # its column sums are the gradient of the previous operation's bias
+            # its column sums are the gradient of the previous operation's bias
+            if name in ("dpre", "dx", "dqkv"):
                 yield Comparison(op, "dbias", ours["dbias"], value.sum(0), truth.sum(0))
 
 

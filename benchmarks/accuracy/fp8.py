@@ -1,7 +1,8 @@
-"""Compares the fp8 launchers with float64 results from the dequantised operands: `python -m benchmarks verify`.
+"""Compares the fp8 launchers with float64 results from the dequantised operands:
+`python -m benchmarks verify`.
 
-PyTorch has no such operations, so each output has a limit, derived from its rounding and from the tensor cores' sums.
-Some operands are also stored transposed; both copies must be equal bit by bit.
+PyTorch has no such operations, so each output has a limit, derived from its rounding and from the
+tensor cores' sums.  Some operands are also stored transposed; both copies must be equal bit by bit.
 """
 
 import dataclasses
@@ -14,25 +15,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2_triton.kernels as K
-from benchmarks.accuracy.comparison import DEVICE, GPU, STORAGE, Comparison, Sizes, empty, empty32, randn, same, scratch
+from benchmarks.accuracy.comparison import (
+    DEVICE,
+    GPU,
+    STORAGE,
+    Comparison,
+    Sizes,
+    empty,
+    empty32,
+    randn,
+    same,
+    scratch,
+)
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in 14 bits, which Hopper's
-# kernels avoid.  Rounding to e4m3 gives 2.65e-2 in any case.  dW is stored in fp32, so its only error is from sums of
-# 256 products in 14 bits: 2.1e-4.  The interpreter stores and adds in fp32.
+# Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in
+# 14 bits, which Hopper's kernels avoid.  Rounding to e4m3 gives 2.65e-2 in any case.  dW is
+# stored in fp32, so its only error is from sums of 256 products in 14 bits: 2.1e-4.  The
+# interpreter stores and adds in fp32.
 ROUNDED, SUMMED = (2e-3 if is_hopper() else 3e-3, 3e-4) if GPU else (1e-6, 1e-6)
 QUANTISED, QUANTISED_E5M2 = 3e-2, 7.5e-2
 LOGITS = 1e-3 if GPU else 1e-6
-SLOPES = 5e-3  # gelu' is stored in a byte, so each term of a sum is off by at most half a unit of the byte, 0.0025
+# gelu' is stored in a byte, so each term of a sum is off by at most half a unit of the byte, 0.0025
+SLOPES = 5e-3
 AMAX = 1e-2  # GELU's kernels on Hopper hold tiles in fp16
 
 
 def operand(
-    R: int, C: int, scale: float, transposed: bool = True, value: Tensor | None = None, dtype: torch.dtype = E4M3
+    R: int,
+    C: int,
+    scale: float,
+    transposed: bool = True,
+    value: Tensor | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> fp8.Fp8:
     """Return an operand full of NaN, with cells in which a kernel records its amax."""
     nan = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=DEVICE)
@@ -68,12 +87,16 @@ def exact(x: fp8.Fp8) -> Tensor:
 
 
 def in_pairs(x: Tensor) -> Tensor:
-    """Return [R, C] of 8-bit floats transposed, as bytes, with each 16 rows in the order 0 8 1 9 ... 7 15."""
+    """Return [R, C] of 8-bit floats transposed, as bytes, with each 16 rows in
+    the order 0 8 1 9 ... 7 15.
+    """
     order = torch.arange(len(x), device=x.device).view(-1, 2, 8).transpose(1, 2).flatten()
     return x.view(torch.uint8)[order].T.contiguous()
 
 
-def of_operand(op: str, output: str, x: fp8.Fp8, want: Tensor, transposed: bool = False) -> Iterator[Comparison]:
+def of_operand(
+    op: str, output: str, x: fp8.Fp8, want: Tensor, transposed: bool = False
+) -> Iterator[Comparison]:
     """Compare an operand's rows and amax with exact numbers, and its columns with its rows."""
     yield Comparison(op, output, exact(x), None, want, limit=QUANTISED)
     assert x.amax is not None
@@ -86,8 +109,16 @@ def products(R: int, C: int) -> Iterator[Comparison]:
     """Compare qkv, fcproj with its residual, and dX of fc."""
     inp, w, b, out = activation(R, C), weight(3 * C, C, 0.02), randn(3 * C), empty(R, 3 * C)
     K.matmul(out, inp, w, b)
-    yield Comparison("fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED)
-    inp, w, b, res, out = activation(R, 4 * C), weight(C, 4 * C, 0.02), randn(C), randn(R, C), empty(R, C)
+    yield Comparison(
+        "fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED
+    )
+    inp, w, b, res, out = (
+        activation(R, 4 * C),
+        weight(C, 4 * C, 0.02),
+        randn(C),
+        randn(R, C),
+        empty(R, C),
+    )
     K.matmul_add(out, res, inp, w, b)
     want = exact(inp) @ exact(w).T + b.double() + res.double()
     yield Comparison("fp8 matmul_add", "out", out, None, want, limit=ROUNDED)
@@ -99,20 +130,33 @@ def products(R: int, C: int) -> Iterator[Comparison]:
 def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
     for N, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C)):
         dout, inp, dw = activation(R, N, 1e-3), activation(R, k), empty32(N, k)
-        scratch, want = empty32(max(1, K.matmul_dw_scratch(R, "fp8", (N, k)))), exact(dout).T @ exact(inp)
+        scratch, want = (
+            empty32(max(1, K.matmul_dw_scratch(R, "fp8", (N, k)))),
+            exact(dout).T @ exact(inp),
+        )
         for acc in (False, True):
             K.matmul_dw(dw, scratch, dout, inp, acc)
             output = f"dw{' added' * acc}"
-            yield Comparison("fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED)
-    pair, dout, inp = (empty32(3 * C, C), empty32(C, 4 * C)), activation(R, 3 * C, 1e-3), activation(R, C)
+            yield Comparison(
+                "fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED
+            )
+    pair, dout, inp = (
+        (empty32(3 * C, C), empty32(C, 4 * C)),
+        activation(R, 3 * C, 1e-3),
+        activation(R, C),
+    )
     dout2, inp2, scratch = activation(R, C, 1e-3), activation(R, 4 * C), empty32(1 << 24)
     K.matmul_dw_pair(*pair, scratch, dout, inp, dout2, inp2, False)
-    for i, (dw, want) in enumerate(zip(pair, (exact(dout).T @ exact(inp), exact(dout2).T @ exact(inp2)))):
+    for i, (dw, want) in enumerate(
+        zip(pair, (exact(dout).T @ exact(inp), exact(dout2).T @ exact(inp2)))
+    ):
         yield Comparison("fp8 matmul_dw", f"pair {i}", dw, None, want, limit=SUMMED)
 
 
 def gelu(R: int, C: int) -> Iterator[Comparison]:
-    """Compare fc with GELU, and then dX of fcproj, which uses the derivative of GELU that fc stored."""
+    """Compare fc with GELU, and then dX of fcproj, which uses the
+    derivative of GELU that fc stored.
+    """
     op, std, N = "fp8 matmul_gelu", C**-0.5, 4 * C
     inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
     out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
@@ -130,7 +174,11 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
 
 def norms(R: int, C: int) -> Iterator[Comparison]:
     x, dout, w, b = randn(R, C), randn(R, C), randn(C), randn(C)
-    (mean, rstd), sums, scratch = empty32(2, R), empty32(3, C), empty32(K.layernorm_bwd_scratch(R, C, storage()))
+    (mean, rstd), sums, scratch = (
+        empty32(2, R),
+        empty32(3, C),
+        empty32(K.layernorm_bwd_scratch(R, C, storage())),
+    )
     out, again, plain = operand(R, C, 16.0), operand(R, C, 16.0), empty(R, C)
     dx = operand(R, C, 16.0, value=empty(R, C))
     K.layernorm_fwd(out, mean, rstd, x, w, b)
@@ -139,16 +187,26 @@ def norms(R: int, C: int) -> Iterator[Comparison]:
     wide = x.double().requires_grad_()
     want = F.layer_norm(wide, (C,), w.double(), b.double())
     yield from of_operand("fp8 layernorm", "out", out, want.detach())
-    yield same("fp8 layernorm", "out again", again.rows.view(torch.uint8), out.rows.view(torch.uint8))
+    yield same(
+        "fp8 layernorm", "out again", again.rows.view(torch.uint8), out.rows.view(torch.uint8)
+    )
     yield Comparison("fp8 layernorm", "beside bf16", plain, None, want.detach(), limit=ROUNDED)
-    yield from of_operand("fp8 layernorm", "dx", dx, torch.autograd.grad(want, wide, dout.double())[0])
+    yield from of_operand(
+        "fp8 layernorm", "dx", dx, torch.autograd.grad(want, wide, dout.double())[0]
+    )
 
 
 def attention(s: Sizes) -> Iterator[Comparison]:
-    """Compare fp8 outputs with bf16 outputs; accuracy/kernels.py compares bf16 outputs with float64."""
+    """Compare fp8 outputs with bf16 outputs; accuracy/kernels.py compares
+    bf16 outputs with float64.
+    """
     C, qkv, dout, dbias = s.C, randn(s.R, 3 * s.C), randn(s.R, s.C), empty32(3 * s.C)
     lse, delta = empty32(s.B, s.NH, s.T), empty32(s.B, s.NH, s.T)
-    out, dqkv, plain = operand(s.R, C, 32.0, value=empty(s.R, C)), operand(s.R, 3 * C, 32.0), empty(s.R, 3 * C)
+    out, dqkv, plain = (
+        operand(s.R, C, 32.0, value=empty(s.R, C)),
+        operand(s.R, 3 * C, 32.0),
+        empty(s.R, 3 * C),
+    )
     K.attention_fwd(out, lse, qkv)
     for gradient in (dqkv, plain):
         K.attention_bwd(gradient, dbias, delta, scratch(s), dout, qkv, out, lse, False)
@@ -158,7 +216,9 @@ def attention(s: Sizes) -> Iterator[Comparison]:
 
 
 def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
-    """Compare the logits' exponentials, and the head's gradients with products of the operands as they are stored."""
+    """Compare the logits' exponentials, and the head's gradients with products of the
+    operands as they are stored.
+    """
     op, lnf, wte = "fp8 classifier", activation(R, C), weight(Vp, C, 2 * C**-0.5)
     lnf, wte = (dataclasses.replace(x, value=exact(x).to(STORAGE)) for x in (lnf, wte))
     targets = torch.randint(V, (R,), dtype=torch.int32).to(DEVICE)
@@ -174,7 +234,8 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     want[:, V:] = 0
     units = 2 ** (1 + rowsum[2 * R : 3 * R].double()).log2().floor()
     want /= units[:, None]
-    of_exp = LOGITS * z.abs().max().item()  # a logit's absolute error is a relative error of its exponential
+    # a logit's absolute error is a relative error of its exponential
+    of_exp = LOGITS * z.abs().max().item()
     yield Comparison(op, "p", exact(p), None, want, limit=QUANTISED_E5M2 + of_exp)
     yield same(op, "columns", p.columns.view(torch.uint8), in_pairs(p.rows))
     yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=of_exp)
@@ -185,7 +246,10 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     stored = (full(lnf).float() * (rs * lns.scale)[:, None]).to(E5M2)
     yield same(op, "lns", lns.columns.view(torch.uint8), in_pairs(stored))
     K.classifier_dx(dln, p, wte, rs, ks, targets)
-    want = rs.double()[:, None] * (exact(p) @ exact(wte)) + ks.double()[:, None] * exact(wte)[targets.long()]
+    want = (
+        rs.double()[:, None] * (exact(p) @ exact(wte))
+        + ks.double()[:, None] * exact(wte)[targets.long()]
+    )
     yield Comparison(op, "dln", dln, None, want, limit=ROUNDED)
     K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(R, "fp8", (Vp, C)))), p, lns, False)
     want = exact(p).T @ (stored.double() / lns.scale.double())
@@ -194,12 +258,17 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
 
 def casts(N: int, C: int) -> Iterator[Comparison]:
     shapes = ((3 * C, C), (C, C), (N, C), (C, N))
-    xs, outs = [randn(*shape, scale=0.02) for shape in shapes], [weight(*shape, 0.02) for shape in shapes]
+    xs, outs = (
+        [randn(*shape, scale=0.02) for shape in shapes],
+        [weight(*shape, 0.02) for shape in shapes],
+    )
     K.cast_weights(*outs, *xs)
     for x, out in zip(xs, outs):
         want = quantised(x, out.scale.item()).view(torch.uint8)
         yield same("fp8 cast_weights", "rows", out.rows.view(torch.uint8), want)
-        yield same("fp8 cast_weights", "columns", out.columns.view(torch.uint8), want.T.contiguous())
+        yield same(
+            "fp8 cast_weights", "columns", out.columns.view(torch.uint8), want.T.contiguous()
+        )
 
 
 def storage() -> str:
@@ -207,7 +276,9 @@ def storage() -> str:
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:
-    """Yield all comparisons at the channels of 124M and of 1558M, and with rows that fill no whole tile."""
+    """Yield all comparisons at the channels of 124M and of 1558M, and with
+    rows that fill no whole tile.
+    """
     for R, C in ((s.R, s.C), (s.R, 1600), (336, 320)) if GPU else ((s.R, s.C),):
         for check in (products, weight_gradients, gelu, norms):
             yield from check(R, C)

@@ -1,15 +1,18 @@
-"""Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at the weights of a checkpoint.
+"""Compares the gradients of bf16 and fp8 with float64's, tensor by tensor, at
+the weights of a checkpoint.
 
     python -m benchmarks.accuracy.gradients RUN --data 'SHARDS/train_*.bin'
 
-The loss is the mean of `--batches` micro-batches.  Let g be our gradient in bf16 or in fp8, and e the gradient in
-float64 from the same bf16 weights.  For each kind of tensor it prints:
+The loss is the mean of `--batches` micro-batches.  Let g be our gradient in bf16 or in fp8, and e
+the gradient in float64 from the same bf16 weights.  For each kind of tensor it prints:
 
     cosine     g e / (|g| |e|), the least over the layers
-    along      g e / (e e), the least and the largest over the layers; 1 if the error g - e is orthogonal to e
+    along      g e / (e e), the least and the largest over the layers; 1 if the
+               error g - e is orthogonal to e
     error      |g - e| / |e|, the largest over the layers
 
-The last block has float64 gradients of other batches as g.  It shows how much the gradients of two batches agree.
+The last block has float64 gradients of other batches as g.  It shows how much the
+gradients of two batches agree.
 """
 
 import gc
@@ -52,9 +55,15 @@ class Agreement(NamedTuple):
 
 
 def configs_of(saved: Config, batch: int, batches: int) -> dict[str, Config]:
-    """Return a configuration for each of bf16 and two kinds of fp8: bf16 storage, `batches` micro-batches per step."""
+    """Return a configuration for each of bf16 and two kinds of fp8: bf16 storage,
+    `batches` micro-batches per step.
+    """
     arms = {"bf16": ("bf16", "none"), "fp8, head in bf16": ("fp8", "head"), "fp8": ("fp8", "none")}
-    train = {"batch_size": batch, "total_batch_tokens": batch * batches * saved.train.seq_len, "dtype": "bf16"}
+    train = {
+        "batch_size": batch,
+        "total_batch_tokens": batch * batches * saved.train.seq_len,
+        "dtype": "bf16",
+    }
     return {
         name: saved.replace(
             train=train | {"precision": precision},
@@ -74,7 +83,9 @@ def windows(pattern: str, config: Config, batches: int, first: int) -> list[np.n
     return [loader.batch((first + i) * t.batch_size, t.batch_size) for i in range(batches)]
 
 
-def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple[float, Gradients, dict[str, int]]:
+def ours(
+    config: Config, params: Tensor, batches: Sequence[np.ndarray]
+) -> tuple[float, Gradients, dict[str, int]]:
     """Return the loss, the gradients on the host and the model's dimensions."""
     model = Model(config, K, device.device_name())
     model.eager = True
@@ -86,7 +97,9 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     model.begin_step(step_inputs(0, config), 0, config.train.seed)
     for i, batch in enumerate(packed):
         model.micro_step(batch, first=i == 0)
-    found = {name: t.cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+    found = {
+        name: t.cpu() for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)
+    }
     loss = model.end_step().result().loss
     dims = model.dims
     del model
@@ -95,7 +108,9 @@ def ours(config: Config, params: Tensor, batches: Sequence[np.ndarray]) -> tuple
     return loss, found, dims
 
 
-def exact(params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]) -> tuple[float, Gradients]:
+def exact(
+    params: Tensor, dims: dict[str, int], batches: Sequence[np.ndarray]
+) -> tuple[float, Gradients]:
     """Return PyTorch's loss and gradients in float64, one sequence at a time."""
     here = device.device_name()
     leaves = torch_reference.leaves(params.to(here), dims, torch.float64)
@@ -123,11 +138,15 @@ def agreement(tensors: Sequence[tuple[float, ...]]) -> Agreement:
     """Return the agreement of several tensors from the `products` of each."""
     along = [ge / ee for ge, _, ee, _ in tensors]
     cosine = min(ge / math.sqrt(gg * ee) for ge, gg, ee, _ in tensors)
-    return Agreement(cosine, (min(along), max(along)), max(math.sqrt(dd / ee) for _, _, ee, dd in tensors))
+    return Agreement(
+        cosine, (min(along), max(along)), max(math.sqrt(dd / ee) for _, _, ee, dd in tensors)
+    )
 
 
 def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
-    """Return the agreement of each kind of tensor (q, k and v are three kinds), and of all tensors taken as one."""
+    """Return the agreement of each kind of tensor (q, k and v are three kinds), and of
+    all tensors taken as one.
+    """
     kinds: dict[str, list[tuple[float, ...]]] = {}
     for name, g in found.items():
         kind, e = name.partition("[")[0], want[name]
@@ -136,7 +155,9 @@ def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
             kinds.setdefault(f"{part}w" if part else kind, []).append(products(some, exactly))
     every = [values for tensors in kinds.values() for values in tensors]
     whole = tuple(math.fsum(column) for column in zip(*every, strict=True))
-    return {kind: agreement(tensors) for kind, tensors in kinds.items()} | {"all": agreement([whole])}
+    return {kind: agreement(tensors) for kind, tensors in kinds.items()} | {
+        "all": agreement([whole])
+    }
 
 
 def report(name: str, loss: float, exact_loss: float, kinds: dict[str, Agreement]) -> None:
@@ -157,7 +178,10 @@ def compare(run: str, *, data: str, batch: Count = 2, batches: Count = 4) -> Non
         batches: Micro-batches.
     """
     if not (device.present() or INTERPRET):
-        raise ConfigError("gradients: needs a CUDA GPU, found none; TRITON_INTERPRET=1 runs the kernels on the CPU")
+        raise ConfigError(
+            "gradients: needs a CUDA GPU, found none; "
+            "TRITON_INTERPRET=1 runs the kernels on the CPU"
+        )
     saved, stored, _ = load_weights(run)
     params = stored["params"].whole().to(torch.bfloat16)
     configs = configs_of(saved, batch, batches)

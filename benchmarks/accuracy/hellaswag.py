@@ -1,11 +1,14 @@
-"""Runs HellaSwag with this package and with plain PyTorch on the same checkpoint: accuracies, times, different choices.
+"""Runs HellaSwag with this package and with plain PyTorch on the same checkpoint:
+accuracies, times, different choices.
 
-    python -m benchmarks.accuracy.hellaswag CHECKPOINT [--data hellaswag_val.jsonl] [--limit N] [--style completion]
+    python -m benchmarks.accuracy.hellaswag CHECKPOINT [--data hellaswag_val.jsonl]
+    [--limit N] [--style completion]
 
-PyTorch runs the questions in groups padded to the longest, in fp32 without TF32 and under bf16 autocast.  Its fp32 run
-is the reference.  Where another run chooses another ending, fp32 must find both about equally likely: `largest gap` is
-their largest difference in nats (for acc_norm per token in the completion style, per character in the harness style).
-Our bf16 model runs again with a tenth of the tokens per batch; the exit code is 1 if that changes a bit on a GPU.
+PyTorch runs the questions in groups padded to the longest, in fp32 without TF32 and under bf16
+autocast.  Its fp32 run is the reference.  Where another run chooses another ending, fp32 must find
+both about equally likely: `largest gap` is their largest difference in nats (for acc_norm per token
+in the completion style, per character in the harness style).  Our bf16 model runs again with a
+tenth of the tokens per batch; the exit code is 1 if that changes a bit on a GPU.
 """
 
 import argparse
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 SEQUENCES = 128  # in PyTorch's groups: their fp32 logits take 4 GB
 
 
-def torch_losses(params: Any, dims: dict[str, int], questions: Questions, device: str, autocast: bool) -> np.ndarray:
+def torch_losses(
+    params: Any, dims: dict[str, int], questions: Questions, device: str, autocast: bool
+) -> np.ndarray:
     """Return the summed loss of each ending's tokens, float64 [endings]."""
     from benchmarks.torch_reference import gpt2_loss
 
@@ -55,8 +60,12 @@ def our_losses(model: "Model", questions: Questions) -> np.ndarray:
     return ending_losses(model, questions)
 
 
-def gaps(questions: Questions, losses: np.ndarray, reference: np.ndarray) -> list[tuple[int, float]]:
-    """Return, for choices by sum and by sum over length, how many differ from the reference's and the largest gap."""
+def gaps(
+    questions: Questions, losses: np.ndarray, reference: np.ndarray
+) -> list[tuple[int, float]]:
+    """Return, for choices by sum and by sum over length, how many differ from the
+    reference's and the largest gap.
+    """
     from gpt2_triton.inference.hellaswag import predictions
 
     firsts, found = 4 * np.arange(len(questions.labels)), []
@@ -72,14 +81,32 @@ def report(style: str, questions: Questions, runs: dict[str, tuple[np.ndarray, f
     from gpt2_triton.inference.hellaswag import scores
 
     print(f"\n{style}, {len(questions.labels):,} questions")
-    head = ("acc", "acc_norm", "seconds", "differ", "largest gap", "differ, norm", "largest gap, norm")
+    head = (
+        "acc",
+        "acc_norm",
+        "seconds",
+        "differ",
+        "largest gap",
+        "differ, norm",
+        "largest gap, norm",
+    )
     print(f"{'':<20}" + "".join(f"{name:>{max(len(name), 8) + 2}}" for name in head))
     for name, (losses, seconds) in runs.items():
         found = scores(questions, losses)
         (plain, gap), (norm, gap_norm) = gaps(questions, losses, runs["PyTorch fp32"][0])
-        cells = (f"{found['acc']:.4f}", f"{found['acc_norm']:.4f}", f"{seconds:.1f}", plain, f"{gap:.4f}", norm)
+        cells = (
+            f"{found['acc']:.4f}",
+            f"{found['acc_norm']:.4f}",
+            f"{seconds:.1f}",
+            plain,
+            f"{gap:.4f}",
+            norm,
+        )
         cells = (*map(str, cells), f"{gap_norm:.4f}")
-        print(f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)), flush=True)
+        print(
+            f"{name:<20}" + "".join(f"{c:>{max(len(h), 8) + 2}}" for c, h in zip(cells, head)),
+            flush=True,
+        )
 
 
 def timed(function: Callable[..., np.ndarray], *arguments: Any) -> tuple[np.ndarray, float]:
@@ -88,7 +115,7 @@ def timed(function: Callable[..., np.ndarray], *arguments: Any) -> tuple[np.ndar
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkpoint")
     parser.add_argument("--data", type=Path, help="HellaSwag's .jsonl; by default downloaded")
     parser.add_argument("--limit", type=int, default=0)
@@ -104,17 +131,23 @@ def main(argv: list[str] | None = None) -> int:
     config, stored, _ = load_weights(a.checkpoint)
     start = time.perf_counter()
     styles = (a.style,) if a.style else tuple(STYLES)
-    questions_by_style = load_questions(a.data, get_tokenizer(config.data.tokenizer), a.limit, styles)
+    questions_by_style = load_questions(
+        a.data, get_tokenizer(config.data.tokenizer), a.limit, styles
+    )
     print(f"questions tokenised in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    models = {dtype: load_for_losses(config, stored, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")}
+    models = {
+        dtype: load_for_losses(config, stored, a.batch_tokens, dtype) for dtype in ("bf16", "fp32")
+    }
     print(f"models ready in {time.perf_counter() - start:.1f} s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dims = models["fp32"].dims
     params = leaves(stored["params"].whole().to(device), dims, torch.float32)
     all_equal = True
     for style, questions in questions_by_style.items():
-        runs = {f"ours, {dtype}": timed(our_losses, model, questions) for dtype, model in models.items()}
+        runs = {
+            f"ours, {dtype}": timed(our_losses, model, questions) for dtype, model in models.items()
+        }
         runs["PyTorch fp32"] = timed(torch_losses, params, dims, questions, device, False)
         runs["PyTorch autocast"] = timed(torch_losses, params, dims, questions, device, True)
         report(style, questions, runs)
@@ -122,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         equal = np.array_equal(our_losses(small, questions), runs["ours, bf16"][0])
         print(f"same bits with {small.B * small.T:,} tokens per batch: {'yes' if equal else 'NO'}")
         all_equal &= equal
-    return 0 if all_equal or device == "cpu" else 1  # the interpreter's blocks, and so its sums, depend on the batch
+    # the interpreter's blocks, and so its sums, depend on the batch
+    return 0 if all_equal or device == "cpu" else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Compares every kernel with PyTorch's own operation on the same bf16 input: `python -m benchmarks verify`.
+"""Compares every kernel with PyTorch's own operation on the same bf16 input:
+`python -m benchmarks verify`.
 
-The error is ||got - exact|| / ||exact||; `exact` is computed in float64.  A kernel passes if its error is at most 1.1
-times PyTorch's error.  A float32 result also passes with an error below FLOOR, a few last bits.  fp8.py has the limits
-of fp8.  Without a GPU the shapes are tiny, and results are stored in float32: Triton's interpreter truncates to bf16
-where a GPU rounds.
+The error is ||got - exact|| / ||exact||; `exact` is computed in float64.  A kernel passes if its
+error is at most 1.1 times PyTorch's error.  A float32 result also passes with an error below FLOOR,
+a few last bits.  fp8.py has the limits of fp8.  Without a GPU the shapes are tiny, and results are
+stored in float32: Triton's interpreter truncates to bf16 where a GPU rounds.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,10 @@ def verify() -> int:
     """Print the table; return 0 if each output is within its bound, else 1."""
     torch.manual_seed(0)
     where = device.name() if GPU else "Triton's interpreter"
-    print(f"relative error against float64, {str(STORAGE).removeprefix('torch.')} storage, on {where}\n")
+    print(
+        "relative error against float64, "
+        f"{str(STORAGE).removeprefix('torch.')} storage, on {where}\n"
+    )
     print(f"{'op':<20}{'output':<13}{'shape':<16}{'ours':>10}{'PyTorch':>10}{'ratio':>10}")
     verdicts = []
     for c in comparisons():
@@ -35,7 +39,9 @@ def verify() -> int:
         shape = " x ".join(map(str, c.ours.shape)) or "1"
         errors = f"{ours:>10.1e}{c.limit:>10.0e}{'limit':>10}"
         if torchs is not None:
-            errors = f"{ours:>10.1e}{torchs:>10.1e}{ours / torchs if torchs else float(ours > 0):>10.2f}"
+            errors = (
+                f"{ours:>10.1e}{torchs:>10.1e}{ours / torchs if torchs else float(ours > 0):>10.2f}"
+            )
         print(f"{c.op:<20}{c.output:<13}{shape:<16}{errors}  {'ok' if ok else 'FAIL'}", flush=True)
     bound = f"{RATIO}x PyTorch's error (fp32 outputs: or {FLOOR:.0e}), or their limit"
     print(f"\n{sum(verdicts)} of {len(verdicts)} outputs are within {bound}")

@@ -1,17 +1,21 @@
-"""Trains with the code of another GPU on a Hopper GPU, and compares the losses with those of Hopper's portable code.
+"""Trains with the code of another GPU on a Hopper GPU, and compares the losses with
+those of Hopper's portable code.
 
-    python -m benchmarks.losses.as_portable a100|rtx3090|rtx4090 --data 'SHARDS/{}_*.bin' [--out FILE] [--key value ...]
+    python -m benchmarks.losses.as_portable a100|rtx3090|rtx4090 --data 'SHARDS/{}_*.bin'
+    [--out FILE] [--key value ...]
 
-GPT-2 124M takes 300 steps from the same weights on the same tokens (--data: {} stands for train and val):
+GPT-2 124M takes 300 steps from the same weights on the same tokens (--data:
+{} stands for train and val):
 
     code        the other GPU's code, with a checkpoint halfway
     resumed     the same from that checkpoint: its last checkpoint must have the same bytes
     portable    the portable kernels compiled for Hopper
     hopper      Hopper's own kernels
 
-Rounding differs between code, portable and hopper, and training magnifies a rounding.  So the differences of the losses
-are compared with a scatter, the differences between portable and hopper: over the last 100 steps the root of their
-mean square is at most twice the scatter's.  The exit code is 1 if it is more, or if a byte differs.
+Rounding differs between code, portable and hopper, and training magnifies a rounding.  So the
+differences of the losses are compared with a scatter, the differences between portable and hopper:
+over the last 100 steps the root of their mean square is at most twice the scatter's.  The exit code
+is 1 if it is more, or if a byte differs.
 """
 
 import argparse
@@ -31,15 +35,23 @@ from gpt2_triton.commands.train import parse_overrides
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
 STEPS, LAST, BOUND = 300, 100, 2.0
 KEYS = {
-    "train.steps": STEPS, "train.batch_size": 32, "train.total_batch_tokens": 32_768, "memory.recompute": "none",
-    "optim.warmup": 30, "eval.every": 0, "eval.hellaswag_every": 0, "sample.every": 0,
-    "checkpoint.every": STEPS // 2, "checkpoint.major": 0,
+    "train.steps": STEPS, "train.batch_size": 32, "train.total_batch_tokens": 32_768,
+    "memory.recompute": "none", "optim.warmup": 30, "eval.every": 0, "eval.hellaswag_every": 0,
+    "sample.every": 0, "checkpoint.every": STEPS // 2, "checkpoint.major": 0,
 }  # fmt: skip
 
 
 def train(code: as_gpu.Code | None, run_dir: Path, keys: dict[str, Any], *more: str) -> None:
     """Train with a GPU's code, or with Hopper's own; CalledProcessError if the run fails."""
-    words = [*as_gpu.program(code), "gpt2_triton", "train", str(CONFIG), "--run_dir", str(run_dir), *more]
+    words = [
+        *as_gpu.program(code),
+        "gpt2_triton",
+        "train",
+        str(CONFIG),
+        "--run_dir",
+        str(run_dir),
+        *more,
+    ]
     words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     subprocess.run([sys.executable, "-m", *words], check=True, stdout=subprocess.DEVNULL)
 
@@ -64,8 +76,14 @@ def distance(some: list[float], others: list[float]) -> float:
 
 
 def compare(code: as_gpu.Code, keys: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Return the curves of the runs, their distances, and the lines of what differs after the resume."""
-    arms: dict[str, as_gpu.Code | None] = {"code": code, "portable": "h100-portable", "hopper": None}
+    """Return the curves of the runs, their distances, and the lines of what
+    differs after the resume.
+    """
+    arms: dict[str, as_gpu.Code | None] = {
+        "code": code,
+        "portable": "h100-portable",
+        "hopper": None,
+    }
     results = {}
     for name, each in arms.items():
         train(each, work / name, keys)
@@ -74,7 +92,9 @@ def compare(code: as_gpu.Code, keys: dict[str, Any], work: Path) -> dict[str, An
     again = resumed(code, work / "code", keys)
     tensors = Result([], results["code"].tensors, again.ms), Result([], again.tensors, again.ms)
     curves = {name: losses(result) for name, result in results.items()}
-    found: dict[str, Any] = dict(code=as_gpu.title(code), keys=keys, curves=curves, bytes=differences(*tensors))
+    found: dict[str, Any] = dict(
+        code=as_gpu.title(code), keys=keys, curves=curves, bytes=differences(*tensors)
+    )
     found |= dict(distance=distance(curves["code"], curves["portable"]))
     return found | dict(scatter=distance(curves["portable"], curves["hopper"]))
 
@@ -86,7 +106,13 @@ def report(found: dict[str, Any]) -> int:
     for step in sorted({1, *range(25, len(curves["code"]) + 1, 25)}):
         print(f"{step:>5}" + "".join(f"{curve[step - 1]:>14.5f}" for curve in curves.values()))
     near = found["distance"] <= BOUND * found["scatter"]
-    print(f"{title} and portable: {found['distance']:.2e} apart, portable and hopper {found['scatter']:.2e}", end="")
+    print(
+        (
+            f"{title} and portable: {found['distance']:.2e} apart, "
+            f"portable and hopper {found['scatter']:.2e}"
+        ),
+        end="",
+    )
     print(f": {'agreed' if near else 'DISAGREED'}, the bound is {BOUND:.0f} times")
     equal = "equal bytes" if not found["bytes"] else "\n".join(["DIFFERENT bytes", *found["bytes"]])
     print(f"after the resume: {equal}")
@@ -94,12 +120,22 @@ def report(found: dict[str, Any]) -> int:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("code", choices=[code for code in get_args(as_gpu.Code) if code in as_gpu.KEYS])
-    parser.add_argument("--data", required=True, help="glob of the shards, with {} for train and val")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "code", choices=[code for code in get_args(as_gpu.Code) if code in as_gpu.KEYS]
+    )
+    parser.add_argument(
+        "--data", required=True, help="glob of the shards, with {} for train and val"
+    )
     parser.add_argument("--out", type=Path, help="file for the curves")
     given, more = parser.parse_known_args(words)
-    keys = KEYS | {f"data.{split}": given.data.format(split) for split in ("train", "val")} | parse_overrides(more)
+    keys = (
+        KEYS
+        | {f"data.{split}": given.data.format(split) for split in ("train", "val")}
+        | parse_overrides(more)
+    )
     with tempfile.TemporaryDirectory() as work:
         found = compare(given.code, keys, Path(work))
     if given.out:

@@ -4,15 +4,16 @@
     python -m benchmarks.losses.corpus OUT --prose [BOOKS] [--parts PARTS]
     python -m benchmarks.losses.corpus OUT --join PARTS
 
-Code needs no network: Python sources, headers and documentation of site-packages, the standard library, CUDA and
-/usr/share/doc.  A machine with PyTorch and CUDA has more than 400 MB.  Prose comes from packages and books; prose.py
-names each source and its licence, and OUT/sources.tsv what was fetched.  Compare ways of training on either, but no
-loss on code with a loss on prose.  Texts with the same first 2,000 characters count once.  A package, or all books of
-an author, are in one split only, training or validation.  For small models choose bytes: the head for GPT-2's
-vocabulary would be slow.
+Code needs no network: Python sources, headers and documentation of site-packages, the standard
+library, CUDA and /usr/share/doc.  A machine with PyTorch and CUDA has more than 400 MB.  Prose
+comes from packages and books; prose.py names each source and its licence, and OUT/sources.tsv
+what was fetched.  Compare ways of training on either, but no loss on code with a loss on prose.
+Texts with the same first 2,000 characters count once.  A package, or all books of an author,
+are in one split only, training or validation.  For small models choose bytes: the head for
+GPT-2's vocabulary would be slow.
 
-To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB of prose.  --join
-makes the shards from the parts and compares their hashes.
+To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB
+of prose.  --join makes the shards from the parts and compares their hashes.
 """
 
 import argparse
@@ -53,9 +54,15 @@ class Document(NamedTuple):
 
 
 def roots() -> list[Path]:
-    """Return the folders that exist: site-packages, the standard library, CUDA's headers, documentation."""
+    """Return the folders that exist: site-packages, the standard library,
+    CUDA's headers, documentation.
+    """
     named = (Path(torch.__file__).parents[1], Path(os.__file__).parent)
-    return [root for root in (*named, Path("/usr/local/cuda/include"), Path("/usr/share/doc")) if root.is_dir()]
+    return [
+        root
+        for root in (*named, Path("/usr/local/cuda/include"), Path("/usr/share/doc"))
+        if root.is_dir()
+    ]
 
 
 def _digest(text: str) -> bytes:
@@ -64,7 +71,12 @@ def _digest(text: str) -> bytes:
 
 def code(folders: Iterable[Path]) -> Iterator[Document]:
     """Yield the texts below the folders, in the order of their names' hashes."""
-    paths = {path: root for root in folders for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
+    paths = {
+        path: root
+        for root in folders
+        for path in root.rglob("*")
+        if path.suffix in SUFFIXES and path.is_file()
+    }
     for path in sorted(paths, key=lambda path: _digest(f"{path.parent.name}/{path.name}")):
         try:
             text = path.read_text()
@@ -90,7 +102,9 @@ def distinct(documents: Iterable[Document], most: float = float("inf")) -> list[
 
 
 def validation_packages(found: Iterable[Document]) -> set[str]:
-    """Return small packages with about VAL_SHARE of all characters, in the order of their names' hashes."""
+    """Return small packages with about VAL_SHARE of all characters, in the
+    order of their names' hashes.
+    """
     sizes: dict[str, int] = {}
     for package, text in found:
         sizes[package] = sizes.get(package, 0) + len(text)
@@ -103,19 +117,30 @@ def validation_packages(found: Iterable[Document]) -> set[str]:
 
 
 def build(out: Path, found: list[Document], tokenizer: str, shard_tokens: int) -> None:
-    """Write the shards of the documents into `out`; DataError if they are too few for both splits."""
+    """Write the shards of the documents into `out`; DataError if they
+    are too few for both splits.
+    """
     chosen = validation_packages(found)
     splits = {"train": [d.text for d in found if d.package not in chosen],
               "val": [d.text for d in found if d.package in chosen]}  # fmt: skip
     train, val = (sum(map(len, texts)) for texts in splits.values())
     if not (train and val):
-        raise DataError(f"{out}: {train + val:,} characters are too few for train and val; give more text")
+        raise DataError(
+            f"{out}: {train + val:,} characters are too few for train and val; give more text"
+        )
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         files = [Path(folder, f"{split}.jsonl") for split in splits]
         for file, texts in zip(files, splits.values(), strict=True):
             with open(file, "w") as opened:
                 opened.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-        prepare_text(measure_text(files, 1), out, tokenizer, val / (train + val), os.cpu_count() or 1, shard_tokens)
+        prepare_text(
+            measure_text(files, 1),
+            out,
+            tokenizer,
+            val / (train + val),
+            os.cpu_count() or 1,
+            shard_tokens,
+        )
     print(f"{len(found):,} texts, {train / 1e6:.1f} MB to train on, {val / 1e6:.1f} MB to validate")
     print(f"packages of the validation shards: {', '.join(sorted(chosen))}")
 
@@ -126,7 +151,9 @@ def build_prose(out: Path, books: str, tokenizer: str) -> None:
         return print(f"{out} is prepared already")
     work = out.with_name(f"{out.name}.sources")
     texts, table = prose.collect(work, books)
-    documents = sorted((Document(*row) for row in texts), key=lambda document: _digest(document.text))
+    documents = sorted(
+        (Document(*row) for row in texts), key=lambda document: _digest(document.text)
+    )
     build(out, distinct(documents), tokenizer, PART_TOKENS)
     write_atomic(out / SOURCES, table.encode())
     shutil.rmtree(work)
@@ -143,10 +170,15 @@ def _copy_records(source: Path, target: Path) -> None:
 
 
 def write_parts(out: Path, parts: Path) -> None:
-    """Compress the shards of a corpus, each into a file of its own, and copy its record; finished parts stay."""
+    """Compress the shards of a corpus, each into a file of its own, and copy its
+    record; finished parts stay.
+    """
     parts.mkdir(parents=True, exist_ok=True)
     shards = read_record(out / RECORD)["shards"]
-    with paired_map(os.cpu_count() or 1) as run, Progress("compressing", len(shards), "parts") as progress:
+    with (
+        paired_map(os.cpu_count() or 1) as run,
+        Progress("compressing", len(shards), "parts") as progress,
+    ):
         for _ in run(functools.partial(_compress, out, parts), shards):
             progress.advance(1)
     _copy_records(out, parts)
@@ -157,7 +189,9 @@ def join(parts: Path, out: Path) -> None:
     """Write the shards of parts into `out`; DataError if a part is missing or damaged."""
     shards = read_record(parts / RECORD).get("shards")
     if not shards:
-        raise DataError(f"{parts / RECORD}: missing or damaged; copy it again, with the parts that it names")
+        raise DataError(
+            f"{parts / RECORD}: missing or damaged; copy it again, with the parts that it names"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with Progress("joining", len(shards), "parts") as progress:
         for name, row in shards.items():
@@ -166,7 +200,9 @@ def join(parts: Path, out: Path) -> None:
             except (OSError, lzma.LZMAError) as error:
                 raise DataError(f"{parts / name}.xz: {error}; copy this part again") from None
             if (found := hashlib.sha256(data).hexdigest()) != row["sha256"]:
-                raise DataError(f"{parts / name}.xz: sha256 {found}, not {row['sha256']}; copy this part again")
+                raise DataError(
+                    f"{parts / name}.xz: sha256 {found}, not {row['sha256']}; copy this part again"
+                )
             write_atomic(out / name, data)
             progress.advance(1)
     _copy_records(parts, out)
@@ -174,14 +210,22 @@ def join(parts: Path, out: Path) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="directory of the shards, train_*.bin and val_*.bin")
-    parser.add_argument("--mb", type=float, default=400, help="millions of characters of code at most")
-    parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards")
+    parser.add_argument(
+        "--mb", type=float, default=400, help="millions of characters of code at most"
+    )
+    parser.add_argument(
+        "--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards"
+    )
     what = parser.add_mutually_exclusive_group()
     help = "prose; BOOKS is a repository for `git clone`, or a folder with its files"
     what.add_argument("--prose", metavar="BOOKS", nargs="?", const=prose.BOOKS, help=help)
-    what.add_argument("--join", metavar="PARTS", type=Path, help="make the shards from the parts in this folder")
+    what.add_argument(
+        "--join", metavar="PARTS", type=Path, help="make the shards from the parts in this folder"
+    )
     parser.add_argument("--parts", type=Path, help="folder for compressed shards")
     a = parser.parse_args(words)
     out = a.out.absolute()

@@ -1,23 +1,28 @@
-"""Trains the arms (variants) of a series with several seeds, and compares losses between runs with equal seeds.
+"""Trains the arms (variants) of a series with several seeds, and compares losses
+between runs with equal seeds.
 
-    python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...] [--seeds 0,1]
-    python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
+    python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...]
+    [--seeds 0,1] python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
 
-FILE is YAML.  It has a `config` file, `options` of all runs, `arms` with further options, `seeds` (the runs of an arm)
-and `baseline` (the arm to compare with; by default the first).  An arm may also set:
+FILE is YAML.  It has a `config` file, `options` of all runs, `arms` with further options,
+`seeds` (the runs of an arm) and `baseline` (the arm to compare with; by default the
+first).  An arm may also set:
 
     seeds      another number of runs
     program    a module in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
     against    the arm to compare with, in place of the baseline
-    end.from   a number of steps, after which options such as end.optim.lr replace those without `end.`
+    end.from   a number of steps, after which options such as end.optim.lr
+               replace those without `end.`
 
-Runs with equal seeds have the same initial weights and the same data in the same order.  A finished run is a line of
-RESULTS.jsonl.  The command makes only runs without a line, so it continues a series.  With --work DIR a run that
-SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same command continues it.  To use several GPUs, start it once
-per GPU, each time with another CUDA_VISIBLE_DEVICES and other --seeds.
+Runs with equal seeds have the same initial weights and the same data in the same order.  A finished
+run is a line of RESULTS.jsonl.  The command makes only runs without a line, so it continues a
+series.  With --work DIR a run that SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same
+command continues it.  To use several GPUs, start it once per GPU, each time with another
+CUDA_VISIBLE_DEVICES and other --seeds.
 
-The training loss is the mean of the last fifth of the steps.  The report has the mean and standard deviation of each
-arm, and its mean difference over pairs of equal seed, with the 95% interval by Student's t.
+The training loss is the mean of the last fifth of the steps.  The report has the mean and
+standard deviation of each arm, and its mean difference over pairs of equal seed, with the
+95% interval by Student's t.
 """
 
 import argparse
@@ -74,7 +79,10 @@ class Series(NamedTuple):
     def check(self, arm: str) -> None:
         """Raise ConfigError for a key that is unknown, or a value that is not valid."""
         whole, end = parts(self.arms[arm].options)
-        Config.load(ROOT / self.config, {key: value for key, value in (whole | end).items() if key != "from"})
+        Config.load(
+            ROOT / self.config,
+            {key: value for key, value in (whole | end).items() if key != "from"},
+        )
 
     def against(self, arm: str) -> str:
         """Return the arm to compare `arm` with; the baseline if the series no longer has `arm`."""
@@ -82,7 +90,9 @@ class Series(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A mean difference over pairs, and half the width of its 95% interval, which a single pair does not have."""
+    """A mean difference over pairs, and half the width of its 95% interval, which a
+    single pair does not have.
+    """
 
     mean: float
     half_width: float | None
@@ -104,7 +114,9 @@ def read_series(path: Path) -> Series:
             arms[name] = Arm(tree.get("options", {}) | keys, *own)
         return Series(tree["config"], baseline, arms)
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a series ({error!r}); benchmarks/losses has examples") from None
+        raise ConfigError(
+            f"{path}: not a series ({error!r}); benchmarks/losses has examples"
+        ) from None
 
 
 def read_results(path: Path) -> list[Result]:
@@ -112,7 +124,9 @@ def read_results(path: Path) -> list[Result]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except ValueError as error:
-        raise DataError(f"{path}: a line is not a result ({error}); remove the line to repeat its run") from None
+        raise DataError(
+            f"{path}: a line is not a result ({error}); remove the line to repeat its run"
+        ) from None
 
 
 def data_digest(folder: Path) -> str:
@@ -120,12 +134,16 @@ def data_digest(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted([*folder.glob("train_*.bin"), *folder.glob("val_*.bin")]):
         with open(path, "rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            total.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
     return total.hexdigest()[:16]
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values of an option are equal: 2e-3, which YAML reads as text, is 0.002."""
+    """Return whether two values of an option are equal: 2e-3, which
+    YAML reads as text, is 0.002.
+    """
     try:
         return float(a) == float(b)
     except (TypeError, ValueError):
@@ -135,12 +153,21 @@ def _equal(a: Any, b: Any) -> bool:
 def require_same(series: Series, rows: list[Result], data: str) -> None:
     """Raise ConfigError if a result has other options than the series, or other data."""
     for row in rows:
-        options = series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
-        keys = {key: (row["options"].get(key), options.get(key)) for key in row["options"].keys() | options.keys()}
+        options = (
+            series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
+        )
+        keys = {
+            key: (row["options"].get(key), options.get(key))
+            for key in row["options"].keys() | options.keys()
+        }
         keys["data"] = row.get("data", data), data
-        if wrong := [f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)]:
+        if wrong := [
+            f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)
+        ]:
             todo = "choose another --out, or remove the line of this run"
-            raise ConfigError(f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}")
+            raise ConfigError(
+                f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}"
+            )
 
 
 # ---- a run ----
@@ -148,7 +175,9 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
 
 @contextlib.contextmanager
 def folder_of(run: str, work: Path | None) -> Iterator[Path]:
-    """Yield a folder for a run, and remove it; a folder of `work` stays if the run is interrupted."""
+    """Yield a folder for a run, and remove it; a folder of `work` stays
+    if the run is interrupted.
+    """
     if work is None:
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
         with tempfile.TemporaryDirectory(dir=shared) as folder:
@@ -159,12 +188,18 @@ def folder_of(run: str, work: Path | None) -> Iterator[Path]:
         shutil.rmtree(kept, ignore_errors=True)
 
 
-def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Path | None) -> Result | None:
-    """Make a run in processes of its own.  If one fails, print the end of its output and return None."""
+def train(
+    series: Series, arm: str, seed: int, data: Path, digest: str, work: Path | None
+) -> Result | None:
+    """Make a run in processes of its own.  If one fails, print the end of
+    its output and return None.
+    """
     program, options = series.arms[arm].program, series.options(arm, seed)
     with folder_of(f"{arm} {options} {digest}", work) as run_dir:
         for words in commands(series, arm, seed, run_dir, data):
-            with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            with subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as process:
                 try:
                     output, _ = process.communicate()
                 except BaseException:  # of a signal
@@ -173,35 +208,68 @@ def train(series: Series, arm: str, seed: int, data: Path, digest: str, work: Pa
                     raise
             if process.returncode:
                 last = "\n".join(output.splitlines()[-8:])
-                print(f"{arm} seed {seed}: exit code {process.returncode}\n{last}", file=sys.stderr, flush=True)
+                print(
+                    f"{arm} seed {seed}: exit code {process.returncode}\n{last}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return None
-        found = {"arm": arm, "seed": seed, "config": series.config, "program": program, "options": options}
+        found = {
+            "arm": arm,
+            "seed": seed,
+            "config": series.config,
+            "program": program,
+            "options": options,
+        }
         return found | {"data": digest} | figures(run_dir)
 
 
 def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> Iterator[list[str]]:
-    """Yield the command of a run; if the arm has `end.from`, then the command that makes the last steps again."""
+    """Yield the command of a run; if the arm has `end.from`, then the command that
+    makes the last steps again.
+    """
     whole, end = parts(series.options(arm, seed))
     save = {"checkpoint.every": end.pop("from")} if end else {}
     words = [sys.executable, "-m", *series.arms[arm].program.split(), str(ROOT / series.config)]
-    words += ["--run_dir", str(run_dir), "--data.train", f"{data}/train_*.bin", "--data.val", f"{data}/val_*.bin"]
+    words += [
+        "--run_dir",
+        str(run_dir),
+        "--data.train",
+        f"{data}/train_*.bin",
+        "--data.val",
+        f"{data}/val_*.bin",
+    ]
     again = [] if end or series.arms[arm].program != PROGRAM else ["--resume"]
     if not again:
         shutil.rmtree(run_dir, ignore_errors=True)  # what an interrupted run left
-    yield [*words, *again, *(word for key, value in (whole | save).items() for word in (f"--{key}", value))]
+    yield [
+        *words,
+        *again,
+        *(word for key, value in (whole | save).items() for word in (f"--{key}", value)),
+    ]
     if end:
         shutil.rmtree(step_path(run_dir / "checkpoints", int(whole["train.steps"])))
-        yield [*words, "--resume", *(word for key, value in (whole | end).items() for word in (f"--{key}", value))]
+        yield [
+            *words,
+            "--resume",
+            *(word for key, value in (whole | end).items() for word in (f"--{key}", value)),
+        ]
 
 
 def parts(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options of all steps, and those of the last steps without `end.`."""
-    end = {key.removeprefix("end."): str(value) for key, value in options.items() if key.startswith("end.")}
+    end = {
+        key.removeprefix("end."): str(value)
+        for key, value in options.items()
+        if key.startswith("end.")
+    }
     return {key: str(value) for key, value in options.items() if not key.startswith("end.")}, end
 
 
 def figures(run_dir: Path) -> Result:
-    """Return the losses, speed and curve of a run.  A loss that is not finite counts as the last finite loss."""
+    """Return the losses, speed and curve of a run.  A loss that is not finite
+    counts as the last finite loss.
+    """
     records, start = read_metrics(run_dir / METRICS), read_run(run_dir)["starts"][-1]
     steps = [record for record in records if "loss" in record]
     val = [record for record in records if "val_loss" in record][-1:] or [{}]
@@ -228,13 +296,20 @@ def figures(run_dir: Path) -> Result:
 
 
 def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference | None:
-    """Return `arm` minus `other` over the seeds of both; None if no seed is in both, or both are the same arm."""
+    """Return `arm` minus `other` over the seeds of both; None if no seed is in both,
+    or both are the same arm.
+    """
     if arm == other:
         return None
-    mine, others = ({r["seed"]: r for r in rows if r["arm"] == name and r[key] is not None} for name in (arm, other))
+    mine, others = (
+        {r["seed"]: r for r in rows if r["arm"] == name and r[key] is not None}
+        for name in (arm, other)
+    )
     both = [(mine[seed], others[seed]) for seed in sorted(mine.keys() & others.keys())]
     # results of earlier versions do not name their data
-    found = [a[key] - b[key] for a, b in both if len({r["data"] for r in (a, b) if "data" in r}) < 2]
+    found = [
+        a[key] - b[key] for a, b in both if len({r["data"] for r in (a, b) if "data" in r}) < 2
+    ]
     n = len(found)
     if n < 2:
         return Difference(found[0], None, 1) if found else None
@@ -243,8 +318,13 @@ def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference
 
 
 def report(series: Series, rows: list[Result]) -> str:
-    """Return the table, a line for each arm with results: first the arms of the series, then earlier arms."""
-    head = "| arm | runs | training loss | sd | validation | sd | ms | tok/s | difference in training | in validation |"
+    """Return the table, a line for each arm with results: first the arms of the
+    series, then earlier arms.
+    """
+    head = (
+        "| arm | runs | training loss | sd | validation | sd | ms | tok/s | "
+        "difference in training | in validation |"
+    )
     lines = [head, "|---" * 10 + "|"]
     for arm in dict.fromkeys([*series.arms, *(row["arm"] for row in rows)]):
         mine = [row for row in rows if row["arm"] == arm]
@@ -281,7 +361,9 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
         if row := train(series, name, seed, a.data, digest, a.work):
             with open(a.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
-            losses = f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
+            losses = (
+                f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
+            )
             print(f"{number} of {len(runs)}: {name} seed {seed}: {losses}", flush=True)
         failed += row is None
     return failed
@@ -299,15 +381,24 @@ def compare(a: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, help="the series, YAML")
     parser.add_argument("--out", type=Path, required=True, help="results: one line of JSON per run")
     parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
-    parser.add_argument("--work", type=Path, help="directory of unfinished runs; by default they are lost")
-    parser.add_argument("--arm", action="append", help="an arm to train; may be repeated; by default all")
-    parser.add_argument("--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1")
+    parser.add_argument(
+        "--work", type=Path, help="directory of unfinished runs; by default they are lost"
+    )
+    parser.add_argument(
+        "--arm", action="append", help="an arm to train; may be repeated; by default all"
+    )
+    parser.add_argument(
+        "--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1"
+    )
     parser.add_argument("--report", action="store_true", help="train nothing, print the table")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit raises, so that `train` ends its run
+    # sys.exit raises, so that `train` ends its run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return compare(parser.parse_args(words))
     except UserError as error:

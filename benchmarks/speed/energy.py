@@ -11,7 +11,9 @@ Sample = tuple[float, float]  # seconds, joules
 
 
 def mean_watts(samples: Sequence[Sample]) -> float | None:
-    """Return the power between the first and the last change of the counter; None for fewer than two changes."""
+    """Return the power between the first and the last change of the counter; None
+    for fewer than two changes.
+    """
     changes = [b for a, b in zip(samples, samples[1:]) if b[1] != a[1]]
     if len(changes) < 2:
         return None
@@ -20,9 +22,11 @@ def mean_watts(samples: Sequence[Sample]) -> float | None:
 
 
 class Power:
-    """Measures the mean power of this GPU, `watts`, in a `with` block.  The end of the block waits for the GPU.
+    """Measures the mean power of this GPU, `watts`, in a `with` block.  The end of
+    the block waits for the GPU.
 
-    `watts` is None without the package nvidia-ml-py, on a GPU without a counter, and for a block of less than 0.3 s.
+    `watts` is None without the package nvidia-ml-py, on a GPU without a counter, and
+    for a block of less than 0.3 s.
     """
 
     watts: float | None = None
@@ -54,7 +58,9 @@ class Power:
 
 
 def _reader(name: str) -> Callable[[], float] | None:
-    """Return a function that reads a value of this GPU, in thousandths, from NVML; None if NVML does not give it."""
+    """Return a function that reads a value of this GPU, in thousandths, from NVML; None
+    if NVML does not give it.
+    """
     try:
         import pynvml
     except ImportError:

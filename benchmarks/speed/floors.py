@@ -1,4 +1,6 @@
-"""Measures on this GPU what sets floors: the bandwidth of a copy, products of cuBLAS, attention of cuDNN."""
+"""Measures on this GPU what sets floors: the bandwidth of a copy, products of
+cuBLAS, attention of cuDNN.
+"""
 
 import functools
 import statistics
@@ -21,9 +23,11 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def median_ms(function: Callable[[], Any], milliseconds: float = 150.0) -> float:
-    """Return the median time of a call over `milliseconds` of calls, after a warm-up of the same length.
+    """Return the median time of a call over `milliseconds` of calls, after
+    a warm-up of the same length.
 
-    Calls follow each other without a pause: after a pause the clock would be higher than it is in a step.
+    Calls follow each other without a pause: after a pause the clock would be
+    higher than it is in a step.
     """
 
     def timed(calls: int) -> list[float]:
@@ -57,7 +61,9 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def product_ms(layout: str, M: int, N: int, K: int) -> float:
-    """Return the time of torch.mm, bf16 in and out: forward is a @ w.T, dx is a @ w, dw is a.T @ b."""
+    """Return the time of torch.mm, bf16 in and out: forward is a @ w.T,
+    dx is a @ w, dw is a.T @ b.
+    """
     a = _random(K, M).T if layout == "dw" else _random(M, K)
     b = _random(N, K).T if layout == "forward" else _random(K, N)
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
@@ -68,18 +74,25 @@ def product_ms(layout: str, M: int, N: int, K: int) -> float:
 def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
     """Return the time of torch._scaled_mm, a @ w.T of e4m3 [M, K] and [N, K].
 
-    If `fast`, tensor cores sum in their own precision and the result is bf16.  Else sums and result are fp32: dW.
+    If `fast`, tensor cores sum in their own precision and the result is bf16.  Else
+    sums and result are fp32: dW.
     """
     a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
     scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32
-    return median_ms(lambda: torch._scaled_mm(a, w.t(), scale, scale, out_dtype=dtype, use_fast_accum=fast))
+    return median_ms(
+        lambda: torch._scaled_mm(a, w.t(), scale, scale, out_dtype=dtype, use_fast_accum=fast)
+    )
 
 
 @functools.cache
 def attention_ms(name: str, B: int, NH: int, NKV: int, T: int, HS: int) -> float:
-    """Return the time of the library's causal attention, forward or backward; NKV heads have keys and values."""
+    """Return the time of the library's causal attention, forward or backward; NKV
+    heads have keys and values.
+    """
     q, k, v, dout = (_random(B, T, heads, HS).transpose(1, 2) for heads in (NH, NKV, NKV, NH))
-    attention = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=NKV < NH)
+    attention = functools.partial(
+        F.scaled_dot_product_attention, is_causal=True, enable_gqa=NKV < NH
+    )
     with sdpa_kernel(ATTENTION):
         if name == "attention_fwd":
             return median_ms(lambda: attention(q, k, v))

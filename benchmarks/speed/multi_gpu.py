@@ -1,21 +1,26 @@
 """Measures the cost of communication: GPUs train independently and jointly, by turns.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1] [--micro_steps 1] [--rounds 2]
+torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1]
+[--micro_steps 1] [--rounds 2]
     [--precision fp8] [--optimizer muon] [--torch] [--json FILE] [--fp8.keep_bf16 none] ...
 
-The GPUs of a machine differ in speed by some percent, and at the power limit their clocks vary.  A joint step waits for
-the slowest GPU, even if nothing is exchanged.  So three kinds of steps are timed:
+The GPUs of a machine differ in speed by some percent, and at the power limit their
+clocks vary.  A joint step waits for the slowest GPU, even if nothing is exchanged.  So
+three kinds of steps are timed:
 
 alone      independent runs on all GPUs at the same time
-in step    the same, but a step begins when all GPUs have ended the previous step: the cost of waiting alone
+in step    the same, but a step begins when all GPUs have ended the previous
+           step: the cost of waiting alone
 together   one model on all GPUs
 
-A round times a stretch of steps of each kind.  Power, and so speed, depends on temperature and on the numbers that are
-multiplied.  So our stretches begin with the same weights, and every second round reverses the kinds.  Steps before the
-timed ones let ranks synchronise, graphs be captured and clocks fall; round 0 has no others.
+A round times a stretch of steps of each kind.  Power, and so speed, depends on temperature and on
+the numbers that are multiplied.  So our stretches begin with the same weights, and every second
+round reverses the kinds.  Steps before the timed ones let ranks synchronise, graphs be captured and
+clocks fall; round 0 has no others.
 
---torch times PyTorch's DistributedDataParallel: the model, tokens and steps of torch_gpt2.py, `alone` under no_sync.
-Its gradients are bf16 and views of DDP's buckets, so it sends two thirds of the bytes.
+--torch times PyTorch's DistributedDataParallel: the model, tokens and steps of
+torch_gpt2.py, `alone` under no_sync.  Its gradients are bf16 and views of DDP's buckets, so
+it sends two thirds of the bytes.
 """
 
 import argparse
@@ -41,7 +46,8 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.model import Model
 
-Kind = tuple[str, Callable[[int], list[float]]]  # a name, and a function that returns the milliseconds of N steps
+# a name, and a function that returns the milliseconds of N steps
+Kind = tuple[str, Callable[[int], list[float]]]
 
 
 class Ranks(ProcessGroup):
@@ -54,7 +60,9 @@ class Ranks(ProcessGroup):
 
 
 class Pair:
-    """An independent model and one model of all ranks, on the same tokens and in the same memory: only one trains."""
+    """An independent model and one model of all ranks, on the same tokens and in the
+    same memory: only one trains.
+    """
 
     def __init__(self, group: Ranks, config: Config, zero: int):
         def allocate(nbytes: int) -> tuple[Tensor, list[Tensor]]:
@@ -74,11 +82,17 @@ class Pair:
             ("together", lambda steps: self.times(self.together, steps)),
         ]
 
-    def times(self, model: Model, steps: int, between: Callable[[], None] = lambda: None) -> list[float]:
-        """Give a model its initial weights, and in fp8 its first scales; return the milliseconds of steps."""
+    def times(
+        self, model: Model, steps: int, between: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """Give a model its initial weights, and in fp8 its first scales; return
+        the milliseconds of steps.
+        """
         model.initialise(model.config.train.seed)
         calibrated(model, self.packed)
-        return [result.seconds * 1e3 for result in run_steps(model, self.packed, range(steps), between)]
+        return [
+            result.seconds * 1e3 for result in run_steps(model, self.packed, range(steps), between)
+        ]
 
 
 def pytorch(size: str) -> list[Kind]:
@@ -108,10 +122,14 @@ def by_turns(kinds: list[Kind], steps: int, rounds: int) -> dict[str, list[float
 
 
 def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
-    """Return one line per rank with median milliseconds, then tokens/s of joint steps relative to other kinds."""
+    """Return one line per rank with median milliseconds, then tokens/s of joint
+    steps relative to other kinds.
+    """
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
     lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
-    lines += [f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)]
+    lines += [
+        f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)
+    ]
     alone, step = ([rank[kind] for rank in ranks] for kind in ("alone", "together"))
     ms, mean = statistics.median(step), statistics.fmean(1 / a for a in alone)
     of = f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
@@ -122,13 +140,18 @@ def configured(given: argparse.Namespace, keys: list[str]) -> Config:
     """Return the configuration of one GPU alone, from the command line."""
     words = given.size, given.batch, given.recompute, given.precision, given.optimizer
     config = work_of(*words, tuple(keys)).config()
-    return config.replace(train={"total_batch_tokens": given.micro_steps * config.train.step_tokens})
+    return config.replace(
+        train={"total_batch_tokens": given.micro_steps * config.train.step_tokens}
+    )
 
 
 def title_of(config: Config) -> str:
     t = config.train
     micro_steps = t.step_tokens // (t.batch_size * t.seq_len)
-    work = f"{config.model.n_layer} layers, {t.precision}, {config.optim.name}, {micro_steps} x B {t.batch_size}"
+    work = (
+        f"{config.model.n_layer} layers, {t.precision}, "
+        f"{config.optim.name}, {micro_steps} x B {t.batch_size}"
+    )
     return f"{work}, recompute {config.memory.recompute}"
 
 
@@ -136,8 +159,13 @@ def main(config: Config, given: argparse.Namespace) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = Ranks("cuda", 300)
-    control, pair = group.control("multi_gpu"), None if given.torch else Pair(group, config, given.zero)
-    times = control.all_gather(by_turns(pair.kinds if pair else pytorch(given.size), given.steps, given.rounds))
+    control, pair = (
+        group.control("multi_gpu"),
+        None if given.torch else Pair(group, config, given.zero),
+    )
+    times = control.all_gather(
+        by_turns(pair.kinds if pair else pytorch(given.size), given.steps, given.rounds)
+    )
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     if group.rank == 0:
         title = f"{title_of(config)}, ZeRO-{given.zero}" if pair else f"PyTorch, {given.size}"
@@ -155,17 +183,27 @@ if __name__ == "__main__":
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
     parser.add_argument("--batch", type=int, help="sequences on each GPU")
     parser.add_argument("--recompute", help="memory.recompute")
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision")
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name")
+    parser.add_argument(
+        "--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name"
+    )
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage")
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
-    parser.add_argument("--torch", action="store_true", help="PyTorch's DistributedDataParallel in bf16")
+    parser.add_argument(
+        "--torch", action="store_true", help="PyTorch's DistributedDataParallel in bf16"
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps per stretch")
     parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the milliseconds of all steps")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the milliseconds of all steps"
+    )
     given, keys = parser.parse_known_args()
     if given.torch and (given.batch or given.micro_steps > 1):
-        parser.error("--torch: takes one micro-step of the usual batch; leave out --batch and --micro_steps")
+        parser.error(
+            "--torch: takes one micro-step of the usual batch; leave out --batch and --micro_steps"
+        )
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
     main(configured(given, keys), given)

@@ -1,12 +1,15 @@
-"""Times each operation of a training step and compares it with its floor: `python -m benchmarks ops`.
+"""Times each operation of a training step and compares it with its
+floor: `python -m benchmarks ops`.
 
-Each launch is timed between events in the replayed CUDA graph, so caches and clock are as in a step.  (The power limit
-lowers the clock of a busy GPU by about 10%.)  Launches with equal shapes are grouped.
+Each launch is timed between events in the replayed CUDA graph, so caches and clock are
+as in a step.  (The power limit lowers the clock of a busy GPU by about 10%.)  Launches
+with equal shapes are grouped.
 
-A floor is the longer of two times, which this run measures on this GPU.  The library's time is for the same shape and
-layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for attention.  The copy's time is for the same
-bytes: each input read once, each output written once, without recomputation, partial sums and transpositions in fp8.
-Operations without a product have the copy's time alone.  If a kernel beats the library, its floor/ms is above 100%.
+A floor is the longer of two times, which this run measures on this GPU.  The library's time is for
+the same shape and layout: cuBLAS for products, torch._scaled_mm for products in fp8, cuDNN for
+attention.  The copy's time is for the same bytes: each input read once, each output written once,
+without recomputation, partial sums and transpositions in fp8.  Operations without a product have
+the copy's time alone.  If a kernel beats the library, its floor/ms is above 100%.
 The GPU's energy counter gives the joules of a whole step.
 """
 
@@ -36,9 +39,11 @@ Arguments = dict[str, Any]
 WORKSPACE = {"scratch", "rowsum", "delta"}
 # outputs that the launch also reads
 IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropout": ("x",)}
-ACCUMULATED = {"dw", "dw2", "db", "dbias", "dwpe", "losses"}  # outputs that the launch also reads if `acc` is true
+# outputs that the launch also reads if `acc` is true
+ACCUMULATED = {"dw", "dw2", "db", "dbias", "dwpe", "losses"}
 WARMUP = 10  # steps that are not counted: the clock settles within a second
-GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}  # operations that touch only the tokens' rows of wte
+# operations that touch only the tokens' rows of wte
+GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
@@ -73,17 +78,22 @@ def products(name: str, a: Arguments) -> list[tuple[str, int, int, int]]:
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
-    """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes.  A cast only reads `value`."""
+    """Return the tensors of an fp8 operand that a launch reads or, if `output`, writes.
+    A cast only reads `value`.
+    """
     if not output:
         stored = operand.rows if len(operand.rows) else operand.columns
         return [operand.value if name in READ_IN_FULL and operand.value is not None else stored]
     value = None if name.startswith("cast") else operand.value
-    more = [operand.columns] if operand.transposed and name != "attention_fwd" else []  # att.T: attention_bwd
+    # att.T: attention_bwd
+    more = [operand.columns] if operand.transposed and name != "attention_fwd" else []
     return [operand.rows, *more, *([] if value is None else [value])]
 
 
 def flops(name: str, a: Arguments) -> int:
-    """Return multiplications plus additions.  Causal attention takes 2 half products, its backward pass 5."""
+    """Return multiplications plus additions.  Causal attention takes 2 half
+    products, its backward pass 5.
+    """
     if name.startswith("attention"):
         B, NH, T = a["lse"].shape
         return (2 if name == "attention_fwd" else 5) * B * T * T * a["out"].shape[1]
@@ -98,7 +108,9 @@ def attention_sizes(a: Arguments) -> tuple[int, ...]:
 
 
 def moved_bytes(name: str, a: Arguments) -> int:
-    """Return the bytes that are read and written.  A tensor counts twice if it is updated in place or added to."""
+    """Return the bytes that are read and written.  A tensor counts twice if it is
+    updated in place or added to.
+    """
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if a.get("acc") else set()
     total = 0
@@ -109,7 +121,11 @@ def moved_bytes(name: str, a: Arguments) -> int:
         tensors = [value] if isinstance(value, Tensor) else forms(name, value, position < outputs)
         n = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if argument in ("wte", "dwte") and name in GATHERED:
-            rows = a["targets"].numel() if "targets" in a else a["order" if "order" in a else "ids"].numel()
+            rows = (
+                a["targets"].numel()
+                if "targets" in a
+                else a["order" if "order" in a else "ids"].numel()
+            )
             n = min(n, rows * value.shape[1] * tensors[0].element_size())
         total += 2 * n if argument in updated else n
     return total
@@ -126,13 +142,16 @@ class Operation:
     products: list[tuple[str, int, int, int]]
     attention: tuple[int, ...] | None
     fp8: bool = False  # the operands are fp8
-    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # events around each call in a step
+    # events around each call in a step
+    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     ms: list[float] = dataclasses.field(default_factory=list)
 
 
 def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     """Return two events that a CUDA graph records at each replay."""
-    return torch.cuda.Event(enable_timing=True, external=True), torch.cuda.Event(enable_timing=True, external=True)
+    return torch.cuda.Event(enable_timing=True, external=True), torch.cuda.Event(
+        enable_timing=True, external=True
+    )
 
 
 class Timed:
@@ -170,7 +189,9 @@ class Timed:
         if key not in self.operations:
             sizes = attention_sizes(a) if name.startswith("attention") else None
             fp8 = is_fp8(name, a)
-            self.operations[key] = Operation(name, shapes, flops(name, a), nbytes, products(name, a), sizes, fp8)
+            self.operations[key] = Operation(
+                name, shapes, flops(name, a), nbytes, products(name, a), sizes, fp8
+            )
         return self.operations[key]
 
 
@@ -178,17 +199,23 @@ def floor(op: Operation) -> tuple[float, str]:
     """Return the floor of a call on this GPU in milliseconds, and the name of what sets it."""
     found = [(op.nbytes / floors.copy_bandwidth() * 1e3, "copy")]
     if op.products and op.fp8:
-        times = [floors.scaled_product_ms(*sizes, fast=layout != "dw") for layout, *sizes in op.products]
+        times = [
+            floors.scaled_product_ms(*sizes, fast=layout != "dw") for layout, *sizes in op.products
+        ]
         found.append((sum(times), f"{floors.PRODUCTS_BY} fp8"))
     elif op.products:
-        found.append((sum(floors.product_ms(*product) for product in op.products), floors.PRODUCTS_BY))
+        found.append(
+            (sum(floors.product_ms(*product) for product in op.products), floors.PRODUCTS_BY)
+        )
     if op.attention:
         found.append((floors.attention_ms(op.name, *op.attention), floors.ATTENTION_BY))
     return max(found)
 
 
 class OpTime(NamedTuple):
-    """An operation's calls per step, milliseconds per call, floor per call and what sets the floor."""
+    """An operation's calls per step, milliseconds per call, floor per
+    call and what sets the floor.
+    """
 
     op: Operation
     calls: int
@@ -198,7 +225,9 @@ class OpTime(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The milliseconds and the joules of a whole step; joules are None if they cannot be measured."""
+    """The milliseconds and the joules of a whole step; joules are None
+    if they cannot be measured.
+    """
 
     ms: float
     joules: float | None
@@ -213,7 +242,9 @@ def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(WARMUP)))
     with Power() as power:
-        results = [result.seconds for result in run_steps(model, packed, range(WARMUP, WARMUP + steps))]
+        results = [
+            result.seconds for result in run_steps(model, packed, range(WARMUP, WARMUP + steps))
+        ]
     for number in range(steps):  # read the events after each step: a replay overwrites their times
         list(run_steps(model, packed, range(number, number + 1)))
         for op in timed.operations.values():
@@ -229,9 +260,14 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
         operations, step = measure(work, steps)
         gc.collect()  # frees the arena before the next one is allocated
         torch.cuda.empty_cache()
-        rows = [OpTime(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations]
+        rows = [
+            OpTime(op, len(op.spans), statistics.median(op.ms), *floor(op)) for op in operations
+        ]
         rows.sort(key=lambda row: -row.calls * row.ms)
-        title = f"{work.size}, B {work.batch}, T {SIZES[work.size].T}, {work.precision}, recompute {work.recompute}"
+        title = (
+            f"{work.size}, B {work.batch}, T {SIZES[work.size].T}, "
+            f"{work.precision}, recompute {work.recompute}"
+        )
         print(f"{title}; {device.name()}, copy {floors.copy_bandwidth() / 1e12:.2f} TB/s")
         print(table(rows, step))
         found.append(dict(gpu=device.name()) | figures(rows, step))
@@ -240,24 +276,56 @@ def report(works: list[Work], out: Path | None, steps: int = 10) -> None:
 
 
 def table(rows: list[OpTime], step: Step) -> str:
-    """Return one line per operation: calls per step, ms per call and step, work, rates, floor, shares; then sums."""
-    head = ["operation", "shape", "calls", "ms", "ms per step", "GFLOP", "MB", "TFLOP/s", "GB/s", "floor ms", "by"]
+    """Return one line per operation: calls per step, ms per call and step, work, rates,
+    floor, shares; then sums.
+    """
+    head = [
+        "operation",
+        "shape",
+        "calls",
+        "ms",
+        "ms per step",
+        "GFLOP",
+        "MB",
+        "TFLOP/s",
+        "GB/s",
+        "floor ms",
+        "by",
+    ]
     lines = [[*head, "floor/ms", "of step"]]
     for op, calls, ms, least, by in rows:
-        shape = " ".join("x".join(map(str, sizes)) for _, *sizes in op.products) or op.shapes.split(" ")[0]
-        line = [op.name, shape, str(calls), f"{ms:.3f}", f"{calls * ms:.2f}", f"{op.flops / 1e9:.1f}"]
+        shape = (
+            " ".join("x".join(map(str, sizes)) for _, *sizes in op.products)
+            or op.shapes.split(" ")[0]
+        )
+        line = [
+            op.name,
+            shape,
+            str(calls),
+            f"{ms:.3f}",
+            f"{calls * ms:.2f}",
+            f"{op.flops / 1e9:.1f}",
+        ]
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
         line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", by]
         lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step.ms:.1%}"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
+        for line in lines
     ]
-    total, least = sum(row.calls * row.ms for row in rows), sum(row.calls * row.floor for row in rows)
-    energy = "" if step.joules is None else f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
+    total, least = (
+        sum(row.calls * row.ms for row in rows),
+        sum(row.calls * row.floor for row in rows),
+    )
+    energy = (
+        "" if step.joules is None else f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
+    )
     between = f"between kernels {step.ms - total:.1f} ms"
     text.append(f"operations {total:.1f} ms + {between} = step {step.ms:.1f} ms{energy}")
-    text.append(f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x")
+    text.append(
+        f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x"
+    )
     return "\n".join(text)
 
 
@@ -268,4 +336,6 @@ def figures(rows: list[OpTime], step: Step) -> dict[str, Any]:
         ms[row.op.name] += row.calls * row.ms
         least[row.op.name] += row.calls * row.floor
     kinds = [dict(name=name, ms=ms[name], floor_ms=least[name]) for name, _ in ms.most_common()]
-    return dict(step_ms=step.ms, joules=step.joules, floors_ms=sum(least.values()), operations=kinds)
+    return dict(
+        step_ms=step.ms, joules=step.joules, floors_ms=sum(least.values()), operations=kinds
+    )

@@ -1,8 +1,11 @@
-"""Times steps of this package for steps.py, with the trainer's order of launches.  Prints one JSON line.
+"""Times steps of this package for steps.py, with the trainer's order of
+launches.  Prints one JSON line.
 
-python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none] [--precision fp8] [--optim muon] ...
+python -m benchmarks.speed.our_gpt2 SIZE BATCH STEPS START [--recompute none]
+[--precision fp8] [--optim muon] ...
 
-Further options are keys of a configuration, such as --fp8.keep_bf16 none.  Under torchrun each GPU has this work.
+Further options are keys of a configuration, such as --fp8.keep_bf16 none.  Under
+torchrun each GPU has this work.
 """
 
 # ruff: noqa: E402, torch is imported as by a run
@@ -34,7 +37,8 @@ from gpt2_triton.training.lr_schedule import step_inputs
 def run_steps(
     model: Model, packed: torch.Tensor, numbers: range, between: Callable[[], None] = lambda: None
 ) -> Iterator[StepResult]:
-    """Yield the results of steps on the micro-batch `packed`; `between` is called after each launch of a step.
+    """Yield the results of steps on the micro-batch `packed`; `between` is called
+    after each launch of a step.
 
     The result of a step is read after the next launch, so the device never waits for the host.
     """

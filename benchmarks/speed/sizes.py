@@ -27,7 +27,9 @@ SIZES = MODELS | {"llama:c768": Size(64, "none"), "llama:1b": Size(8, "gelu+ln",
 
 
 class Work(NamedTuple):
-    """The work of a step: model.size, sequences, memory.recompute, train.precision, optim.name, and further keys."""
+    """The work of a step: model.size, sequences, memory.recompute, train.precision,
+    optim.name, and further keys.
+    """
 
     size: str
     batch: int
@@ -37,7 +39,9 @@ class Work(NamedTuple):
     keys: tuple[str, ...] = ()  # words of a command line, as --fp8.keep_bf16 none
 
     def config(self, n_layer: int | None = None) -> Config:
-        """Return the configuration of a run in bf16 with stochastic rounding; n_layer replaces the size's n_layer."""
+        """Return the configuration of a run in bf16 with stochastic rounding; n_layer
+        replaces the size's n_layer.
+        """
         config = Config.model_validate(
             dict(
                 model=dict(size=self.size),
@@ -60,9 +64,13 @@ def work_of(
     size: str, batch: int | None = None, recompute: str | None = None, precision: str = "bf16",
     optim: str = "adamw", keys: tuple[str, ...] = (),
 ) -> Work:  # fmt: skip
-    """Return the work of a size, with the batch and recompute level of SIZES unless others are given."""
+    """Return the work of a size, with the batch and recompute level of
+    SIZES unless others are given.
+    """
     default = SIZES[size]
-    return Work(size, batch or default.batch, recompute or default.recompute, precision, optim, keys)
+    return Work(
+        size, batch or default.batch, recompute or default.recompute, precision, optim, keys
+    )
 
 
 def tokens_of(config: Config) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,13 @@
-"""Times training steps of GPT-2 and Llama 3, ours and PyTorch's, on the same GPU: `python -m benchmarks steps`.
+"""Times training steps of GPT-2 and Llama 3, ours and PyTorch's, on the same GPU:
+`python -m benchmarks steps`.
 
-Each run is a process of its own, as a user's run is.  A step is forward, backward, clipping and the update; all steps
-take the same random tokens.  A step's time runs from the end of the previous step to its own end, and the host does not
-wait in between.  Figures are medians of the steps after the fifth.  Joules come from the GPU's energy counter.
-Our memory is the decrease of free device memory, so it includes kernels and graphs.  PyTorch's memory is the peak of
-its tensors, without the allocator's reserve.  Neither includes the CUDA context.
+Each run is a process of its own, as a user's run is.  A step is forward, backward, clipping and the
+update; all steps take the same random tokens.  A step's time runs from the end of the previous step
+to its own end, and the host does not wait in between.  Figures are medians of the steps after the
+fifth.  Joules come from the GPU's energy counter.
+Our memory is the decrease of free device memory, so it includes kernels and graphs.
+PyTorch's memory is the peak of its tensors, without the allocator's reserve.
+Neither includes the CUDA context.
 """
 
 import itertools
@@ -25,7 +28,9 @@ from gpt2_triton import device
 
 
 class Program(NamedTuple):
-    """A module that times steps in a process, with its arguments after SIZE BATCH STEPS START, and what starts it."""
+    """A module that times steps in a process, with its arguments after SIZE BATCH STEPS
+    START, and what starts it.
+    """
 
     name: str
     module: str
@@ -47,7 +52,13 @@ def ours(work: Work, code: Code | None = None) -> Program:
     words = ["--recompute", work.recompute, "--precision", work.precision, "--optim", work.optim]
     name = f"ours {work.precision}" + ("" if work.optim == "adamw" else f" {work.optim}")
     name += f", {as_gpu.title(code)}" if code else ""
-    return Program(name, "benchmarks.speed.our_gpt2", (*words, *work.keys), work.recompute, as_gpu.program(code))
+    return Program(
+        name,
+        "benchmarks.speed.our_gpt2",
+        (*words, *work.keys),
+        work.recompute,
+        as_gpu.program(code),
+    )
 
 
 def torchrun(gpus: int) -> tuple[str, ...]:
@@ -56,40 +67,80 @@ def torchrun(gpus: int) -> tuple[str, ...]:
 
 
 def within(seconds: float | None) -> list[str]:
-    """Return the words before a module that run it and ask it to end at the limit; a killed torchrun leaves ranks."""
-    return ["timeout", "--foreground", "--kill-after=60", f"{seconds or 0:.0f}", sys.executable, "-m"]
+    """Return the words before a module that run it and ask it to end at the limit; a
+    killed torchrun leaves ranks.
+    """
+    return [
+        "timeout",
+        "--foreground",
+        "--kill-after=60",
+        f"{seconds or 0:.0f}",
+        sys.executable,
+        "-m",
+    ]
 
 
-def compare(works: list[Work], steps: int, baseline: str, out: Path | None, code: Code | None = None) -> int:
-    """Run, print the table, and write the figures as JSON.  Return 1 if a run fails; its cells stay empty."""
+def compare(
+    works: list[Work], steps: int, baseline: str, out: Path | None, code: Code | None = None
+) -> int:
+    """Run, print the table, and write the figures as JSON.  Return 1 if a run
+    fails; its cells stay empty.
+    """
     rows: list[dict[str, Any]] = []
     for (size, batch), group in itertools.groupby(works, key=lambda work: (work.size, work.batch)):
         for program in (*(ours(work, code) for work in group), *BASELINES[baseline]):
             found: dict[str, Any] | None = None
             with suppress(subprocess.CalledProcessError):  # its stderr is printed
                 found = run_program(program, size, batch, steps)
-            rows.append(dict(size=size, batch=batch, program=program.name, recompute=program.recompute, report=found))
+            rows.append(
+                dict(
+                    size=size,
+                    batch=batch,
+                    program=program.name,
+                    recompute=program.recompute,
+                    report=found,
+                )
+            )
             if out:
-                out.write_text(json.dumps(dict(gpu=device.name(), steps=steps, rows=rows), indent=1) + "\n")
+                out.write_text(
+                    json.dumps(dict(gpu=device.name(), steps=steps, rows=rows), indent=1) + "\n"
+                )
     print(f"\n{device.name()}\n{table(rows, device.peak_flops())}")
     return int(any(row["report"] is None for row in rows))
 
 
 def run_program(
-    program: Program, size: str, batch: int, steps: int, limit: float | None = None, env: Mapping[str, str] = {}
+    program: Program,
+    size: str,
+    batch: int,
+    steps: int,
+    limit: float | None = None,
+    env: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Run the program, with more variables in its environment, and return its report.
 
-    If it fails, print its stderr and raise CalledProcessError.  Raise TimeoutExpired after `limit` seconds.
+    If it fails, print its stderr and raise CalledProcessError.  Raise
+    TimeoutExpired after `limit` seconds.
     """
     name, start = f"{program.name} {size} B {batch}", time.time()
-    words = [*program.launcher, program.module, size, str(batch), str(steps), str(start), *program.arguments]
+    words = [
+        *program.launcher,
+        program.module,
+        size,
+        str(batch),
+        str(steps),
+        str(start),
+        *program.arguments,
+    ]
     command = [*within(limit), *words]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
     if limit and run.returncode == 124:
         raise subprocess.TimeoutExpired(command, limit)
     if run.returncode:
-        print(f"{name}: failed with code {run.returncode}, {time.time() - start:.0f} s in all", flush=True)
+        print(
+            f"{name}: failed with code {run.returncode}, {time.time() - start:.0f} s in all",
+            flush=True,
+        )
         print(run.stderr, file=sys.stderr, flush=True)
         raise subprocess.CalledProcessError(run.returncode, command)
     report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
@@ -97,11 +148,25 @@ def run_program(
     return report
 
 
-HEAD = ["size", "B", "program", "recompute", "ms", "tok/s", "MFU", "J", "GiB", "planned", "first step s"]
+HEAD = [
+    "size",
+    "B",
+    "program",
+    "recompute",
+    "ms",
+    "tok/s",
+    "MFU",
+    "J",
+    "GiB",
+    "planned",
+    "first step s",
+]
 
 
 def table(rows: list[dict[str, Any]], peak: float | None) -> str:
-    """Return one line per run: J per step, MFU at bf16's peak, speed and memory relative to PyTorch in bf16."""
+    """Return one line per run: J per step, MFU at bf16's peak, speed and memory
+    relative to PyTorch in bf16.
+    """
     lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:
@@ -110,12 +175,28 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
         if found:
             config = work_of(row["size"], row["batch"], row["recompute"]).config()
             rate, flops = config.train.step_tokens / found["ms"] * 1e3, config.flops_per_token
-            line += [f"{found['ms']:.1f}", f"{rate:,.0f}", f"{rate * flops / peak:.1%}" if peak else "-"]
-            line += ["-" if found.get("joules") is None else f"{found['joules']:.1f}", f"{found['gib']:.2f}"]
-            line += [f"{found['planned']:.2f}" if "planned" in found else "-", f"{found['first_step']:.1f}"]
+            line += [
+                f"{found['ms']:.1f}",
+                f"{rate:,.0f}",
+                f"{rate * flops / peak:.1%}" if peak else "-",
+            ]
+            line += [
+                "-" if found.get("joules") is None else f"{found['joules']:.1f}",
+                f"{found['gib']:.2f}",
+            ]
+            line += [
+                f"{found['planned']:.2f}" if "planned" in found else "-",
+                f"{found['first_step']:.1f}",
+            ]
         line += ["-"] * (len(HEAD) - len(line))
         both = found and other
-        line += [f"{other['ms'] / found['ms']:.3f}x", f"{found['gib'] / other['gib']:.2f}x"] if both else ["-", "-"]
+        line += (
+            [f"{other['ms'] / found['ms']:.3f}x", f"{found['gib'] / other['gib']:.2f}x"]
+            if both
+            else ["-", "-"]
+        )
         lines.append(line)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines
+    )

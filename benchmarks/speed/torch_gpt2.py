@@ -1,14 +1,17 @@
-"""GPT-2 in PyTorch, written to be fast on one GPU: the baseline of `python -m benchmarks steps`, also for Llama 3.
+"""GPT-2 in PyTorch, written to be fast on one GPU: the baseline of
+`python -m benchmarks steps`, also for Llama 3.
 
-Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with gradient clipping,
-no host synchronisation between steps.  Prints one JSON line.
+Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with
+gradient clipping, no host synchronisation between steps.  Prints one JSON line.
 
-    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [--fp8 rowwise] [--optim muon] [--weights fp32]
+    python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [--fp8 rowwise]
+        [--optim muon] [--weights fp32]
 
---fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built for the installed
-torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.  --weights fp32 computes
-under bf16 autocast.  --micro_steps 2 adds up the gradients of two batches in a step.  --chunks 8 computes GPT-2's
-loss in eight parts, and each part's logits again in the backward pass.
+--fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built
+for the installed torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and
+AdamW the rest.  --weights fp32 computes under bf16 autocast.  --micro_steps 2 adds up the
+gradients of two batches in a step.  --chunks 8 computes GPT-2's loss in eight parts, and each
+part's logits again in the backward pass.
 """
 
 import argparse
@@ -78,22 +81,37 @@ class GPT2(nn.Module):
 
 
 def build(size: str, optim: str = "adamw") -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Return a model in bf16 and its optimizers: AdamW; with `muon` torch.optim.Muon for the matrices of the layers."""
+    """Return a model in bf16 and its optimizers: AdamW; with `muon` torch.optim.Muon for
+    the matrices of the layers.
+    """
     torch.manual_seed(0)
     config = work_of(size).config().model
     model = (GPT2 if config.arch == "gpt2" else Llama)(config).cuda().bfloat16()
-    inside = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
+    inside = {
+        name: p
+        for name, p in model.named_parameters()
+        if name.startswith("layers.") and p.dim() == 2
+    }
     inside = inside if optim == "muon" else {}
     rest = [p for name, p in model.named_parameters() if name not in inside]
     adamw = torch.optim.AdamW(rest, lr=3e-4, fused=True, betas=(0.9, 0.95), weight_decay=0.1)
-    return model, [adamw, *([torch.optim.Muon(inside.values(), lr=3e-4, weight_decay=0.1)] if inside else ())]
+    return model, [
+        adamw,
+        *([torch.optim.Muon(inside.values(), lr=3e-4, weight_decay=0.1)] if inside else ()),
+    ]
 
 
 def run_steps(
-    model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], steps: int, micro_steps: int = 1
+    model: Any,
+    optimizers: list[Any],
+    batch: tuple[Tensor, Tensor],
+    steps: int,
+    micro_steps: int = 1,
 ) -> tuple[list[float], Tensor]:
     """Run steps; return the milliseconds of each and the last loss."""
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32)
+    autocast = torch.autocast(
+        "cuda", torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32
+    )
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     with sdpa_kernel(ATTENTION):
         marks[0].record()
@@ -112,16 +130,22 @@ def run_steps(
 
 
 def in_float8(model: nn.Module, recipe: str) -> nn.Module:
-    """Replace the layers' linears, but not the head, by torchao's linears of a recipe; return the model."""
+    """Replace the layers' linears, but not the head, by torchao's linears of a
+    recipe; return the model.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(
-        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=lambda _, name: "layers." in name
+        model,
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda _, name: "layers." in name,
     )
 
 
 def batch_of(size: str, batch: int, seq_len: int | None) -> tuple[Tensor, Tensor]:
-    tokens = tokens_of(work_of(size, batch, keys=("--train.seq_len", str(seq_len)) if seq_len else ()).config())
+    tokens = tokens_of(
+        work_of(size, batch, keys=("--train.seq_len", str(seq_len)) if seq_len else ()).config()
+    )
     ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens)
     return ids, targets
 
@@ -141,20 +165,28 @@ def main(a: argparse.Namespace) -> None:
     with Power() as power:
         times, loss = run(a.steps - 5)
     ms = statistics.median(times)
-    report = dict(ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30)
+    report = dict(
+        ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30
+    )
     print(json.dumps(report | dict(first_step=first_step, loss=loss.item())), flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("batch", type=int)
     parser.add_argument("steps", type=int, help="the first five are not counted")
     parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument("--fp8", choices=("tensorwise", "rowwise"), help="torchao's recipe for the layers' products")
+    parser.add_argument(
+        "--fp8", choices=("tensorwise", "rowwise"), help="torchao's recipe for the layers' products"
+    )
     parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast")
+    parser.add_argument(
+        "--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast"
+    )
     parser.add_argument("--micro_steps", type=int, default=1, help="batches in a step")
-    parser.add_argument("--chunks", type=int, default=1, help="pieces in which GPT-2's loss is computed")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="pieces in which GPT-2's loss is computed"
+    )
     parser.add_argument("--seq_len", type=int, help="tokens of a sequence; by default the size's")
     main(parser.parse_args())

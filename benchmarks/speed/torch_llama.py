@@ -16,8 +16,14 @@ class Block(nn.Module):
         C, self.HS = c.n_embd, c.n_embd // c.n_head
         self.norm_1, self.norm_2 = nn.RMSNorm(C, c.norm_eps), nn.RMSNorm(C, c.norm_eps)
         self.sections = C, c.kv_channels, c.kv_channels
-        self.qkv, self.attproj = nn.Linear(C, sum(self.sections), bias=False), nn.Linear(C, C, bias=False)
-        self.fc, self.fcproj = nn.Linear(C, 2 * c.inner, bias=False), nn.Linear(c.inner, C, bias=False)
+        self.qkv, self.attproj = (
+            nn.Linear(C, sum(self.sections), bias=False),
+            nn.Linear(C, C, bias=False),
+        )
+        self.fc, self.fcproj = (
+            nn.Linear(C, 2 * c.inner, bias=False),
+            nn.Linear(c.inner, C, bias=False),
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, C = x.shape

@@ -1,4 +1,5 @@
-"""Stops a training step before each launch, to repeat the launch with other launch parameters, compare and time it.
+"""Stops a training step before each launch, to repeat the launch with other launch
+parameters, compare and time it.
 
 The tensors that a call writes are saved and restored, so the step continues with unchanged data.
 """
@@ -28,7 +29,8 @@ from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.cuda import capture
 from gpt2_triton.model.model import Model
 
-REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)  # by the compiler, the driver or the launcher
+# by the compiler, the driver or the launcher
+REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)
 DIFFERS = "its numbers differ from the current row's"
 SAMPLE_MS = 1.0  # time that a graph's launches take together: events resolve about a microsecond
 BLOCK, CHUNK = 256, 1 << 24  # numbers in a block, which has one error; numbers compared at a time
@@ -83,9 +85,15 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Launcher, shapes and flags, without other arguments: equal for calls that take the same time."""
+        """Launcher, shapes and flags, without other arguments: equal for
+        calls that take the same time.
+        """
         parts = [
-            "x".join(map(str, v.shape)) if isinstance(v, Tensor) else str(v) if v is None or type(v) is bool else "."
+            "x".join(map(str, v.shape))
+            if isinstance(v, Tensor)
+            else str(v)
+            if v is None or type(v) is bool
+            else "."
             for v in (*self.args, *self.keywords.values())
         ]
         return " ".join([self.launcher.__name__, *parts])
@@ -122,7 +130,9 @@ class Interceptor:
 
 
 def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call], None]) -> None:
-    """Run two steps of one layer: the first records each call's rows, the second calls on_call before each call."""
+    """Run two steps of one layer: the first records each call's rows, the second calls
+    on_call before each call.
+    """
     K = Interceptor(rows)
     model, packed = model_of(work_of(size, batch, None).config(n_layer=1), K)
     K.used = {}
@@ -136,21 +146,25 @@ def intercepted_step(size: str, batch: int, rows: Rows, on_call: Callable[[Call]
 
 
 def model_of(config: Any, K: Any) -> tuple[Model, Tensor]:
-    """Return an initialised model that launches eagerly, and a batch whose tokens have the frequencies of words."""
+    """Return an initialised model that launches eagerly, and a batch whose tokens have
+    the frequencies of words.
+    """
     model = Model(config, K, "cuda")
     model.compile()
     model.initialise(config.train.seed)
     model.eager = True
     B = config.train.batch_size
     tokens = (np.random.default_rng(1).zipf(1.2, (B, T + 1)) % VOCAB).astype(np.int32)
-    return model, pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size).pin_memory()
+    return model, pack_batch(
+        None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size
+    ).pin_memory()
 
 
 def worst(got: Tensor, want: Tensor) -> float:
     """Return the largest ||got - want|| / ||want|| over blocks of BLOCK consecutive numbers.
 
-    A block's ||want|| is replaced by the root mean square over blocks if that is larger.  NaN in both means that no
-    kernel wrote the number, and is no error; NaN in one is an infinite error.
+    A block's ||want|| is replaced by the root mean square over blocks if that is larger.  NaN in
+    both means that no kernel wrote the number, and is no error; NaN in one is an infinite error.
     """
     wrong, size = [], []
     for a, b in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK)):
@@ -167,7 +181,9 @@ def worst(got: Tensor, want: Tensor) -> float:
 
 
 class Trial:
-    """A call, the contents of its outputs before the launch, and its results with the current row."""
+    """A call, the contents of its outputs before the launch, and its
+    results with the current row.
+    """
 
     def __init__(self, call: Call):
         self.call = call
@@ -184,13 +200,16 @@ class Trial:
         for tensor in self.outs:
             name = _name(self.call, tensor)
             if name == "rowsum":
-                results.append(tensor[: len(self.outs[0])])  # the sums of p's rows; those of its tiles follow
+                # the sums of p's rows; those of its tiles follow
+                results.append(tensor[: len(self.outs[0])])
             elif name != "scratch":
                 results.append(tensor)
         return results
 
     def _again(self) -> None:
-        """Restore the outputs that the call reads, fill the others with NaN, and repeat the call."""
+        """Restore the outputs that the call reads, fill the others with
+        NaN, and repeat the call.
+        """
         for tensor, before, read in zip(self.outs, self.before, self.read):
             if read:
                 tensor.copy_(before)
@@ -208,16 +227,24 @@ class Trial:
         return max(1, min(50, math.ceil(SAMPLE_MS / max(before.elapsed_time(after), 1e-3))))
 
     def fault(self, tolerance: float) -> str | None:
-        """Return why the row cannot be used: an error, or outputs that differ from the current row's; else None."""
+        """Return why the row cannot be used: an error, or outputs that differ from the
+        current row's; else None.
+        """
         try:
             self._again()
         except REFUSED as refused:
-            return f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
+            return (
+                f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
+            )
         error = max(worst(got, want) for got, want in zip(self._results(), self.want))
-        return None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
+        return (
+            None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
+        )
 
     def graph(self) -> tuple[Any, int]:
-        """Return a graph that repeats the launch for about SAMPLE_MS, and the number of launches in it."""
+        """Return a graph that repeats the launch for about SAMPLE_MS, and the
+        number of launches in it.
+        """
 
         def launches() -> None:
             for _ in range(self.launches):
@@ -238,7 +265,9 @@ def _name(call: Call, tensor: Tensor) -> str:
 def _updated(call: Call, out: Tensor) -> bool:
     """Return whether the call reads this output's old content."""
     name, inputs = _name(call, out), call.args[call.launcher.outputs :]
-    added_to = name in ACCUMULATED or name == "dx" or name in IN_PLACE.get(call.launcher.__name__, ())
+    added_to = (
+        name in ACCUMULATED or name == "dx" or name in IN_PLACE.get(call.launcher.__name__, ())
+    )
     return added_to or any(_overlap(out, t) for t in inputs if isinstance(t, Tensor))
 
 
@@ -249,14 +278,16 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def interleaved(graphs: dict[int, tuple[Any, int]], rounds: int) -> dict[int, float]:
     """Return the median milliseconds of a launch of each graph.
 
-    Each round replays each graph once, in an order that rotates from round to round.  The first round warms up.
+    Each round replays each graph once, in an order that rotates from round to
+    round.  The first round warms up.
     """
     spans: dict[int, list[float]] = {i: [] for i in graphs}
     order = list(graphs)
     for number in range(rounds + 1):
         at = number * len(order) // (rounds + 1)
         marks = {}
-        torch.cuda._sleep(AHEAD)  # the GPU waits until the host has queued the launches, so no gaps are measured
+        # the GPU waits until the host has queued the launches, so no gaps are measured
+        torch.cuda._sleep(AHEAD)
         for i in order[at:] + order[:at]:
             before, after = marks[i] = events()
             before.record()

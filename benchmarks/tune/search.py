@@ -1,12 +1,14 @@
 """Searches launch parameters for this GPU: `python -m benchmarks tune`.
 
-A row of the table holds the launch parameters of one operation.  The search runs a step of each size with one layer,
-and stops before each launch.  Candidates for the rows of this launch are compiled on all cores, and their outputs are
-compared with the current row's outputs.  Then all are timed as CUDA graphs, in rounds with a rotating order, because
-the clock of a loaded GPU drifts by 5 to 8%.
+A row of the table holds the launch parameters of one operation.  The search runs a step of
+each size with one layer, and stops before each launch.  Candidates for the rows of this
+launch are compiled on all cores, and their outputs are compared with the current row's
+outputs.  Then all are timed as CUDA graphs, in rounds with a rotating order, because the
+clock of a loaded GPU drifts by 5 to 8%.
 
-All candidates are timed briefly first.  Since the best of forty short timings is partly luck, the best few are then
-timed longer, beside the current row.  A candidate replaces the row if all launches that use the row gain 2% together.
+All candidates are timed briefly first.  Since the best of forty short timings is partly luck, the
+best few are then timed longer, beside the current row.  A candidate replaces the row if all
+launches that use the row gain 2% together.
 """
 
 import contextlib
@@ -34,19 +36,30 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, plan_memo
 GAIN = 1.02  # the least gain that replaces a row: twice the variation of a median over FINAL rounds
 SCREEN, FINAL = 5, 25  # rounds
 FINALISTS = 3  # candidates that are timed longer, beside the current row
-# bound of ||difference|| / ||current|| over 256 numbers: an error of one bf16 unit in each number gives at most 2^-7,
-# a missing tile or key at least 0.1
+# bound of ||difference|| / ||current|| over 256 numbers: an error of one bf16 unit in each number
+# gives at most 2^-7, a missing tile or key at least 0.1
 TOLERANCE = 2.0**-6
 DTYPE = "bf16"
-LEAST_BATCH = 4  # sequences: a size that fits with fewer sequences is tuned only if --sizes names it
+# sequences: a size that fits with fewer sequences is tuned only if --sizes names it
+LEAST_BATCH = 4
 # on Hopper, kernels/hopper runs these operations with constants, at every size that is tuned
-HOPPER_OPS = {"matmul", "matmul_dw", "classifier_fwd", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
+HOPPER_OPS = {
+    "matmul",
+    "matmul_dw",
+    "classifier_fwd",
+    "attention_fwd",
+    "attention_bwd_dq",
+    "attention_bwd_dkdv",
+}
 
-Times = dict[str, list[float | None]]  # size: for each candidate, total ms of the launches that use the row
+# size: for each candidate, total ms of the launches that use the row
+Times = dict[str, list[float | None]]
 
 
 def select(only: str | None) -> list[str]:
-    """Return the operations to tune on this GPU: all, or those that `only` names by name or first word."""
+    """Return the operations to tune on this GPU: all, or those that `only`
+    names by name or first word.
+    """
     ops = [op for op in SPACE if not (tuning.is_hopper() and op in HOPPER_OPS)]
     if only is None:
         return ops
@@ -57,12 +70,17 @@ def select(only: str | None) -> list[str]:
             raise ConfigError(f"--only: unknown {word}; known are {', '.join([*families, *SPACE])}")
     chosen = [op for op in ops if op in wanted or op.split("_")[0] in wanted]
     if not chosen:
-        raise ConfigError(f"--only: {only} has no rows to tune on this GPU: kernels/hopper runs it, without a table")
+        raise ConfigError(
+            f"--only: {only} has no rows to tune on this GPU: "
+            "kernels/hopper runs it, without a table"
+        )
     return chosen
 
 
 def gain(times: Times, i: int) -> float:
-    """Return old time / new time, as a geometric mean over sizes; 0 if the candidate failed or loses 2% at any size."""
+    """Return old time / new time, as a geometric mean over sizes; 0 if the candidate
+    failed or loses 2% at any size.
+    """
     ratios = []
     for column in times.values():
         old, new = column[0], column[i]
@@ -86,13 +104,18 @@ def winner(rows: list[Row], times: Times) -> int:
 
 
 def batches_of(sizes: list[str] | None, batch: int | None, budget: int) -> dict[str, int]:
-    """Return the batch of each size to tune: `batch`, else the largest up to MODELS' batch that fits `budget` bytes.
+    """Return the batch of each size to tune: `batch`, else the largest up to MODELS'
+    batch that fits `budget` bytes.
 
     Without `sizes`, take each size that fits with LEAST_BATCH sequences, or d12 if none fits.
     """
-    found = {size: _fitting_batch(size, batch or MODELS[size].batch, budget) for size in sizes or MODELS}
+    found = {
+        size: _fitting_batch(size, batch or MODELS[size].batch, budget) for size in sizes or MODELS
+    }
     if not sizes:
-        large = {size: B for size, B in found.items() if B >= min(LEAST_BATCH, batch or LEAST_BATCH)}
+        large = {
+            size: B for size, B in found.items() if B >= min(LEAST_BATCH, batch or LEAST_BATCH)
+        }
         found = large or {"d12": found["d12"]}
     return {size: batch or B for size, B in found.items()}
 
@@ -104,7 +127,9 @@ def _fitting_batch(size: str, B: int, budget: int) -> int:
 
 
 class Search:
-    """One pass over the sizes.  It times all candidates for a row at each call that uses the row."""
+    """One pass over the sizes.  It times all candidates for a row at
+    each call that uses the row.
+    """
 
     def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int):
         self.rows, self.tries, self.rounds = rows, tries, rounds
@@ -133,8 +158,13 @@ class Search:
         return self
 
     def _measure(self, size: str, op: str, call: Call) -> None:
-        """Compile, compare and time the candidates of `op` at this call, and add the times to `self.times`."""
-        key, choices = (op, DTYPE), {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped}
+        """Compile, compare and time the candidates of `op` at this call, and add
+        the times to `self.times`.
+        """
+        key, choices = (
+            (op, DTYPE),
+            {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped},
+        )
         with kernels.compiling(ignore_errors=True):
             for row in choices.values():
                 with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
@@ -156,14 +186,24 @@ class Search:
 
 
 def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path | None) -> int:
-    """Search, print each row's old and new milliseconds, and write the table if a row gains or the GPU has no table."""
+    """Search, print each row's old and new milliseconds, and write the table if a row
+    gains or the GPU has no table.
+    """
     ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
-    properties, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), bool(torch.version.hip)
-    shared = getattr(properties, "shared_memory_per_block" if amd else "shared_memory_per_block_optin")
+    properties, amd = (
+        torch.cuda.get_device_properties(torch.cuda.current_device()),
+        bool(torch.version.hip),
+    )
+    shared = getattr(
+        properties, "shared_memory_per_block" if amd else "shared_memory_per_block_optin"
+    )
     tries = {op: candidates(op, table.rows[op, DTYPE], shared, caps=not amd) for op in ops}
     batches = batches_of(sizes, batch, memory_bytes(None) - CONTEXT_BYTES - MODULE_BYTES)
     target = out or table_file.given_file() or tables.file_of(table, table_file.table_name(), gpu)
-    print_line(f"tuning for {gpu}, some minutes: {', '.join(f'{size} B {B}' for size, B in batches.items())}")
+    print_line(
+        f"tuning for {gpu}, some minutes: "
+        f"{', '.join(f'{size} B {B}' for size, B in batches.items())}"
+    )
     began = time.monotonic()
     with calls.recorded_rows() as rows, Progress("tuning", None, "measurements") as progress:
 
@@ -192,7 +232,9 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
 
 
 def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
-    """Return one line per row: old ms over all sizes, ms of the best candidate, gain, changed parameters."""
+    """Return one line per row: old ms over all sizes, ms of the best candidate,
+    gain, changed parameters.
+    """
     lines = [["row", "old ms", "new ms", "gain", ""]]
     for op, rows in tries.items():
         best = max(range(1, len(rows)), key=lambda i: gain(times[op], i), default=0)
@@ -200,19 +242,35 @@ def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
             lines.append([op, "-", "-", "-", "unchanged"])
             continue
         old, new = (sum(column[i] or 0.0 for column in times[op].values()) for i in (0, best))
-        changed = ", ".join(f"{n} {rows[0].get(n, '-')} -> {v}" for n, v in rows[best].items() if rows[0].get(n) != v)
+        changed = ", ".join(
+            f"{n} {rows[0].get(n, '-')} -> {v}"
+            for n, v in rows[best].items()
+            if rows[0].get(n) != v
+        )
         verdict = changed if winner(rows, times[op]) else f"unchanged ({changed})"
         lines.append([op, f"{old:.3f}", f"{new:.3f}", f"{gain(times[op], best) - 1:+.1%}", verdict])
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:4], widths[1:])), line[4]]).rstrip()
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(line[1:4], widths[1:])),
+                line[4],
+            ]
+        ).rstrip()
         for line in lines
     )
 
 
 def faults(*searches: Search) -> list[str]:
-    """Return a line that counts candidates which do not compile or fit, and a line per wrong candidate."""
-    reasons = [(op, i, search.tries[op][i], r) for search in searches for (op, i), r in search.dropped.items()]
+    """Return a line that counts candidates which do not compile or fit, and a
+    line per wrong candidate.
+    """
+    reasons = [
+        (op, i, search.tries[op][i], r)
+        for search in searches
+        for (op, i), r in search.dropped.items()
+    ]
     wrong = [f"WRONG: {op} {row}: {r}" for op, _, row, r in reasons if r.startswith(calls.DIFFERS)]
     unfit = len(reasons) - len(wrong)
     return ([f"{unfit} candidates need more than this GPU has"] if unfit else []) + wrong

@@ -1,4 +1,6 @@
-"""Tables of launch parameters as `benchmarks tune` writes them: one row per line, so that a diff shows changed rows."""
+"""Tables of launch parameters as `benchmarks tune` writes them: one row per line, so that
+a diff shows changed rows.
+"""
 
 import datetime
 import json
@@ -42,9 +44,15 @@ def text(table: Table) -> str:
         first, *others = by_dtype.values()
         if others == [first]:
             by_dtype = {"any": first}
-        lines = ",\n".join(f"      {json.dumps(dtype)}: {json.dumps(row)}" for dtype, row in by_dtype.items())
+        lines = ",\n".join(
+            f"      {json.dumps(dtype)}: {json.dumps(row)}" for dtype, row in by_dtype.items()
+        )
         rows.append(f"    {json.dumps(op)}: {{\n{lines}\n    }}")
-    fields = {k: v for k, v in table._asdict().items() if k not in ("notes", "rows") and (v or k != "version")}
+    fields = {
+        k: v
+        for k, v in table._asdict().items()
+        if k not in ("notes", "rows") and (v or k != "version")
+    }
     head = [f"  {json.dumps(k)}: {json.dumps(v)}," for k, v in fields.items()]
     notes = ",".join(f"\n    {json.dumps(note)}" for note in table.notes)
     notes = f'  "notes": [{notes}\n  ],' if notes else '  "notes": [],'

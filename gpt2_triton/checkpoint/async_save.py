@@ -1,4 +1,6 @@
-"""Save checkpoints while training continues: tensors are copied to host memory, and a thread writes the copy."""
+"""Save checkpoints while training continues: tensors are copied to host memory, and
+a thread writes the copy.
+"""
 
 import threading
 import time
@@ -21,34 +23,51 @@ LONG_WAIT = 2.0  # seconds
 class AsyncCheckpointer:
     """Writes checkpoints in a thread.  If a write fails, training continues after a warning."""
 
-    def __init__(self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS):
+    def __init__(
+        self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS
+    ):
         self._directory, self._retention, self._control = directory, retention, control
         self._host: dict[str, Tensor] = {}
         self._step = 0  # of the last save
-        self._written: tuple[int, dict[str, Any]] | None = None  # step and state of the last save that succeeded
+        # step and state of the last save that succeeded
+        self._written: tuple[int, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._has_waited = False  # longer than LONG_WAIT, for the thread
         self.failed_step: int | None = None  # set by `wait`; equal on all ranks
 
     def save(
-        self, step: int, shard: dict[str, list[Tensor]], state: dict[str, Any], before: Callable[[], None] | None = None
+        self,
+        step: int,
+        shard: dict[str, list[Tensor]],
+        state: dict[str, Any],
+        before: Callable[[], None] | None = None,
     ) -> None:
-        """Copy this rank's shard, and let a thread call `before` and write it; nothing if this state is saved."""
+        """Copy this rank's shard, and let a thread call `before` and write it;
+        nothing if this state is saved.
+        """
         self.wait()
         if (step, state) == self._written:
             return
         self._step = step
         self._copy(shard)
-        self._thread = threading.Thread(target=self._write, args=(step, state, before), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, state, before), name="checkpoint"
+        )
         self._thread.start()
 
     def _copy(self, shard: dict[str, list[Tensor]]) -> None:
         """Copy each tensor to host memory, which is allocated on first use."""
         for name, pieces in shard.items():
             if name not in self._host:
-                shape = pieces[0].shape if len(pieces) == 1 else (sum(piece.numel() for piece in pieces),)
-                self._host[name] = torch.empty(shape, dtype=pieces[0].dtype, pin_memory=pieces[0].is_cuda)
+                shape = (
+                    pieces[0].shape
+                    if len(pieces) == 1
+                    else (sum(piece.numel() for piece in pieces),)
+                )
+                self._host[name] = torch.empty(
+                    shape, dtype=pieces[0].dtype, pin_memory=pieces[0].is_cuda
+                )
             start, flat = 0, self._host[name].view(-1)
             for piece in pieces:
                 flat[start : start + piece.numel()].copy_(piece.view(-1))
@@ -59,7 +78,9 @@ class AsyncCheckpointer:
         try:
             if before:
                 before()
-            path = save_checkpoint(self._directory, step, self._host, state, self._retention, self._control)
+            path = save_checkpoint(
+                self._directory, step, self._host, state, self._retention, self._control
+            )
             self._written = step, state
             if self._control.rank == 0:
                 print_line(f"checkpoint {path}")
@@ -67,7 +88,9 @@ class AsyncCheckpointer:
             self._error = error
 
     def wait(self, raise_errors: bool = False) -> None:
-        """Wait until the last checkpoint is written.  If that failed, print a warning, or raise CheckpointError."""
+        """Wait until the last checkpoint is written.  If that failed, print a warning,
+        or raise CheckpointError.
+        """
         if self._thread is not None:
             began = time.monotonic()
             self._thread.join()
@@ -81,7 +104,9 @@ class AsyncCheckpointer:
         if not isinstance(error, OSError):
             raise error  # a bug, or a rank that has exited
         path = step_path(self._directory, self._step)
-        failure = f"{path} could not be written ({error}); make room, or make the directory writable"
+        failure = (
+            f"{path} could not be written ({error}); make room, or make the directory writable"
+        )
         if raise_errors:
             raise CheckpointError(f"{failure}, and resume") from error
         if self._control.rank == 0:

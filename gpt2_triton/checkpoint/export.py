@@ -14,16 +14,20 @@ WRITERS = {"hf": huggingface.write, "llmc": llmc.write}
 
 
 def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
-    """Write the weights of a source (see sources.py), and its tokenizer if known, to the new directory `out`.
+    """Write the weights of a source (see sources.py), and its tokenizer if
+    known, to the new directory `out`.
 
-    `format` is "hf" or "llmc", `dtype` "fp32" or "bf16".  ConfigError for other values, and if `out` cannot be written.
+    `format` is "hf" or "llmc", `dtype` "fp32" or "bf16".  ConfigError for other values,
+    and if `out` cannot be written.
     """
     for name, value, known in (("format", format, WRITERS), ("dtype", dtype, ("fp32", "bf16"))):
         if value not in known:
             raise ConfigError(f"{name}: expected {' or '.join(known)}, got {value}")
     weights = open_weights(source) if isinstance(source, str) else source
     if format == "llmc" and weights.model.arch != "gpt2":
-        raise ConfigError(f"format: llm.c's files hold a GPT-2, not model.arch {weights.model.arch}; take hf")
+        raise ConfigError(
+            f"format: llm.c's files hold a GPT-2, not model.arch {weights.model.arch}; take hf"
+        )
     is_there = format == "hf" and source_files.has_tokenizer(weights.beside)
     tokenizer = None if weights.tokenizer is None or is_there else get_tokenizer(weights.tokenizer)
     try:
@@ -34,6 +38,11 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
         raise ConfigError(f"{out}: cannot write: {error.strerror or error}; {todo}") from error
     rows = weights.model.vocab_size
     if named < rows:
-        print_line(f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer", error=True)
+        print_line(
+            f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer",
+            error=True,
+        )
     if format == "hf" and weights.tokenizer == "bytes":
-        print_line("note: llama.cpp does not know the tokenizer bytes; transformers takes this export")
+        print_line(
+            "note: llama.cpp does not know the tokenizer bytes; transformers takes this export"
+        )

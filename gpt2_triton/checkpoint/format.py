@@ -1,13 +1,16 @@
 """Layout of a run's checkpoints on disk.
 
     RUN/checkpoints/step_NNNNNNNN/
-        rank_00000.safetensors ...   a rank's shard of every tensor; rank 0 also holds the unsharded tensors
-        state.json                   configuration, counters, best validation loss, and the spans of several ranks
+        rank_00000.safetensors ...   a rank's shard of every tensor; rank 0
+        also holds the unsharded tensors
+        state.json                   configuration, counters, best validation loss,
+                                     and the spans of several ranks
         manifest.json                size and sha256 of every other file
 
-A span is [flat index, length] of a piece of a shard.  state.json lists each rank's spans in the order of the rank's
-file, so any number of ranks reads the checkpoint.  Muon shards the tensor v differently: `second_shares` lists its
-spans.  File names follow the rules below and are never taken from a file's text.
+A span is [flat index, length] of a piece of a shard.  state.json lists each rank's spans in
+the order of the rank's file, so any number of ranks reads the checkpoint.  Muon shards the
+tensor v differently: `second_shares` lists its spans.  File names follow the rules below and
+are never taken from a file's text.
 """
 
 import os
@@ -36,11 +39,15 @@ def tensors_name(rank: int) -> str:
 
 
 def list_steps(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of everything in `directory` that is named as a checkpoint, oldest first."""
+    """Return (step, path) of everything in `directory` that is named as a
+    checkpoint, oldest first.
+    """
     if not directory.is_dir():
         return []
     names = os.listdir(directory)
-    return sorted((int(match[1]), directory / name) for name in names if (match := STEP_NAME.fullmatch(name)))
+    return sorted(
+        (int(match[1]), directory / name) for name in names if (match := STEP_NAME.fullmatch(name))
+    )
 
 
 def best_step(state: dict[str, Any]) -> int | None:
@@ -49,5 +56,7 @@ def best_step(state: dict[str, Any]) -> int | None:
 
 
 def fingerprint(path: Path, advance: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-    """Return a file's entry in the manifest: its size and sha256; `advance` is told the bytes read."""
+    """Return a file's entry in the manifest: its size and sha256;
+    `advance` is told the bytes read.
+    """
     return {"bytes": path.stat().st_size, "sha256": sha256(path, advance)}

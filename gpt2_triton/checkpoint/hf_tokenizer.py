@@ -1,7 +1,7 @@
 """Know the tokenizer in Hugging Face's files, and write these files.
 
-tokenizer.json is whole: programs on the tokenizers library and newer versions of transformers read it alone.  Older
-ones read vocab.json and merges.txt.  All are derived from the bytes of each token.
+tokenizer.json is whole: programs on the tokenizers library and newer versions of transformers read
+it alone.  Older ones read vocab.json and merges.txt.  All are derived from the bytes of each token.
 """
 
 import itertools
@@ -14,9 +14,16 @@ from gpt2_triton.checkpoint.source_files import has_tokenizer, read_if_there
 from gpt2_triton.checkpoint.weights import tokenizer_of
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.data.tokenizer import END_OF_TEXT, LLAMA3_PATTERN, Tokenizer, byte_spelling, has_llama3
+from gpt2_triton.data.tokenizer import (
+    END_OF_TEXT,
+    LLAMA3_PATTERN,
+    Tokenizer,
+    byte_spelling,
+    has_llama3,
+)
 
-KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}  # a token of the vocabulary; llama3's is compared whole
+# a token of the vocabulary; llama3's is compared whole
+KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
 STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
 
 
@@ -26,7 +33,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
-    """Return the name of the tokenizer in a model's directory, which may lack its files; None for another tokenizer."""
+    """Return the name of the tokenizer in a model's directory, which may lack its files;
+    None for another tokenizer.
+    """
     vocabulary = _vocabulary(directory)
     known = [name for name, (token, number) in KNOWN_BY.items() if vocabulary.get(token) == number]
     if has_llama3(directory):
@@ -61,18 +70,28 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     parts = every_merge(ordinary) if llama else merges(ordinary)
     pairs = [f"{spell(left)} {spell(right)}" for left, right in parts]
     # for bytes too, since the spelling of byte 0 is Ā, a letter that texts may have
-    vocabulary = {special.get(i) or spell(token): i for i, token in enumerate(ordinary if llama else tokens)}
+    vocabulary = {
+        special.get(i) or spell(token): i for i, token in enumerate(ordinary if llama else tokens)
+    }
     begin, end = special[tokenizer.delimiter], special[tokenizer.eot]
     ours: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
     if llama:
-        ours |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+        ours |= {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
         steps = _llama3_steps(tokenizer.delimiter, begin)
     else:
         ours |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
         steps = dict.fromkeys(STEPS, _bytes_level())
         write_json(directory / "vocab.json", vocabulary)
-        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8")
-    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [*itertools.starmap(_special, special.items())]}
+        (directory / "merges.txt").write_text(
+            "\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8"
+        )
+    whole: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [*itertools.starmap(_special, special.items())],
+    }
     whole |= dict.fromkeys(("truncation", "padding", "normalizer")) | steps
     whole["model"] = {"type": "BPE", "ignore_merges": llama, "vocab": vocabulary, "merges": pairs}
     write_json(directory / "tokenizer.json", whole)
@@ -80,27 +99,53 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
 
 
 def _bytes_level(splits: bool = True) -> dict[str, Any]:
-    """Return a step of tokenizer.json: bytes in GPT-2's spelling, and GPT-2's pattern if it splits a text."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
+    """Return a step of tokenizer.json: bytes in GPT-2's spelling, and GPT-2's
+    pattern if it splits a text.
+    """
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": splits,
+    }
 
 
 def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
-    """Return the steps of tokenizer.json with Llama 3's pattern, and the token `begin` before a text."""
-    pattern = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    """Return the steps of tokenizer.json with Llama 3's pattern, and the
+    token `begin` before a text.
+    """
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": LLAMA3_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     text = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    two, ids = [*text, {"Sequence": {"id": "B", "type_id": 1}}], {"id": begin, "ids": [number], "tokens": [begin]}
-    template = {"type": "TemplateProcessing", "single": text, "pair": two, "special_tokens": {begin: ids}}
+    two, ids = (
+        [*text, {"Sequence": {"id": "B", "type_id": 1}}],
+        {"id": begin, "ids": [number], "tokens": [begin]},
+    )
+    template = {
+        "type": "TemplateProcessing",
+        "single": text,
+        "pair": two,
+        "special_tokens": {begin: ids},
+    }
     splits = {"type": "Sequence", "pretokenizers": [pattern, _bytes_level(splits=False)]}
     return dict(zip(STEPS, (splits, template, _bytes_level()), strict=True))
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
-    """Yield the two parts from which each token of several bytes was merged; `tokens` are in the order of merges."""
+    """Yield the two parts from which each token of several bytes was merged; `tokens`
+    are in the order of merges.
+    """
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
         parts = [bytes([b]) for b in token]
         while len(parts) > 2:
-            pairs = [rank.get(left + right, len(tokens)) for left, right in itertools.pairwise(parts)]
+            pairs = [
+                rank.get(left + right, len(tokens)) for left, right in itertools.pairwise(parts)
+            ]
             first = pairs.index(min(pairs))
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         if len(parts) == 2:
@@ -108,8 +153,13 @@ def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def every_merge(tokens: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield all pairs of tokens that make a token, as transformers does: Llama 3's were not all made by merges."""
+    """Yield all pairs of tokens that make a token, as transformers does: Llama 3's
+    were not all made by merges.
+    """
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        yield from sorted((cut for cut in cuts if rank.keys() >= {*cut}), key=lambda cut: [rank[part] for part in cut])
+        yield from sorted(
+            (cut for cut in cuts if rank.keys() >= {*cut}),
+            key=lambda cut: [rank[part] for part in cut],
+        )

@@ -1,7 +1,9 @@
-"""Read and write GPT-2 and Llama in Hugging Face's format: config.json, safetensors and the tokenizer's files.
+"""Read and write GPT-2 and Llama in Hugging Face's format: config.json,
+safetensors and the tokenizer's files.
 
-The weights are in model.safetensors, or in the files that an index names.  An export of GPT-2 has a layer's four
-matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer, state_dict.py finds the tensors.
+The weights are in model.safetensors, or in the files that an index names.  An export of GPT-2 has
+a layer's four matrices as [in, out] (Conv1D).  hf_tokenizer.py writes the tokenizer,
+state_dict.py finds the tensors.
 """
 
 import dataclasses
@@ -24,12 +26,16 @@ from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError, login_advice
 from gpt2_triton.files import read_json
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights, and what source_files.py names
+# weights, and what source_files.py names
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 INDEX, ADAPTER = "*.safetensors.index.json", "adapter_config.json"
 # our name: the key in config.json
-CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {"block_size": "n_positions"}
+CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {
+    "block_size": "n_positions"
+}
 
-# keys of config.json that change what a model computes, with the values that are supported, the default first
+# keys of config.json that change what a model computes, with the values that are
+# supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2", "llama"),  # huggingface_llama.py reads the latter
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -44,7 +50,9 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def read(name: str) -> Weights:
-    """Return the model in a directory, or of this name on the Hub; CheckpointError if it cannot run here."""
+    """Return the model in a directory, or of this name on the Hub;
+    CheckpointError if it cannot run here.
+    """
     directory = Path(name) if Path(name).is_dir() else _download(name)
     places: dict[str, Path] = {}
     for path in _weight_files(directory):
@@ -53,7 +61,9 @@ def read(name: str) -> Weights:
                 places |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             todo = "download it again (in a clone: git lfs pull)"
-            raise CheckpointError(f"{path}: not safetensors, or incomplete ({error}); {todo}") from None
+            raise CheckpointError(
+                f"{path}: not safetensors, or incomplete ({error}); {todo}"
+            ) from None
 
     @functools.lru_cache(maxsize=1)  # parts of a tensor are read one after the other
     def load(stored: str) -> Tensor:
@@ -64,7 +74,9 @@ def read(name: str) -> Weights:
     config = read_json(path)
     if how := config.get("quantization_config"):
         kind = how.get("quant_method", "some") if isinstance(how, dict) else how
-        raise CheckpointError(f"{path}: the weights are quantized ({kind}); take the model that is not")
+        raise CheckpointError(
+            f"{path}: the weights are quantized ({kind}); take the model that is not"
+        )
     reader = huggingface_llama.model if config.get("model_type") == "llama" else _model
     model = reader(path, config)
     tied = config.get("tie_word_embeddings", model.tied)
@@ -77,7 +89,9 @@ def read(name: str) -> Weights:
 def _download(name: str) -> Path:
     """Return the directory of a model on the Hub, from huggingface_hub's cache or the network."""
     if name.startswith((".", "/", "~")) or Path(name).exists():
-        raise CheckpointError(f"hf:{name}: no such directory; expected one with config.json and {MODEL}")
+        raise CheckpointError(
+            f"hf:{name}: no such directory; expected one with config.json and {MODEL}"
+        )
     try:
         from huggingface_hub import snapshot_download
 
@@ -85,33 +99,56 @@ def _download(name: str) -> Path:
     except Exception as error:  # of the import, the Hub, the network or the disk
         got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
         wrong = f"hf:{name}: no such directory, and the download failed ({got})"
-        todo = login_advice(error) or "name a directory, try online, or set HF_HOME to another place"
+        todo = (
+            login_advice(error) or "name a directory, try online, or set HF_HOME to another place"
+        )
         raise CheckpointError(f"{wrong}; {todo}") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, else the files that an index names, else the only file; CheckpointError if absent."""
+    """Return model.safetensors, else the files that an index names, else the only file;
+    CheckpointError if absent.
+    """
     if (directory / MODEL).is_file():
         return [directory / MODEL]
     for index in sorted(directory.glob(INDEX))[:1]:
-        return [directory / Path(part).name for part in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        return [
+            directory / Path(part).name
+            for part in sorted(set(read_json(index).get("weight_map", {}).values()))
+        ]
     if (directory / ADAPTER).is_file():
-        raise CheckpointError(f"{directory}: is a LoRA adapter; merge it (peft's merge_and_unload), and save the model")
+        raise CheckpointError(
+            f"{directory}: is a LoRA adapter; "
+            "merge it (peft's merge_and_unload), and save the model"
+        )
     files = [*directory.glob("*.safetensors")]
     if len(files) != 1:
-        todo = "name the directory of one (in a Hub cache: snapshots/COMMIT), or convert a .bin by save_pretrained"
-        raise CheckpointError(f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; {todo}")
+        todo = (
+            "name the directory of one (in a Hub cache: snapshots/COMMIT), "
+            "or convert a .bin by save_pretrained"
+        )
+        raise CheckpointError(
+            f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; {todo}"
+        )
     return files
 
 
 def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
-    """Return the sizes in config.json; CheckpointError if it describes a model that computes something else."""
+    """Return the sizes in config.json; CheckpointError if it describes a model
+    that computes something else.
+    """
     for key, allowed in REQUIRED.items():
         if (got := config.get(key, allowed[0])) not in allowed:
-            raise CheckpointError(f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported")
-    model = model_config_from_sizes(str(path), **{ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()})
+            raise CheckpointError(
+                f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported"
+            )
+    model = model_config_from_sizes(
+        str(path), **{ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()}
+    )
     if config.get("n_inner") not in (None, model.inner):
-        raise CheckpointError(f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported")
+        raise CheckpointError(
+            f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported"
+        )
     return model
 
 
@@ -119,16 +156,24 @@ def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
 
 
 def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | None) -> int:
-    """Write configuration, weights in dtype "fp32" or "bf16", and the source's tokenizer, else the given one.
+    """Write configuration, weights in dtype "fp32" or "bf16", and the source's
+    tokenizer, else the given one.
 
     Return the number of tokens that have a text.
     """
-    ids = {} if tokenizer is None else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
+    ids = (
+        {}
+        if tokenizer is None
+        else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
+    )
     ids |= source_files.ids(weights.beside)
     write_json(directory / source_files.CONFIG, _config(weights.model, dtype) | ids)
     write_json(directory / source_files.GENERATION, {"_from_model_config": True} | ids)
     prefix = "" if weights.model.arch == "llama" else "transformer."
-    shapes = {prefix + k: shape[::-1] if k.endswith(CONV1D) else shape for k, shape in weights.shapes.items()}
+    shapes = {
+        prefix + k: shape[::-1] if k.endswith(CONV1D) else shape
+        for k, shape in weights.shapes.items()
+    }
     read = weights.read_all("exporting", whole=CONV1D)
     parts = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
     stored = np.ascontiguousarray if dtype == "fp32" else round_bf16
@@ -148,8 +193,15 @@ def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if model.arch == "llama":
         return huggingface_llama.config(model, stored)
-    sizes = {theirs: getattr(model, ours) for ours, theirs in CONFIG_KEYS.items()} | {"n_ctx": model.block_size}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in CONFIG_KEYS.items()} | {
+        "n_ctx": model.block_size
+    }
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": model.dropout, "resid_pdrop": model.dropout}
-    rest = {"n_inner": None, "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": stored}
+    rest = {
+        "n_inner": None,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "torch_dtype": stored,
+    }
     return {"architectures": ["GPT2LMHeadModel"]} | computes | sizes | dropout | rest

@@ -1,4 +1,6 @@
-"""config.json of a Llama in Hugging Face's format, in both directions; huggingface.py reads and writes the files."""
+"""config.json of a Llama in Hugging Face's format, in both directions; huggingface.py
+reads and writes the files.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +12,17 @@ from gpt2_triton.errors import CheckpointError
 
 # our name: the key in config.json
 KEYS = {
-    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
-    "n_embd": "hidden_size", "n_inner": "intermediate_size", "vocab_size": "vocab_size",
-    "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
+    "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
 }  # fmt: skip
 # keys that change what a model computes, with the supported value, also the default
 REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
@@ -24,33 +30,61 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
-    for key, value in (REQUIRED | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}).items():
+    for key, value in (
+        REQUIRED | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
+    ).items():
         if (got := config.get(key)) not in (value, None):
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
-    sizes |= {"tied": bool(config.get("tie_word_embeddings"))}  # False without the key, as in transformers
+    # False without the key, as in transformers
+    sizes |= {"tied": bool(config.get("tie_word_embeddings"))}
     return model_config_from_sizes(str(path), arch="llama", **sizes, **_rope(path, config))
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return theta and factor, from transformers 5's rope_parameters or from the keys of earlier versions."""
+    """Return theta and factor, from transformers 5's rope_parameters or from the
+    keys of earlier versions.
+    """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = given.get("rope_type", given.get("type", "default"))  # the latter before transformers 4.43
+    # the latter before transformers 4.43
+    kind = given.get("rope_type", given.get("type", "default"))
     numbers = SCALING | {"factor": given.get("factor") or "some number"}
-    other = {key: given.get(key) for key, value in numbers.items() if kind == "llama3" and given.get(key) != value}
+    other = {
+        key: given.get(key)
+        for key, value in numbers.items()
+        if kind == "llama3" and given.get(key) != value
+    }
     if kind not in ("default", "llama3") or other:
         got = f"{kind} {other}" if other else kind
-        raise CheckpointError(f"{path}: rotary positions of type {got}, and only Llama 3's are supported")
-    return {"rope_theta": float(theta), "rope_factor": float(given["factor"]) if kind == "llama3" else 1.0}
+        raise CheckpointError(
+            f"{path}: rotary positions of type {got}, and only Llama 3's are supported"
+        )
+    return {
+        "rope_theta": float(theta),
+        "rope_factor": float(given["factor"]) if kind == "llama3" else 1.0,
+    }
 
 
 def config(model: ModelConfig, stored: str) -> dict[str, Any]:
     """Return the content of config.json, in the form that all versions of transformers read."""
     scaling = {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
     sizes = {theirs: getattr(model, ours) for ours, theirs in KEYS.items()}
-    sizes |= {"num_key_value_heads": model.n_kv_head or model.n_head, "intermediate_size": model.inner}
-    rope = {"rope_theta": model.rope_theta, "rope_scaling": scaling if model.rope_factor > 1 else None}
+    sizes |= {
+        "num_key_value_heads": model.n_kv_head or model.n_head,
+        "intermediate_size": model.inner,
+    }
+    rope = {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling if model.rope_factor > 1 else None,
+    }
     named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": stored}
-    named |= {"transformers_version": "5.0.0"}  # without it 4.57 and 5.0 warn of Mistral's old pattern
-    return named | sizes | rope | REQUIRED | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}
+    # without it 4.57 and 5.0 warn of Mistral's old pattern
+    named |= {"transformers_version": "5.0.0"}
+    return (
+        named
+        | sizes
+        | rope
+        | REQUIRED
+        | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}
+    )

@@ -1,7 +1,7 @@
 """Find, verify and open checkpoints.
 
-The manifest's hashes show a flipped bit, which safetensors would load.  A checkpoint may come from a stranger: nothing
-is unpickled, and no file name is taken from a file's text.
+The manifest's hashes show a flipped bit, which safetensors would load.  A checkpoint may come from
+a stranger: nothing is unpickled, and no file name is taken from a file's text.
 """
 
 import os
@@ -58,7 +58,9 @@ def verify(step_dir: Path) -> str:
 
 
 def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
-    """Return the newest intact checkpoint up to `last`, or None; warn of damaged ones.  CheckpointError if all are."""
+    """Return the newest intact checkpoint up to `last`, or None; warn of damaged ones.
+    CheckpointError if all are.
+    """
     steps = [path for step, path in list_steps(directory) if last is None or step <= last]
     for path in reversed(steps):
         problem = verify(path)
@@ -67,35 +69,51 @@ def latest_checkpoint(directory: Path, last: int | None = None) -> Path | None:
         if os.path.lexists(path):  # else its run has deleted it
             print_line(f"warning: skipping damaged {path}: {problem}", error=True)
     if steps:  # None would start a new run over checkpoints that may be restored
-        raise CheckpointError(f"{directory}: none of {len(steps)} verifies; restore one, or use another run")
+        raise CheckpointError(
+            f"{directory}: none of {len(steps)} verifies; restore one, or use another run"
+        )
     return None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a step that verifies: `path`, the newest of a run or its `checkpoints`, or the step of RUN/best."""
+    """Return a step that verifies: `path`, the newest of a run or its
+    `checkpoints`, or the step of RUN/best.
+    """
     if path.name == "best" and not path.exists():
         found = best_checkpoint(find_checkpoint(path.parent))
         if found is None:
-            raise CheckpointError(f"{path}: its run keeps no best checkpoint; train with checkpoint.best val_loss")
+            raise CheckpointError(
+                f"{path}: its run keeps no best checkpoint; train with checkpoint.best val_loss"
+            )
         return find_checkpoint(found)
-    if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():  # a copy may have any name
+    # a copy may have any name
+    if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():
         problem = verify(path)
         if problem:
-            others = ", ".join(str(step) for step, other in list_steps(path.parent) if other.name != path.name)
-            raise CheckpointError(f"{path}: {problem}; choose another step{others and ': '}{others}")
+            others = ", ".join(
+                str(step) for step, other in list_steps(path.parent) if other.name != path.name
+            )
+            raise CheckpointError(
+                f"{path}: {problem}; choose another step{others and ': '}{others}"
+            )
         return path
     found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():
         todo = "wait for its next save, or if it ended, start it again"
         raise CheckpointError(f"{path}: this run has no checkpoint yet; {todo}")
     if found is None:
-        todo = "name a run or one of its steps; other projects' weights go as hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+        todo = (
+            "name a run or one of its steps; other projects' weights go as "
+            "hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+        )
         raise CheckpointError(f"{path}: no checkpoint found; {todo}")
     return found
 
 
 def best_checkpoint(newest: Path) -> Path | None:
-    """Return the checkpoint of the lowest validation loss, not verified; None if the state of `newest` names none."""
+    """Return the checkpoint of the lowest validation loss, not verified; None if the
+    state of `newest` names none.
+    """
     step = best_step(read_json(newest / STATE))
     return None if step is None else step_path(newest.parent, step)
 
@@ -111,7 +129,9 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, StoredTensor]
 
     def parts(self, spans: Mapping[str, Iterable[Span]]) -> Iterator[Part]:
-        """Yield what the checkpoint has of the spans of these tensors; CheckpointError for a NaN in them."""
+        """Yield what the checkpoint has of the spans of these tensors;
+        CheckpointError for a NaN in them.
+        """
         asked = [(name, *span) for name in self.tensors for span in spans.get(name, ())]
         total = sum(length * self.tensors[name].dtype.itemsize for name, _, length in asked)
         with Progress(f"loading {self.step_dir.name}", total, "bytes") as progress:
@@ -122,7 +142,9 @@ class Checkpoint(NamedTuple):
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open what `find_checkpoint` finds at `path`; if the run deletes that step meanwhile, open a newer one."""
+    """Open what `find_checkpoint` finds at `path`; if the run deletes that step
+    meanwhile, open a newer one.
+    """
     while True:
         steps = _steps_near(path)
         try:
@@ -133,8 +155,14 @@ def open_newest(path: Path) -> Checkpoint:
 
 
 def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
-    """Return all steps where `find_checkpoint` may look for `path`; the directory above a run may be closed to us."""
-    places = [place for above in (path, path.absolute().parent) for place in (above, above / "checkpoints")]
+    """Return all steps where `find_checkpoint` may look for `path`; the directory above
+    a run may be closed to us.
+    """
+    places = [
+        place
+        for above in (path, path.absolute().parent)
+        for place in (above, above / "checkpoints")
+    ]
     return [list_steps(place) for place in places if os.access(place, os.R_OK)]
 
 
@@ -154,7 +182,9 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
 
 
 def _map(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file without reading them; what is written into them does not reach the file."""
+    """Return the tensors of a file without reading them; what is written into
+    them does not reach the file.
+    """
     try:
         return load_file(path)
     except SafetensorError as error:

@@ -1,8 +1,9 @@
-"""Read nanoGPT's ckpt.pt, a pickle of `model` (a state dict) and `model_args`, without executing it.
+"""Read nanoGPT's ckpt.pt, a pickle of `model` (a state dict) and
+`model_args`, without executing it.
 
-build-nanogpt has the sizes in `config`, an object.  Matrices are [out, in].  With bias=False there are no biases, and
-ours are zero.  nanoGPT's GELU is the form with erf, ours GPT-2's with tanh: logits differ by about 1e-3 (12 layers of
-768 channels, random weights).
+build-nanogpt has the sizes in `config`, an object.  Matrices are [out, in].  With bias=False there
+are no biases, and ours are zero.  nanoGPT's GELU is the form with erf, ours GPT-2's with tanh:
+logits differ by about 1e-3 (12 layers of 768 channels, random weights).
 """
 
 from typing import Any
@@ -18,7 +19,9 @@ MODEL_ARGS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys
 
 
 class Inert:
-    """Stands for every class and function that a file names: takes the values, and executes nothing."""
+    """Stands for every class and function that a file names: takes the
+    values, and executes nothing.
+    """
 
     values: Any = None
 
@@ -30,13 +33,17 @@ class Inert:
 
 
 def read(path: str) -> Weights:
-    """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory; CheckpointError if it is not one."""
+    """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory;
+    CheckpointError if it is not one.
+    """
     where, expected = f"nanogpt:{path}", "expected nanoGPT's ckpt.pt"
     try:
         with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle raises almost any
-        got = error.strerror if isinstance(error, OSError) else "it is damaged, or not of torch.save"
+        got = (
+            error.strerror if isinstance(error, OSError) else "it is damaged, or not of torch.save"
+        )
         raise CheckpointError(f"{where}: cannot be read ({got}); {expected}") from None
     content = content if isinstance(content, dict) else {}
     arguments = content.get("model_args", getattr(content.get("config"), "values", None))

@@ -1,4 +1,6 @@
-"""Read the checkpoint from which a run continues, and compare its configuration and data with the present ones."""
+"""Read the checkpoint from which a run continues, and compare its configuration and
+data with the present ones.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,19 @@ Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
 # fatal keys that older versions did not save, with the value that their runs had
-LATER_KEYS = {"data.align": "none", "data.windows": "fixed", "model.dropout": 0.0, "optim.name": "adamw"}
+LATER_KEYS = {
+    "data.align": "none",
+    "data.windows": "fixed",
+    "model.dropout": 0.0,
+    "optim.name": "adamw",
+}
 LATER_KEYS |= {"optim.m": "fp32", "optim.v": "fp32", "model.arch": "gpt2", "model.n_kv_head": None}
-LATER_KEYS |= {"model.n_inner": None, "model.norm_eps": 1e-5, "model.rope_theta": 5e5, "model.rope_factor": 1.0}
+LATER_KEYS |= {
+    "model.n_inner": None,
+    "model.norm_eps": 1e-5,
+    "model.rope_theta": 5e5,
+    "model.rope_factor": 1.0,
+}
 LATER_KEYS |= {"model.tied": True}
 
 
@@ -30,8 +42,9 @@ def read(
 ) -> tuple[Checkpoint, list[str]]:
     """Return the open checkpoint, and lines about what has changed.
 
-    `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their keys in state.json.
-    CheckpointError if the checkpoint is of another run, ConfigError if it has more steps than train.steps.
+    `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their
+    keys in state.json.  CheckpointError if the checkpoint is of another run, ConfigError if it
+    has more steps than train.steps.
     """
     checkpoint = open_checkpoint(found)
     saved = checkpoint.state
@@ -41,7 +54,10 @@ def read(
         todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
         raise ConfigError(f"train.steps: {counts}; {todo}")
     files, notes = dict[str, Change](), [f"resuming after step {saved['step']} from {found}"]
-    places = {"data": f"data.train {config.data.train}", "validation_data": f"data.val {config.data.val}"}
+    places = {
+        "data": f"data.train {config.data.train}",
+        "validation_data": f"data.val {config.data.val}",
+    }
     for key, where in places.items():
         if key in saved and key in shards:
             rows = zip(shards[key], [*saved[key], *[{}] * len(shards[key])])
@@ -50,56 +66,89 @@ def read(
             files |= other
             best = best_step(saved)
             if key == "validation_data" and best and (other or "eval.tokens" in changed):
-                notes.append(f"best: step {best}'s loss is of other validation data, and no longer counts")
+                notes.append(
+                    f"best: step {best}'s loss is of other validation data, and no longer counts"
+                )
                 saved["best"] = None
     _, init_from = changed.pop("init_from", (None, "scratch"))
     if init_from != "scratch":
-        notes.append(f"init_from {config.init_from} is not used: the run continues with its own weights")
+        notes.append(
+            f"init_from {config.init_from} is not used: the run continues with its own weights"
+        )
     for changes, none in ((changed, "null"), (files, "absent")):
-        notes += [f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}" for k, (v, now) in changes.items()]
+        notes += [
+            f"changed: {k} {as_text(v, none)} -> {as_text(now, none)}"
+            for k, (v, now) in changes.items()
+        ]
     return checkpoint, notes
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with a table of differences unless names, shapes and dtypes are as expected."""
+    """Raise CheckpointError with a table of differences unless names, shapes
+    and dtypes are as expected.
+    """
 
     def forms(of: Mapping[str, Tensor] | Mapping[str, StoredTensor]) -> dict[str, Any]:
-        return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
+        return {
+            name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
+            for name, t in of.items()
+        }
 
     wrong = _changes(forms(checkpoint.tensors), forms(expected))
     if wrong:
-        raise CheckpointError(_table(f"{checkpoint.step_dir} does not fit this model", wrong, "absent"))
+        raise CheckpointError(
+            _table(f"{checkpoint.step_dir} does not fit this model", wrong, "absent")
+        )
 
 
-def config_differences(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Change], dict[str, Change]]:
+def config_differences(
+    saved: dict[str, Any], current: dict[str, Any]
+) -> tuple[dict[str, Change], dict[str, Change]]:
     """Return the (fatal, free) differences between two configurations by dotted key."""
-    then = {key: value for key, value in _flatten(saved).items() if key in LATER_KEYS or key not in REMOVED}
+    then = {
+        key: value
+        for key, value in _flatten(saved).items()
+        if key in LATER_KEYS or key not in REMOVED
+    }
     changes = _changes(LATER_KEYS | then, LATER_KEYS | _flatten(current))
     free = {key: changes[key] for key in changes if may_change_on_resume(key)}
     return {key: changes[key] for key in changes if key not in free}, free
 
 
 def decides_weights(key: str) -> bool:
-    """Return whether init_from takes weights only from a run with an equal value of this dotted key."""
+    """Return whether init_from takes weights only from a run with an equal
+    value of this dotted key.
+    """
     return key.startswith("model.") and key != "model.dropout" or key == "data.tokenizer"
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:
-    """Return the free differences by dotted key; CheckpointError with a table if there are fatal ones."""
+    """Return the free differences by dotted key; CheckpointError with a
+    table if there are fatal ones.
+    """
     fatal, free = config_differences(saved, current)
     if fatal:
-        wrong = "the checkpoint in --run_dir is of another run; restore these keys or choose another --run_dir"
+        wrong = (
+            "the checkpoint in --run_dir is of another run; "
+            "restore these keys or choose another --run_dir"
+        )
         if not any(map(decides_weights, fatal)):
             wrong += ", there with init_from checkpoint:RUN to begin with this run's weights"
         raise CheckpointError(_table(wrong, fatal))
     return free
 
 
-def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bool) -> dict[str, Change]:
-    """Return the files that differ; CheckpointError with a table unless `allow`.  `where`: the key and its value."""
+def check_data(
+    step_dir: Path, saved: Rows, current: Rows, where: str, allow: bool
+) -> dict[str, Change]:
+    """Return the files that differ; CheckpointError with a table unless `allow`.
+    `where`: the key and its value.
+    """
     if saved == current:
         return {}
-    changed = _changes(_by_file(saved), _by_file(current)) or {"order of the files": ("another", "this")}
+    changed = _changes(_by_file(saved), _by_file(current)) or {
+        "order of the files": ("another", "this")
+    }
     if not allow:
         todo = "restore it, start another run, or accept it with data.allow_changed true"
         shown = dict(list(changed.items())[:SHOWN])
@@ -111,27 +160,48 @@ def check_data(step_dir: Path, saved: Rows, current: Rows, where: str, allow: bo
 
 def as_text(value: Any, none: str = "null") -> str:
     """Return a value as in YAML, `none` for None."""
-    return none if value is None else json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
+    return (
+        none
+        if value is None
+        else json.dumps(value)
+        if value == "" or isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
     """Return size and hash of each file by name."""
-    return {row["name"]: f"{row['bytes']:,} bytes, {(row.get('blocks') or row['sha256'])[:8]}" for row in rows}
+    return {
+        row["name"]: f"{row['bytes']:,} bytes, {(row.get('blocks') or row['sha256'])[:8]}"
+        for row in rows
+    }
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        out |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= (
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return out
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
-    return {k: (then.get(k), now.get(k)) for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)}
+    return {
+        k: (then.get(k), now.get(k))
+        for k in sorted(then.keys() | now.keys())
+        if then.get(k) != now.get(k)
+    }
 
 
 def _table(title: str, changes: dict[str, Change], none: str = "null") -> str:
-    rows = [("", "checkpoint", "now"), *((k, as_text(v, none), as_text(now, none)) for k, (v, now) in changes.items())]
+    rows = [
+        ("", "checkpoint", "now"),
+        *((k, as_text(v, none), as_text(now, none)) for k, (v, now) in changes.items()),
+    ]
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([title, *lines])

@@ -1,7 +1,8 @@
 """Write safetensors files part by part, as the package safetensors cannot.
 
-A file is the length of its header as a little-endian uint64, the header (JSON: each tensor's dtype, shape and place in
-the bytes that follow), and the tensors' bytes.  A large model is split into files, which an index names.
+A file is the length of its header as a little-endian uint64, the header (JSON: each tensor's dtype,
+shape and place in the bytes that follow), and the tensors' bytes.  A large model is split into
+files, which an index names.
 """
 
 import json
@@ -18,7 +19,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def write(directory: Path, shapes: Shapes, dtype: str, parts: Iterator[np.ndarray]) -> None:
-    """Write tensors of these shapes in dtype "fp32" or "bf16"; `parts` are their elements, one after the other."""
+    """Write tensors of these shapes in dtype "fp32" or "bf16"; `parts` are their
+    elements, one after the other.
+    """
     files = _split(shapes, DTYPES[dtype][1])
     names = [MODEL]
     if len(files) > 1:

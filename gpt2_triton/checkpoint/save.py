@@ -5,11 +5,13 @@ A checkpoint is complete or absent at every moment:
     1. every rank writes and syncs its file in .step_N.tmp
     2. rank 0 writes and syncs state and manifest there
     3. one rename makes .step_N.tmp the checkpoint step_N
-    4. only then older checkpoints, or the replaced one, are deleted: renamed to .step_N.old, and then removed
+    4. only then older checkpoints, or the replaced one, are deleted: renamed to
+       .step_N.old, and then removed
 
 Where the disk has no room, step 4 comes first, but the newest intact checkpoint stays.
 
-One process at a time saves in a run (distributed/run_lock.py), so hidden directories are leftovers of killed saves.
+One process at a time saves in a run (distributed/run_lock.py), so hidden directories
+are leftovers of killed saves.
 """
 
 import ctypes
@@ -59,7 +61,9 @@ class Retention(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> "Retention":
         checkpoint = config.checkpoint
-        return cls(checkpoint.keep, checkpoint.major, checkpoint.every if config.train.rewind_after else 0)
+        return cls(
+            checkpoint.keep, checkpoint.major, checkpoint.every if config.train.rewind_after else 0
+        )
 
 
 def save_checkpoint(
@@ -70,10 +74,12 @@ def save_checkpoint(
     retention: Retention,
     control: ControlGroup = SINGLE_PROCESS,
 ) -> Path:
-    """Write the checkpoint of `step` under `directory`, replacing any, prune older ones, and return its path.
+    """Write the checkpoint of `step` under `directory`, replacing any, prune
+    older ones, and return its path.
 
-    All ranks of `control` call it with their shards as `tensors`; with several, state["shares"] has the shard's spans.
-    If any rank fails, all raise OSError, and the newest intact checkpoint is still there.
+    All ranks of `control` call it with their shards as `tensors`; with several,
+    state["shares"] has the shard's spans.  If any rank fails, all raise OSError, and the
+    newest intact checkpoint is still there.
     """
     target, best = step_path(directory, step), best_step(state)
     needed = control.size * _bytes_of(tensors)
@@ -84,7 +90,8 @@ def save_checkpoint(
 
 
 def try_to_save(directory: Path, control: ControlGroup = SINGLE_PROCESS) -> None:
-    """Make a small checkpoint as a save does, and delete it; CheckpointError on all ranks if a step fails on one.
+    """Make a small checkpoint as a save does, and delete it; CheckpointError on all
+    ranks if a step fails on one.
 
     So a file system without renames, or one that not all ranks see, ends a run at its start.
     """
@@ -103,7 +110,9 @@ def try_to_save(directory: Path, control: ControlGroup = SINGLE_PROCESS) -> None
         control.leave()
         todo = "choose a --run_dir that every rank sees and may write to, or correct this one"
         with same_on_all_ranks():
-            raise CheckpointError(f"{directory}: no checkpoint can be saved there ({failure}); {todo}")
+            raise CheckpointError(
+                f"{directory}: no checkpoint can be saved there ({failure}); {todo}"
+            )
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -112,16 +121,21 @@ def _remove_leftovers(directory: Path) -> None:
         remove(leftover)
 
 
-def _make_room(directory: Path, needed: int, step: int, best: int | None, retention: Retention) -> None:
+def _make_room(
+    directory: Path, needed: int, step: int, best: int | None, retention: Retention
+) -> None:
     """Remove what killed saves left, and what has to go before `needed` bytes fit."""
     _remove_leftovers(directory)
     for path in _in_the_way(directory, needed, step, best, retention):
         _discard(path)
 
 
-def _in_the_way(directory: Path, needed: int, step: int, best: int | None, retention: Retention) -> list[Path]:
-    """Return what to delete before `needed` bytes are written for `step`: nothing if they fit, else the oldest of what
-    that save supersedes, but never the newest intact checkpoint.  OSError if this is not enough.
+def _in_the_way(
+    directory: Path, needed: int, step: int, best: int | None, retention: Retention
+) -> list[Path]:
+    """Return what to delete before `needed` bytes are written for `step`: nothing if they fit,
+    else the oldest of what that save supersedes, but never the newest intact checkpoint.
+    OSError if this is not enough.
     """
     free, chosen = free_space(directory), list[Path]()
     if free >= needed:
@@ -133,11 +147,15 @@ def _in_the_way(directory: Path, needed: int, step: int, best: int | None, reten
             free += sum(file.stat().st_size for file in path.iterdir())
             chosen.append(path)
     if free < needed:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed:,} bytes needed, {free:,} free")
+        raise OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed:,} bytes needed, {free:,} free"
+        )
     return chosen
 
 
-def _write(target: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup) -> None:
+def _write(
+    target: Path, tensors: dict[str, Tensor], state: dict[str, Any], control: ControlGroup
+) -> None:
     """Make the checkpoint `target` by the steps 1 to 3."""
     temporary = target.with_name(f".{target.name}.tmp")
     control.from_rank0(lambda: temporary.mkdir(parents=True))
@@ -156,7 +174,9 @@ def _write_shards(
 ) -> list[dict[str, Any]]:
     """Write and sync this rank's file; return every rank's spans and entry in the manifest."""
     path = temporary / tensors_name(control.rank)
-    result: dict[str, Any] = {"spans": {key: state[key] for key in (SHARES, SECOND_SHARES) if key in state}}
+    result: dict[str, Any] = {
+        "spans": {key: state[key] for key in (SHARES, SECOND_SHARES) if key in state}
+    }
     try:
         save_file(tensors, path)
         fsync(path)
@@ -177,7 +197,8 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
     manifest = {tensors_name(rank): result["entry"] for rank, result in enumerate(results)}
     for name in manifest:
         with suppress(OSError):  # mounts of Windows refuse it
-            shutil.copymode(temporary / STATE, temporary / name)  # safetensors makes its files private
+            # safetensors makes its files private
+            shutil.copymode(temporary / STATE, temporary / name)
     manifest[STATE] = fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
@@ -185,7 +206,9 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Make the complete `temporary` the checkpoint `target` by one rename; a checkpoint in its place is removed."""
+    """Make the complete `temporary` the checkpoint `target` by one rename; a
+    checkpoint in its place is removed.
+    """
     replaced = temporary
     if not os.path.lexists(target):
         os.rename(temporary, target)
@@ -198,13 +221,18 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once; return False, with nothing done, where the system cannot, as on NFS."""
+    """Exchange two names at once; return False, with nothing done, where the
+    system cannot, as on NFS.
+    """
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
 
 
-def require_space(directory: Path, tensors: dict[str, Tensor], step: int, best: int | None, config: Config) -> None:
-    """Raise CheckpointError unless a checkpoint of these tensors fits after `step`: at the start, not hours later.
+def require_space(
+    directory: Path, tensors: dict[str, Tensor], step: int, best: int | None, config: Config
+) -> None:
+    """Raise CheckpointError unless a checkpoint of these tensors fits after `step`:
+    at the start, not hours later.
 
     Print a warning if a first one fits, but not a second one beside it.
     """
@@ -213,10 +241,15 @@ def require_space(directory: Path, tensors: dict[str, Tensor], step: int, best: 
         _in_the_way(directory, size, step + 1, best, retention)
     except OSError as error:
         todo = "make room, or change --run_dir"
-        raise CheckpointError(f"{directory}: no room for a checkpoint: {error.strerror}; {todo}") from None
+        raise CheckpointError(
+            f"{directory}: no room for a checkpoint: {error.strerror}; {todo}"
+        ) from None
     saves_again = 0 < config.checkpoint.every < config.train.steps
     if saves_again and not list_steps(directory) and free_space(directory) < 2 * size - FILES_BYTES:
-        what = "room for one checkpoint alone: later saves will fail, since the first stays until the second is whole"
+        what = (
+            "room for one checkpoint alone: later saves will fail, "
+            "since the first stays until the second is whole"
+        )
         print_line(f"warning: {directory}: {what}; make room", error=True)
 
 
@@ -256,11 +289,15 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
         try:
             _discard(path)
         except OSError as error:  # the new checkpoint is complete
-            print_line(f"warning: {path}: cannot be deleted ({error.strerror}); it stays", error=True)
+            print_line(
+                f"warning: {path}: cannot be deleted ({error.strerror}); it stays", error=True
+            )
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint.  The rename comes first, so that a kill leaves no partial checkpoint under its name."""
+    """Delete a checkpoint.  The rename comes first, so that a kill leaves no partial
+    checkpoint under its name.
+    """
     hidden = path.with_name(f".{path.name}.old")
     os.rename(path, hidden)
     remove(hidden)

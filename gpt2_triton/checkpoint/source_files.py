@@ -1,4 +1,5 @@
-"""The files beside a model's weights in Hugging Face's format: tokenizer, chat template, tokens that end a text.
+"""The files beside a model's weights in Hugging Face's format: tokenizer, chat
+template, tokens that end a text.
 
 A run that starts from such a model keeps them in RUN/source, and every export has them again.
 """
@@ -13,7 +14,12 @@ from gpt2_triton.files import new_directory, read_json, remove
 DIRECTORY = "source"  # in a run's directory
 CONFIG, GENERATION = "config.json", "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-OF_VOCABULARY = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+OF_VOCABULARY = (
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 OF_TEXT = (GENERATION, "chat_template.jinja")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
@@ -48,12 +54,17 @@ def ends(directory: Path | None) -> set[int]:
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy the files but config.json, which an export writes itself; print a line about files that lack a tokenizer."""
+    """Copy the files but config.json, which an export writes itself; print a line about
+    files that lack a tokenizer.
+    """
     whole = (*VOCABULARIES, *OF_VOCABULARY)
     there = [name for name in whole if (source / name).is_file()]
     if not has_tokenizer(source):
         if there:
-            print_line(f"note: left out without a vocabulary beside: {', '.join(there)} of {source}", error=True)
+            print_line(
+                f"note: left out without a vocabulary beside: {', '.join(there)} of {source}",
+                error=True,
+            )
         there = []
     for name in (*there, *OF_TEXT):
         if (source / name).is_file():

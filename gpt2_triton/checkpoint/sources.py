@@ -1,6 +1,8 @@
-"""Load weights from any source: a run, one of its step directories, or KIND:WHERE for another project's files.
+"""Load weights from any source: a run, one of its step directories, or KIND:WHERE
+for another project's files.
 
-`checkpoint:` may stand before a run or a step, as in init_from.  A directory with a config.json needs no `hf:`.
+`checkpoint:` may stand before a run or a step, as in init_from.  A directory with
+a config.json needs no `hf:`.
 """
 
 from pathlib import Path
@@ -35,12 +37,15 @@ class Loaded(NamedTuple):
     """What a model that only runs forward is made of."""
 
     config: Config
-    stored: dict[str, StoredTensor]  # params, and low of fp32 masters; those of a run are read when they are used
+    # params, and low of fp32 masters; those of a run are read when they are used
+    stored: dict[str, StoredTensor]
     beside: Path | None  # a directory that may have the files of source_files.py
 
 
 def load_weights(source: str) -> Loaded:
-    """Return a source's configuration and weights; other projects' are in memory, fp32, with train.dtype bf16."""
+    """Return a source's configuration and weights; other projects' are in memory,
+    fp32, with train.dtype bf16.
+    """
     kind, where = _kind_and_place(source)
     if kind == "checkpoint":
         step_dir, config, stored = _open_run(where)
@@ -75,7 +80,9 @@ def _kind_and_place(source: str) -> tuple[str, str]:
 
 
 def initial_weights(config: Config) -> Weights | None:
-    """Return the weights of init_from, from which a run of this configuration can start; None for scratch."""
+    """Return the weights of init_from, from which a run of this configuration
+    can start; None for scratch.
+    """
     if config.init_from == "scratch":
         return None
     kind, where = _kind_and_place(config.init_from)
@@ -86,28 +93,37 @@ def initial_weights(config: Config) -> Weights | None:
         changes, _ = config_differences(saved.to_dict(), config.to_dict())
         for key, (then, now) in changes.items():
             if decides_weights(key):
-                raise CheckpointError(f"init_from: {where} has {key} {then}, this run {now}; make them equal")
+                raise CheckpointError(
+                    f"init_from: {where} has {key} {then}, this run {now}; make them equal"
+                )
         weights = from_checkpoint(where, stored, saved, source_files.of_step(step_dir))
     check_sizes(weights, config)
     return weights
 
 
 def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
-    """Return a run's step directory, its configuration, and its weights: params, and low of fp32 masters."""
+    """Return a run's step directory, its configuration, and its weights:
+    params, and low of fp32 masters.
+    """
     step_dir, state, tensors = open_newest(Path(path))
     try:
         saved = without_removed(state["config"], any_value=True)
         if saved.get("fp8", {}).get("keep_bf16") not in ("head", "none"):
-            saved["fp8"] = {"keep_bf16": "head"}  # an earlier version had more values; no weight depends on it
+            # an earlier version had more values; no weight depends on it
+            saved["fp8"] = {"keep_bf16": "head"}
         config = Config.model_validate(saved)
     except ValidationError as error:
-        wrong = f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
+        wrong = (
+            f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
+        )
         raise CheckpointError(wrong) from error
     look_in(config.data.tokenizer, step_dir.resolve().parent.parent)
     names = ("params", "low") if config.optim.master == "fp32" else ("params",)
     for name in names:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):
-            raise CheckpointError(f"{step_dir}: {name} does not fit its configuration; choose another step")
+            raise CheckpointError(
+                f"{step_dir}: {name} does not fit its configuration; choose another step"
+            )
     return step_dir, config, {name: tensors[name] for name in names}
 
 
@@ -118,10 +134,16 @@ def _config_for(weights: Weights) -> Config:
     sections = {
         "model": weights.model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},
-        "train": {"seq_len": min(weights.model.block_size, LONGEST_CONTEXT), "batch_size": 1, "dtype": "fp32"},
+        "train": {
+            "seq_len": min(weights.model.block_size, LONGEST_CONTEXT),
+            "batch_size": 1,
+            "dtype": "fp32",
+        },
         "eval": {"every": 0},
     }
     try:
         return Config.model_validate(sections)
     except ValidationError as error:
-        raise CheckpointError(f"{weights.where}: does not run here: {first_problem(error)}") from None
+        raise CheckpointError(
+            f"{weights.where}: does not run here: {first_problem(error)}"
+        ) from None

@@ -1,8 +1,8 @@
 """Find a GPT-2 or a Llama among the named tensors of another program's file.
 
-Programs put their wrappers into the names, leave out one of the tied pair of embedding and output head, and add what
-is not needed to write text.  This module finds each parameter under its name in weights.py.  Tensors that are known
-and not needed are left out; any other is refused.
+Programs put their wrappers into the names, leave out one of the tied pair of embedding and output
+head, and add what is not needed to write text.  This module finds each parameter under its name in
+weights.py.  Tensors that are known and not needed are left out; any other is refused.
 """
 
 import re
@@ -19,9 +19,16 @@ from gpt2_triton.console import is_first_rank, print_line
 from gpt2_triton.errors import CheckpointError
 
 # in names by models with a head, DDP, torch.compile, Lightning, PEFT, FSDP
-WRAPPERS = set("transformer module _orig_mod model base_model _fsdp_wrapped_module _checkpoint_wrapped_module".split())
+WRAPPERS = set(
+    (
+        "transformer module _orig_mod model base_model "
+        "_fsdp_wrapped_module _checkpoint_wrapped_module"
+    ).split()
+)
 # causal masks and rotations in older files, computed here
-COMPUTED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+COMPUTED = re.compile(
+    r"h\.\d+\.attn\.(bias|masked_bias)|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+)
 # the heads of transformers' and TRL's models that do not write text
 OTHER_HEADS = re.compile(r"(score|classifier|qa_outputs|multiple_choice_head|v_head)\.")
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -38,20 +45,26 @@ def find_weights(
     biases: bool = True,
     tied: bool = True,
 ) -> Weights:
-    """Return the model among the tensors `given`, which `load` reads; CheckpointError unless it is all there.
+    """Return the model among the tensors `given`, which `load` reads;
+    CheckpointError unless it is all there.
 
-    GPT-2's matrices may be [out, in] as ours, or [in, out] as transformers'.  Without `biases`, an absent bias is zero.
-    Without `tied` a head must be stored.  A stored head of its own makes a Llama untied, and is refused for GPT-2.
+    GPT-2's matrices may be [out, in] as ours, or [in, out] as transformers'.  Without `biases`, an
+    absent bias is zero.  Without `tied` a head must be stored.  A stored head of its own makes a
+    Llama untied, and is refused for GPT-2.
     """
     names = _by_bare_name(where, given)
     embedding = EMBEDDING[model.arch]
     if model.tied and HEAD in names:
         names.setdefault(embedding, names[HEAD])
-    needed = {_bare(name) for name in parameter_shapes(model) if biases or not name.endswith(".bias")}
+    needed = {
+        _bare(name) for name in parameter_shapes(model) if biases or not name.endswith(".bias")
+    }
     _check_names(where, model, names, needed if tied else needed | {HEAD})
     if model.tied and HEAD in names:
         shape = (model.vocab_size, model.n_embd)
-        head, embedded = (to_fp32(floats(where, names[name], load, shape)) for name in (HEAD, embedding))
+        head, embedded = (
+            to_fp32(floats(where, names[name], load, shape)) for name in (HEAD, embedding)
+        )
         if not np.array_equal(head, embedded):
             model = _untied(where, model)
     shapes = parameter_shapes(model)
@@ -69,12 +82,16 @@ def find_weights(
 
 
 def _by_bare_name(where: str, given: Iterable[str]) -> dict[str, str]:
-    """Return the names without wrappers, and what each is in the file; CheckpointError if two are equal."""
+    """Return the names without wrappers, and what each is in the file;
+    CheckpointError if two are equal.
+    """
     names = dict[str, str]()
     for name in given:
         bare = _bare(name)
         if bare in names:
-            raise CheckpointError(f"{where}: has {names[bare]} and {name}; take one of them out of the file")
+            raise CheckpointError(
+                f"{where}: has {names[bare]} and {name}; take one of them out of the file"
+            )
         if not COMPUTED.fullmatch(bare):
             names[bare] = name
     return names
@@ -85,20 +102,30 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def floats(where: str, name: str, load: Callable[[str], Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that `load` reads; CheckpointError unless it has this shape, in 16 bits or more a number."""
+def floats(
+    where: str, name: str, load: Callable[[str], Any], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the tensor that `load` reads; CheckpointError unless it has this shape, in
+    16 bits or more a number.
+    """
     is_tensor = isinstance(tensor := load(name), torch.Tensor)
     is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
     if not is_float or tuple(tensor.shape) != shape:
         got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
         wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
-        todo = "correct the sizes in its configuration" if is_float else "take the model that is not quantized"
+        todo = (
+            "correct the sizes in its configuration"
+            if is_float
+            else "take the model that is not quantized"
+        )
         raise CheckpointError(f"{wrong}; {todo}")
     return tensor
 
 
 def _check_names(where: str, model: ModelConfig, names: dict[str, str], needed: set[str]) -> None:
-    """Raise CheckpointError unless the tensors are the model's; print a line about heads for other tasks."""
+    """Raise CheckpointError unless the tensors are the model's; print a line
+    about heads for other tasks.
+    """
     this = f"a {NAMES[model.arch]} of {model.n_layer} layers"
     others = names.keys() - {_bare(name) for name in parameter_shapes(model)} - {HEAD}
     heads = sorted(names[bare] for bare in others if OTHER_HEADS.match(bare))

@@ -38,7 +38,9 @@ class StoredTensor(NamedTuple):
         return self.pieces[0].elements.dtype
 
     def span(self, first: int, length: int) -> Iterator[Piece]:
-        """Yield what there is of `length` elements from flat index `first` on; CheckpointError for a NaN."""
+        """Yield what there is of `length` elements from flat index `first` on;
+        CheckpointError for a NaN.
+        """
         for piece in self.pieces:
             begin = max(first - piece.first, 0)
             end = min(first + length - piece.first, len(piece.elements))
@@ -50,7 +52,9 @@ class StoredTensor(NamedTuple):
                 yield Piece(piece.first + begin, elements)
 
     def read(self, first: int, length: int) -> Tensor:
-        """Return elements [length] from flat index `first` on: a view of the file that has them all, else a copy."""
+        """Return elements [length] from flat index `first` on: a view of the file that
+        has them all, else a copy.
+        """
         found = list(self.span(first, length))
         if len(found) == 1:
             return found[0].elements
@@ -82,16 +86,24 @@ def _whole(where: str, tensor: Tensor) -> StoredTensor:
 
 
 def join_shards(
-    where: str, shards: Sequence[Mapping[str, Tensor]], spans: Sequence[Spans], second: Sequence[Spans]
+    where: str,
+    shards: Sequence[Mapping[str, Tensor]],
+    spans: Sequence[Spans],
+    second: Sequence[Spans],
 ) -> dict[str, StoredTensor]:
     """Return the tensors of several ranks; one that only rank 0 has is whole.
 
-    Each rank's tensors in `shards` have the elements of its `spans` one after the other, v those of its `second`.
+    Each rank's tensors in `shards` have the elements of its `spans` one after the
+    other, v those of its `second`.
     """
     joined = whole_tensors(where, shards[0])
     for name in shards[0].keys() & shards[-1].keys():
         by_rank = second if name == "v" else spans
-        pieces = [piece for shard, own in zip(shards, by_rank, strict=True) for piece in _cut(shard[name], own)]
+        pieces = [
+            piece
+            for shard, own in zip(shards, by_rank, strict=True)
+            for piece in _cut(shard[name], own)
+        ]
         pieces.sort(key=lambda piece: piece.first)
         size = sum(len(piece.elements) for piece in pieces)
         joined[name] = StoredTensor(joined[name].where, (size,), pieces)

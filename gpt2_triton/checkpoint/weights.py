@@ -1,8 +1,9 @@
 """A model's weights under other projects' names, between their files and our flat buffers.
 
-GPT-2 has OpenAI's names, which Hugging Face and nanoGPT use, and llm.c their order; Llama has Hugging Face's.
-`by_name` maps names to our tensors.  All matrices are [out, in].  Numbers are fp32, which holds every number of fp16
-and bf16.  A model is read part by part, since a host may not hold it.
+GPT-2 has OpenAI's names, which Hugging Face and nanoGPT use, and llm.c their order; Llama
+has Hugging Face's.  `by_name` maps names to our tensors.  All matrices are [out, in].
+Numbers are fp32, which holds every number of fp16 and bf16.  A model is read part by part,
+since a host may not hold it.
 """
 
 import dataclasses
@@ -31,7 +32,9 @@ PART = 1 << 22  # elements that are read at once, unless a row has more
 
 
 def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return views of a flat buffer of parameters by other projects' names; wte is without its padding rows."""
+    """Return views of a flat buffer of parameters by other projects' names; wte is
+    without its padding rows.
+    """
     A, dims = architecture.of(model), architecture.dimensions(model)
     return A.by_name(param_views(A.Params, flat, dims), model.vocab_size)
 
@@ -70,15 +73,21 @@ class Weights:
         """Return rows of a parameter, fp32; CheckpointError unless they are finite."""
         values = self.rows(name, rows)
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint")
+            raise CheckpointError(
+                f"{self.where}: {name} has a NaN or an infinity; take an earlier checkpoint"
+            )
         return values
 
     def read_all(
         self, what: str, names: Iterable[str] | None = None, whole: tuple[str, ...] = ()
     ) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yield (name, first row, rows) of each name, PART elements at most unless it ends as one in `whole`."""
+        """Yield (name, first row, rows) of each name, PART elements at most unless
+        it ends as one in `whole`.
+        """
         names = list(self.shapes if names is None else names)
-        with Progress(what, sum(math.prod(self.shapes[name]) for name in names), "parameters") as progress:
+        with Progress(
+            what, sum(math.prod(self.shapes[name]) for name in names), "parameters"
+        ) as progress:
             for name in names:
                 length, *width = self.shapes[name]
                 step = length if name.endswith(whole) else max(1, PART // math.prod(width))
@@ -94,7 +103,9 @@ def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
         return ModelConfig.model_validate(sizes)
     except ValidationError as error:
         got = ", ".join(f"{name} {str(value)[:40]}" for name, value in sizes.items())
-        raise CheckpointError(f"{where}: not a model that fits here: {got} ({first_problem(error)})") from None
+        raise CheckpointError(
+            f"{where}: not a model that fits here: {got} ({first_problem(error)})"
+        ) from None
 
 
 def first_problem(error: ValidationError) -> str:
@@ -104,7 +115,9 @@ def first_problem(error: ValidationError) -> str:
 
 
 def tokenizer_of(model: ModelConfig) -> str | None:
-    """Return the tokenizer of weights without its files, if their rows tell; a GPT-2's may be padded."""
+    """Return the tokenizer of weights without its files, if their rows
+    tell; a GPT-2's may be padded.
+    """
     for name, size in TOKENIZER_SIZES.items():
         if model.vocab_size == size and (name, model.arch) != ("gpt2", "llama"):
             return name
@@ -119,15 +132,20 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about weights with another tokenizer, or without one."""
     rows = f"{weights.where}: its {weights.model.vocab_size:,} tokens"
     if weights.beside and not has_tokenizer(weights.beside):
-        return CheckpointError(f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}")
-    return CheckpointError(f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported")
+        return CheckpointError(
+            f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}"
+        )
+    return CheckpointError(
+        f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported"
+    )
 
 
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     """Yield parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
-    fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.  The padding rows of wte are
-    in no part.  Positions from the run's block_size on are left out.  `check_sizes` has passed.
+    fp32 and masters are exact; bf16 without masters is rounded to nearest, ties to even.
+    The padding rows of wte are in no part.  Positions from the run's block_size on are left
+    out.  `check_sizes` has passed.
     """
     places = _places(config.model)
     for name, row, values in weights.read_all(f"reading {weights.where}"):
@@ -144,7 +162,9 @@ def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
 
 
 def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
-    """Return the tensors of `flat_parts` whole; the padding rows of wte are zero.  CheckpointError for other sizes."""
+    """Return the tensors of `flat_parts` whole; the padding rows of wte are zero.
+    CheckpointError for other sizes.
+    """
     check_sizes(weights, config)
     n, out = flat_length(config.model), dict[str, Tensor]()
     for name, first, elements in flat_parts(weights, config):
@@ -156,7 +176,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
 
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
-    too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())  # no run can have these sizes
+    # no run can have these sizes
+    too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())
     if too_small or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
     theirs, now = (
@@ -168,7 +189,9 @@ def check_sizes(weights: Weights, config: Config) -> None:
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:
         has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))
-        todo = " and ".join(f"{'data' if k == 'tokenizer' else 'model'}.{k} to {theirs[k]}" for k in wrong)
+        todo = " and ".join(
+            f"{'data' if k == 'tokenizer' else 'model'}.{k} to {theirs[k]}" for k in wrong
+        )
         raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 
 
@@ -194,7 +217,9 @@ def from_checkpoint(
 
 
 def round_bf16(values: np.ndarray) -> np.ndarray:
-    """Return the bits, as int16, of finite fp32 rounded to the nearest bf16, ties to even as in PyTorch."""
+    """Return the bits, as int16, of finite fp32 rounded to the nearest bf16,
+    ties to even as in PyTorch.
+    """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.int16)
 
@@ -212,7 +237,9 @@ def from_bf16(high: np.ndarray) -> np.ndarray:
 
 
 def split_master(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bits of the bf16 weight, 16 lower bits), both int16, as split_master in kernels/device_math.py does."""
+    """Return (bits of the bf16 weight, 16 lower bits), both int16, as split_master in
+    kernels/device_math.py does.
+    """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     high = ((bits + 0x8000) >> 16).astype(np.uint16)
     return high.view(np.int16), (bits & 0xFFFF).astype(np.uint16).view(np.int16)

@@ -1,7 +1,8 @@
-"""The commands of `gpt2-triton`, or `python -m gpt2_triton`: a module for each command or family of commands.
+"""The commands of `gpt2-triton`, or `python -m gpt2_triton`: a module for each
+command or family of commands.
 
-A module is imported when its command runs: torch and numpy read environment variables at their import, and
-`select_device` sets the variables before.
+A module is imported when its command runs: torch and numpy read environment variables at their
+import, and `select_device` sets the variables before.
 """
 
 import sys
@@ -17,7 +18,9 @@ USAGES = {
     "perplexity": "[OPTIONS] CHECKPOINT [SHARDS...]",
 }
 
-tools = make_app(command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export.")
+tools = make_app(
+    command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export."
+)
 for name, path in {
     "train": "train:command",
     "configs": "configs:configs",
@@ -36,8 +39,13 @@ for name, path in {
 REMOVED = {  # command: its replacement
     "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
     "config-table": "docs/guide/config.md has the table",
-    "evaluate": "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by lm-evaluation-harness; hellaswag still exists",
-    "prepare climbmix": "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub",
+    "evaluate": (
+        "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by "
+        "lm-evaluation-harness; hellaswag still exists"
+    ),
+    "prepare climbmix": (
+        "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub"
+    ),
     "verify": "run python -m benchmarks verify in the root of a checkout",
     "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",
 }
@@ -46,7 +54,9 @@ REMOVED = {  # command: its replacement
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
     words, wrong = sys.argv[1:], {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
-    wrong |= {name: f"is a recipe; use `{command_line(f'train {name}')}`" for name in recipes.names()}
+    wrong |= {
+        name: f"is a recipe; use `{command_line(f'train {name}')}`" for name in recipes.names()
+    }
     for name in (" ".join(words[:1]), " ".join(words[:2])):
         if name in wrong:
             print_line(f"error: {name} {wrong[name]}", error=True)

@@ -1,9 +1,11 @@
 """Shared by all commands: parsing, exit codes, the choice of the device.
 
-A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3 data, 4 checkpoint,
-5 memory, 6 non-finite numbers, 1 failures between GPUs.  128 and a signal's number: the signal stopped the run; 141:
-the reader of stdout left.  Any other exception is a bug and keeps its traceback.
-Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is decorated.
+A user's mistake is one line on stderr and an exit code: 2 configuration or command line, 3
+data, 4 checkpoint, 5 memory, 6 non-finite numbers, 1 failures between GPUs.  128 and a signal's
+number: the signal stopped the run; 141: the reader of stdout left.  Any other exception is a
+bug and keeps its traceback.
+Commands import kernels inside their functions: TRITON_INTERPRET must be set
+before a kernel is decorated.
 """
 
 import ctypes
@@ -21,7 +23,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, UnusedCliTokensError, convert
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    Token,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    convert,
+)
 from cyclopts.validators import Number
 
 from gpt2_triton.config.other_projects import counterpart
@@ -32,7 +42,13 @@ from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
 Checkpoint = Annotated[
-    str, Parameter(help="A run, one of its step directories, RUN/best, or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE.")
+    str,
+    Parameter(
+        help=(
+            "A run, one of its step directories, RUN/best, "
+            "or hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE."
+        )
+    ),
 ]
 Special = Annotated[
     bool,
@@ -42,22 +58,38 @@ Special = Annotated[
         help="Take the tokenizer's special tokens in the text, and <|endoftext|>, as these tokens.",
     ),
 ]
-PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")  # an empty path would be "."
-# the beginning of a path before ~/, which a shell expands only at a word's beginning, unquoted; a prompt is no path
+# an empty path would be "."
+PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")
+# the beginning of a path before ~/, which a shell expands only at a word's beginning,
+# unquoted; a prompt is no path
 HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")
 OF_THE_USER = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
-OF_THE_USER |= dict.fromkeys((errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place")
+OF_THE_USER |= dict.fromkeys(
+    (errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place"
+)
 OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 
 
 def make_app(name: str, help: str | None = None) -> App:
-    """Return an app with underscores in its options and no --no-... flags; without `help` it shows docstrings."""
-    options = Parameter(name_transform=lambda n: n.strip("_"), negative=(), converter=_converted, json_list=False)
-    return App(name=name, help=help, help_format="plaintext", version=version_text, default_parameter=options)
+    """Return an app with underscores in its options and no --no-... flags; without
+    `help` it shows docstrings.
+    """
+    options = Parameter(
+        name_transform=lambda n: n.strip("_"), negative=(), converter=_converted, json_list=False
+    )
+    return App(
+        name=name,
+        help=help,
+        help_format="plaintext",
+        version=version_text,
+        default_parameter=options,
+    )
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Return the value of an option; an int may be 10B or 1e9, but not 1.5, which cyclopts would round."""
+    """Return the value of an option; an int may be 10B or 1e9, but not 1.5,
+    which cyclopts would round.
+    """
     if kind is not int:
         return convert(kind, tokens)
     if (number := whole_number(tokens[0].value)) is None:
@@ -66,7 +98,9 @@ def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 def main(app: App, argv: list[str]) -> int:
-    """Run a command and return its exit code.  With several ranks, a failed command ends the process instead."""
+    """Run a command and return its exit code.  With several ranks, a failed command
+    ends the process instead.
+    """
     prepare_streams()
     if os.getpid() == 1:  # of a container, which has no default actions
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
@@ -89,10 +123,16 @@ def main(app: App, argv: list[str]) -> int:
         return 141
     except Exception as error:
         if "No usable temporary directory" in str(error):  # torch makes one when it is imported
-            return _fail("TMPDIR: no directory for temporary files can be written; set TMPDIR to one", 2)
+            return _fail(
+                "TMPDIR: no directory for temporary files can be written; set TMPDIR to one", 2
+            )
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             file = str(error.filename or "output")
-            todo = "set TRITON_CACHE_DIR to another place" if "/.triton" in file else OF_THE_USER[error.errno]
+            todo = (
+                "set TRITON_CACHE_DIR to another place"
+                if "/.triton" in file
+                else OF_THE_USER[error.errno]
+            )
             return _fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code)
         if not _is_distributed():
             raise
@@ -110,7 +150,10 @@ def _wrong_call(error: CycloptsError) -> str:
     """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
-        wrong = f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs its --name, or quotes"
+        wrong = (
+            f"{' '.join(error.unused_tokens or [])}: unexpected; "
+            "each value needs its --name, or quotes"
+        )
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")
     if isinstance(error, UnknownOptionError):
@@ -128,13 +171,18 @@ def _is_distributed() -> bool:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message, and the rank of several; one `on_every_rank` once on each host; return the code, or exit."""
+    """Print the message, and the rank of several; one `on_every_rank` once on each host;
+    return the code, or exit.
+    """
     rank = int(os.environ.get("RANK", "0"))
     if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(2)  # the rank that prints needs time before the launcher ends it
     else:
         name = f"rank {rank}: " if _is_distributed() and not (on_every_rank and rank == 0) else ""
-        print_line("\n".join(f"error: {name}{line}" for line in printable(message).splitlines()), error=True)
+        print_line(
+            "\n".join(f"error: {name}{line}" for line in printable(message).splitlines()),
+            error=True,
+        )
         discard_unwritten()
     if _is_distributed():
         os._exit(code)  # without waiting for threads: the launcher then ends the other ranks
@@ -142,15 +190,25 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Return the words with ~/ expanded, --run-dir as --run_dir, and --resume with =must or =true for cyclopts."""
+    """Return the words with ~/ expanded, --run-dir as --run_dir, and --resume with
+    =must or =true for cyclopts.
+    """
     argv = [*argv]
     for before, word in zip(["the command", *argv], argv):
         is_path = not before.startswith("-") or before in PATHS
         if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
-            raise ConfigError(f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path")
-    words = [re.sub(r"^--[^= ]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+            raise ConfigError(
+                f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path"
+            )
+    words = [
+        re.sub(r"^--[^= ]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
+        for word in argv
+    ]
     home, prompts = rf"\1{os.path.expanduser('~')}", ("--prompt", "--sample.prompt")
-    words = [word if before in prompts else HOME.sub(home, word) for before, word in zip(["", *words], words)]
+    words = [
+        word if before in prompts else HOME.sub(home, word)
+        for before, word in zip(["", *words], words)
+    ]
     for at in reversed(range(len(words))):
         if words[at] == "--resume":
             must = words[at + 1 : at + 2] == ["must"]
@@ -159,24 +217,37 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
 
 
 def select_device(silent: bool = False) -> None:
-    """Without a GPU select Triton's interpreter, and say so unless `silent`.  Call it before a kernel is imported."""
-    # torch and numpy read these at import.  Without a GPU more threads, which SLURM's scripts ask for, change the order
-    # of sums, and a second thread makes the interpreter's small arrays three times slower.
+    """Without a GPU select Triton's interpreter, and say so unless `silent`.  Call it
+    before a kernel is imported.
+    """
+    # torch and numpy read these at import.  Without a GPU more threads, which SLURM's
+    # scripts ask for, change the order of sums, and a second thread makes the interpreter's
+    # small arrays three times slower.
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d logs C++ stacks of errors that it also raises
+    # c10d logs C++ stacks of errors that it also raises
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     threading.Thread(target=_open_gpu, daemon=True).start()
     from gpt2_triton import device
 
     if device.select_interpreter() and not silent:
         print_line(device.NO_GPU)
     # numpy warns of losses that are not finite; training reports them itself
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
+    )
 
 
 def _open_gpu() -> None:
-    """Make the CUDA context of this rank's GPU, which takes half a second, while the main thread imports torch."""
+    """Make the CUDA context of this rank's GPU, which takes half a second, while the
+    main thread imports torch.
+    """
     with suppress(OSError, AttributeError, ZeroDivisionError):  # no driver of NVIDIA's, or no GPU
-        cuda, gpus, gpu, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        cuda, gpus, gpu, context = (
+            ctypes.CDLL("libcuda.so.1"),
+            ctypes.c_int(),
+            ctypes.c_int(),
+            ctypes.c_void_p(),
+        )
         cuda.cuInit(0)
         cuda.cuDeviceGetCount(ctypes.byref(gpus))
         cuda.cuDeviceGet(ctypes.byref(gpu), int(os.environ.get("LOCAL_RANK", "0")) % gpus.value)
@@ -186,6 +257,8 @@ def _open_gpu() -> None:
 def require_directory(option: str, file: Path | None) -> None:
     """Refuse a file in a directory that does not exist, and a directory in place of a file."""
     if file and not file.parent.is_dir():
-        raise ConfigError(f"--{option}: {file.parent} is not a directory; make it, or choose another")
+        raise ConfigError(
+            f"--{option}: {file.parent} is not a directory; make it, or choose another"
+        )
     if file and file.is_dir():
         raise ConfigError(f"--{option}: {file} is a directory; name a file in it")

@@ -23,11 +23,13 @@ def compile_kernels(
     gpu: str = "h100",
     gpus: Annotated[int, AT_LEAST_1] = 1,
 ) -> None:
-    """Compile the kernels of a training run, on a machine that needs no GPU, as in the build of a container.
+    """Compile the kernels of a training run, on a machine that needs no GPU, as
+    in the build of a container.
 
     They go to Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache; the folder may be moved.
 
-    A run with the same configuration, package, Triton and Python finds them. It compiles others as usual.
+    A run with the same configuration, package, Triton and Python finds them.
+    It compiles others as usual.
 
     Args:
         config: A recipe or a YAML file, as for `train`.
@@ -54,13 +56,17 @@ def compile_kernels(
 
     with standing_in(found):
         settings = choose_recompute(settings, K, free_bytes("cpu") - CONTEXT_BYTES, shape)
-        ranks: Any = SimpleNamespace(size=gpus, rank=0, device="cpu", allocate_shared=_address_space)
+        ranks: Any = SimpleNamespace(
+            size=gpus, rank=0, device="cpu", allocate_shared=_address_space
+        )
         model = Model(settings, K, "cpu", group=ranks)
         made = model.compile({(model.B, model.T)} if settings.eval.every else ())
     for note in notes:
         print_line(note)
     there = f", of which {made.from_cache} were there" if made.from_cache else ""
-    print_line(f"{made.kernels} kernels for {gpu} are in {knobs.cache.dir}{there}; {made.seconds:.0f} s")
+    print_line(
+        f"{made.kernels} kernels for {gpu} are in {knobs.cache.dir}{there}; {made.seconds:.0f} s"
+    )
 
 
 def _address_space(nbytes: int) -> tuple[Any, list[Any]]:

@@ -5,14 +5,25 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from gpt2_triton.commands.app import AT_LEAST_0, AT_LEAST_1, Checkpoint, require_directory, select_device
+from gpt2_triton.commands.app import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Checkpoint,
+    require_directory,
+    select_device,
+)
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_json
 
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
-BatchTokens = Annotated[int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")]
-Dtype = Annotated[Literal["bf16", "fp32"] | None, Parameter(help="By default a run's own, others bf16, on a CPU fp32.")]
+BatchTokens = Annotated[
+    int, AT_LEAST_1, Parameter(help="Tokens of a batch, at most; the results do not depend on it.")
+]
+Dtype = Annotated[
+    Literal["bf16", "fp32"] | None,
+    Parameter(help="By default a run's own, others bf16, on a CPU fp32."),
+]
 
 
 def hellaswag(
@@ -64,9 +75,11 @@ def perplexity(
     """Print a model's loss, perplexity and bits per byte over token shards.
 
     Args:
-        shards: Token shards: .bin files, or quoted globs of them; by default the validation data of a run.
+        shards: Token shards: .bin files, or quoted globs of them; by default
+            the validation data of a run.
         tokens: Number of first tokens, in whole windows; 0 takes all.
-        seq_len: Tokens of a window; by default a run's train.seq_len, for other weights their context, at most 8,192.
+        seq_len: Tokens of a window; by default a run's train.seq_len, for other weights
+            their context, at most 8,192.
     """
     require_directory("json", json)
     select_device()
@@ -87,7 +100,8 @@ def perplexity(
     V, T = config.model.vocab_size, config.train.seq_len
     if T > config.model.block_size:
         raise ConfigError(
-            f"--seq_len: {T:,}, but the model's longest sequence has {config.model.block_size:,}; lower it"
+            f"--seq_len: {T:,}, but the model's longest sequence has "
+            f"{config.model.block_size:,}; lower it"
         )
     opened: list[Shard] = []
     for given in shards:
@@ -97,6 +111,11 @@ def perplexity(
     result = losses.perplexity(model, opened, tokens)
     computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
     print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
-    print(f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else "")
+    print(
+        f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
+    )
     if json:
-        write_json(json, {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict())
+        write_json(
+            json,
+            {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict(),
+        )

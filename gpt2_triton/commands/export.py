@@ -8,7 +8,12 @@ from gpt2_triton.console import printable
 
 
 def export(
-    source: Checkpoint, /, *, out: Path, format: Literal["hf", "llmc"] = "hf", dtype: Literal["fp32", "bf16"] = "fp32"
+    source: Checkpoint,
+    /,
+    *,
+    out: Path,
+    format: Literal["hf", "llmc"] = "hf",
+    dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> None:
     """Write the weights of a model in the format of transformers or llm.c.
 

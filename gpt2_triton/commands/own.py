@@ -1,6 +1,7 @@
 """`train own --data my.txt`: shards and configuration of a run on a user's own text.
 
-Shards lie in data/NAME_TOKENIZER_HASH: the same text finds them again, and changed text gets a new directory.
+Shards lie in data/NAME_TOKENIZER_HASH: the same text finds them again, and
+changed text gets a new directory.
 """
 
 import os
@@ -33,17 +34,28 @@ class Text(NamedTuple):
 
 
 def require_data(config: Path, data: Sequence[Path] | None, run_dir: Path | None) -> None:
-    """Refuse the recipe own without text, text in place of a recipe, and text for another recipe."""
+    """Refuse the recipe own without text, text in place of a recipe,
+    and text for another recipe.
+    """
     command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config) and config.suffix != ".json":  # JSON is YAML
-        raise ConfigError(f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it")
+        raise ConfigError(
+            f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it"
+        )
     if str(config) == OWN and not data:
-        raise ConfigError("own: needs --data and one or more text files, folders or globs, as in --data my.txt")
+        raise ConfigError(
+            "own: needs --data and one or more text files, folders or globs, as in --data my.txt"
+        )
     if str(config) != OWN and data is not None:
         find(config)  # refuses a mistyped recipe first
-        raise ConfigError(f"--data: goes with the recipe own, as `{command} my.txt`; for {config} give --data.train")
+        raise ConfigError(
+            f"--data: goes with the recipe own, as `{command} my.txt`; "
+            f"for {config} give --data.train"
+        )
     if run_dir and run_dir.resolve() in (given.resolve() for given in data or ()):
-        raise ConfigError(f"--run_dir: {run_dir} is the folder of --data; name another, as in {run_dir / 'run'}")
+        raise ConfigError(
+            f"--run_dir: {run_dir} is the folder of --data; name another, as in {run_dir / 'run'}"
+        )
 
 
 def settings(
@@ -56,9 +68,11 @@ def settings(
     prepare: bool = False,
     summary: bool = False,
 ) -> Config:
-    """Return the configuration of a run on the text `own`, on this machine or on GPUs of the name `gpu`.
+    """Return the configuration of a run on the text `own`, on this machine
+    or on GPUs of the name `gpu`.
 
-    run_dir     a run to resume: its configuration replaces recipe and choices; data.allow_changed is for one start
+    run_dir     a run to resume: its configuration replaces recipe and choices;
+                data.allow_changed is for one start
     prepare     print what was chosen, and make the shards unless they exist
     summary     print what was chosen
     """
@@ -81,21 +95,33 @@ def settings(
             tokens = measured.count_tokens(tokenizer)
         else:
             source = _weights(given.get("init_from", ""), download=prepare)
-            usual = source and source.tokenizer or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
-            tokenizer = given.get("data.tokenizer") or (usual if "init_from" in given else _available(usual))
+            usual = (
+                source
+                and source.tokenizer
+                or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
+            )
+            tokenizer = given.get("data.tokenizer") or (
+                usual if "init_from" in given else _available(usual)
+            )
             known = tokenizer in TOKENIZER_SIZES  # Config.load refuses another
             tokens = measured.count_tokens(tokenizer) if known else measured.characters
             model = source.model if source else None
-            picked = own_text.choose(measured.characters, tokens, gpu_gib, tokenizer, given, gpus, model)
+            picked = own_text.choose(
+                measured.characters, tokens, gpu_gib, tokenizer, given, gpus, model
+            )
         shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
         picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
         config = Config.load(recipe, picked | dict(given), gpus)
         if source:
             check_sizes(source, config)
     if prepare or summary:
-        print_line(own_text.summary(config, measured.characters, tokens, "a GPU" if gpu_gib else "the CPU"))
+        print_line(
+            own_text.summary(config, measured.characters, tokens, "a GPU" if gpu_gib else "the CPU")
+        )
         if gpu_gib is None:
-            print_line(f"  expected time without a GPU: {cpu_time.expected(config)}, on an idle machine")
+            print_line(
+                f"  expected time without a GPU: {cpu_time.expected(config)}, on an idle machine"
+            )
     if summary:
         documents.report(measured.notes, tokenizer)
     if prepare:
@@ -104,7 +130,9 @@ def settings(
 
 
 def _weights(init_from: str, download: bool) -> "Weights | None":
-    """Return the weights of init_from; None for scratch, and without `download` for OpenAI's names."""
+    """Return the weights of init_from; None for scratch, and without
+    `download` for OpenAI's names.
+    """
     from gpt2_triton.checkpoint.sources import open_weights
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
@@ -119,20 +147,25 @@ def _weights(init_from: str, download: bool) -> "Weights | None":
 
 
 def export(run_dir: Path, config: Config) -> None:
-    """Write the best checkpoint of a run, else the newest, in the format of Hugging Face, beside its checkpoints."""
+    """Write the best checkpoint of a run, else the newest, in the format of Hugging
+    Face, beside its checkpoints.
+    """
     from gpt2_triton.checkpoint import export as exporting
     from gpt2_triton.checkpoint.format import list_steps
     from gpt2_triton.checkpoint.load import best_checkpoint
 
     _, newest = list_steps(run_dir / "checkpoints")[-1]
-    found = best_checkpoint(newest) or newest  # the export verifies it; a hash of 1B parameters' state takes 10 s
+    # the export verifies it; a hash of 1B parameters' state takes 10 s
+    found = best_checkpoint(newest) or newest
     if not (out := run_dir / f"exported_{found.name}").exists():
         exporting.export(str(found), out, "hf", config.train.dtype)
         print_line(f"wrote {out}, for transformers")
 
 
 def _available(tokenizer: str) -> str:
-    """Return the tokenizer, or bytes if GPT-2's merges are neither installed nor to be downloaded."""
+    """Return the tokenizer, or bytes if GPT-2's merges are neither
+    installed nor to be downloaded.
+    """
     from gpt2_triton.data.tokenizer import get_tokenizer
 
     try:
@@ -142,6 +175,8 @@ def _available(tokenizer: str) -> str:
 
 
 def _name(data: Sequence[Path]) -> str:
-    """Return a name for a directory: the first file's or folder's, without endings and unusual characters."""
+    """Return a name for a directory: the first file's or folder's, without
+    endings and unusual characters.
+    """
     first = data[0].absolute().name.partition(".")[0]
     return re.sub(r"[^\w-]+", "-", first).strip("-") or "text"

@@ -40,7 +40,10 @@ def plan_report(config: Config, K: Any, gpu: Gpu, shape: StepShape) -> Report:
     config, notes = config.choose_precision(gpu.architecture)
     found = forecast(config, K, gpu.nbytes - CONTEXT_BYTES - MODULE_BYTES, shape)
     fits = found.plan.total <= found.budget
-    rest = f", and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the CUDA context, kernels and graphs"
+    rest = (
+        f", and {format_bytes(CONTEXT_BYTES + MODULE_BYTES)} for the "
+        "CUDA context, kernels and graphs"
+    )
     machine = f"{gpu.name} of {format_bytes(gpu.nbytes)}"
     verdict = [
         f"fits {machine}" if fits else f"does not fit {machine}; {found.todo}",
@@ -70,7 +73,12 @@ def _time(config: Config, gpu: Gpu, shape: StepShape) -> list[str]:
     if hours is None:
         return []
     gpus = f", an {gpu.key}'s divided by {shape.gpus}" if shape.gpus > 1 else ""
-    return [f"time about {duration(3600 * hours / shape.gpus)} by measured speed{gpus}, without validations"]
+    return [
+        (
+            f"time about {duration(3600 * hours / shape.gpus)} by measured "
+            f"speed{gpus}, without validations"
+        )
+    ]
 
 
 def _largest_batch(found: Forecast) -> list[str]:
@@ -83,7 +91,9 @@ def _largest_batch(found: Forecast) -> list[str]:
 
 
 def _choices(found: Forecast) -> list[str]:
-    """Return the memory by recompute level, and on several GPUs by ZeRO stage; an arrow marks the run's."""
+    """Return the memory by recompute level, and on several GPUs by ZeRO stage;
+    an arrow marks the run's.
+    """
     lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for level, (nbytes, most) in found.levels.items():
         arrow = "  <-" if level == found.config.memory.recompute else ""
@@ -91,18 +101,33 @@ def _choices(found: Forecast) -> list[str]:
     if found.stages:
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {found.shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
-        lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == found.shape.zero else ''}")
+        lines.append(
+            f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == found.shape.zero else ''}"
+        )
     return lines
 
 
 def _buffers(plan: MemoryPlan) -> list[str]:
     """Return a line for each buffer, bytes by class, and the total."""
-    lines = ["buffers: letters of shapes as in gpt2_triton/model/tables.py; live: phases that use the buffer"]
-    lines += [f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  {'live':<24}{'MiB':>11}{'offset':>16}"]
+    lines = [
+        (
+            "buffers: letters of shapes as in gpt2_triton/model/tables.py; "
+            "live: phases that use the buffer"
+        )
+    ]
+    lines += [
+        (
+            f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  "
+            f"{'live':<24}{'MiB':>11}{'offset':>16}"
+        )
+    ]
     for b in plan.buffers.values():
         dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
         note = f"in {b.spec.within}" if b.spec.within else f"{size:,.1f}"
-        lines.append(f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  {b.live:<24}{note:>11}{b.offset:>16,}")
+        lines.append(
+            f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  "
+            f"{b.live:<24}{note:>11}{b.offset:>16,}"
+        )
     lines += ["", f"{'class':<16}{'MiB':>11}"]
     lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
     shared = sum(plan.by_kind().values()) - plan.total

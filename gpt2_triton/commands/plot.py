@@ -1,4 +1,5 @@
-"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their metrics.jsonl, as one picture.
+"""`plot`: loss, learning rate, gradient norm, speed and HellaSwag of runs, from their
+metrics.jsonl, as one picture.
 
 Okabe and Ito's colours remain distinct to colour-blind readers.
 """
@@ -21,12 +22,31 @@ from gpt2_triton.training.metrics import METRICS, read_metrics
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-FALLBACKS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC")
-PANELS = dict(lr="learning rate", norm="gradient norm", tok_s="tokens per second", hellaswag="HellaSwag accuracy")
-CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}  # for --beside
+FALLBACKS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Zen Hei",
+    "Microsoft YaHei",
+    "SimHei",
+    "PingFang SC",
+)
+PANELS = dict(
+    lr="learning rate",
+    norm="gradient norm",
+    tok_s="tokens per second",
+    hellaswag="HellaSwag accuracy",
+)
+# for --beside
+CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}
 
-# OpenAI's checkpoints by llm.c's vislog: loss on llm.c's validation shard of FineWeb, HellaSwag (acc_norm)
-OPENAI = {"124M": (3.4250, 0.2945), "350M": (3.0831, 0.3752), "774M": (3.0006, 0.4320), "1558M": (2.8313, 0.4889)}
+# OpenAI's checkpoints by llm.c's vislog: loss on llm.c's validation shard of
+# FineWeb, HellaSwag (acc_norm)
+OPENAI = {
+    "124M": (3.4250, 0.2945),
+    "350M": (3.0831, 0.3752),
+    "774M": (3.0006, 0.4320),
+    "1558M": (2.8313, 0.4889),
+}
 
 
 class Curves(NamedTuple):
@@ -36,11 +56,17 @@ class Curves(NamedTuple):
 
     def points(self, key: str) -> np.ndarray:
         """Return (tokens, value) [n, 2] of the steps that have a value."""
-        found = [(r["step"] * self.tokens_per_step, r[key]) for r in self.records if r.get(key) is not None]
+        found = [
+            (r["step"] * self.tokens_per_step, r[key])
+            for r in self.records
+            if r.get(key) is not None
+        ]
         return np.array(found, np.float64).reshape(-1, 2)
 
     def summary(self) -> str:
-        """Return the entry in the legend: name, last loss, median speed and MFU, last HellaSwag score."""
+        """Return the entry in the legend: name, last loss, median speed and
+        MFU, last HellaSwag score.
+        """
         keys = ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         val, train, speed, mfu, hellaswag = (self.points(key)[:, 1] for key in keys)
         loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
@@ -56,7 +82,9 @@ class Curves(NamedTuple):
 
 
 def read_run(path: Path) -> Curves:
-    """Read a run directory, or its metrics.jsonl alone; ConfigError if it has no step with a loss."""
+    """Read a run directory, or its metrics.jsonl alone; ConfigError if
+    it has no step with a loss.
+    """
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path}: no {METRICS} there; expected a run directory")
@@ -68,35 +96,51 @@ def read_run(path: Path) -> Curves:
 
 
 def read_curve(name: str) -> dict[str, Any]:
-    """Return a curve of CURVES with its points (tokens, validation loss) [n, 2]; ConfigError for another name."""
+    """Return a curve of CURVES with its points (tokens, validation loss) [n, 2];
+    ConfigError for another name.
+    """
     if name not in CURVES:
         raise ConfigError(f"--beside: unknown curve {name}; known are {', '.join(CURVES)}")
     curve = json.loads(CURVES[name].read_text())
-    return curve | {"name": name, "points": np.array(curve["val_loss"], np.float64) * [curve["tokens_per_step"], 1]}
+    return curve | {
+        "name": name,
+        "points": np.array(curve["val_loss"], np.float64) * [curve["tokens_per_step"], 1],
+    }
 
 
-def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()) -> list[str]:
-    """Draw runs over tokens, beside OpenAI's GPT-2 and curves of CURVES; return lines that compare their losses."""
+def draw_runs(
+    paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()
+) -> list[str]:
+    """Draw runs over tokens, beside OpenAI's GPT-2 and curves of CURVES; return lines
+    that compare their losses.
+    """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
     curves = [read_curve(name) for name in beside]
     runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
-    os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that matplotlib may not have
+    # a notebook's shell names a backend that matplotlib may not have
+    os.environ["MPLBACKEND"] = "agg"
     from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 
     installed = {font.name for font in font_manager.fontManager.ttflist}
-    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], *(f for f in FALLBACKS if f in installed)])]
+    rcParams["font.family"] = [
+        *dict.fromkeys([*rcParams["font.family"], *(f for f in FALLBACKS if f in installed)])
+    ]
 
-    panels = [key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)]
+    panels = [
+        key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)
+    ]
     figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
     layout: list[Any] = [["loss"] * len(panels), panels]
     axes = figure.subplot_mosaic(layout, height_ratios=[2, 1])
     lows, tops = list[float](), list[float]()
     for i, run in enumerate(runs):
-        style = dict(color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3])
+        style = dict(
+            color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3]
+        )
         low, top = _draw_loss(axes["loss"], run, style)
         lows.append(low)
         tops.append(top)
@@ -113,11 +157,19 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
     for key in {*panels} - {"hellaswag"}:
         axes[key].set_ylim(bottom=0)
     if len(norms := np.concatenate([run.points("norm")[:, 1] for run in runs])):
-        axes["norm"].set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)  # one spike must not flatten the rest
+        # one spike must not flatten the rest
+        axes["norm"].set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)
     for key, panel in axes.items():
-        _finish(panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots"))
+        _finish(
+            panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots")
+        )
         panel.set_xlabel("tokens")
-    figure.legend(*axes["loss"].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
+    figure.legend(
+        *axes["loss"].get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8.5,
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         figure.savefig(out, dpi=150)
@@ -129,7 +181,9 @@ def draw_runs(paths: Sequence[Path], out: Path, openai: bool = False, beside: Se
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
-    """Draw training and validation loss; return their limits, of a long run without its first fall."""
+    """Draw training and validation loss; return their limits, of a long
+    run without its first fall.
+    """
     loss, val = run.points("loss"), run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
@@ -142,7 +196,9 @@ def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, fl
 
 
 def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> float:
-    """Draw a published curve up to `last` tokens, and return its lowest loss there; of one point only the label."""
+    """Draw a published curve up to `last` tokens, and return its lowest loss there; of
+    one point only the label.
+    """
     tokens = curve["points"][:, 0]
     shown = curve["points"][tokens <= last]
     label = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)
@@ -158,11 +214,14 @@ def _draw_line(axes: Any, points: np.ndarray, style: dict[str, Any], smooth: boo
     if smooth and len(points) >= SMOOTH_FROM:
         axes.plot(*points.T, color=style["color"], alpha=0.22, lw=0.7)
         points = smoothed(points)
-    axes.plot(*points.T, lw=1.3, marker="o" if len(points) == 1 else None, ms=4, **style)  # a line needs two points
+    # a line needs two points
+    axes.plot(*points.T, lw=1.3, marker="o" if len(points) == 1 else None, ms=4, **style)
 
 
 def smoothed(points: np.ndarray) -> np.ndarray:
-    """Return the running mean of points [n, 2] over complete windows of n/50; few points are returned as they are."""
+    """Return the running mean of points [n, 2] over complete windows of n/50; few points
+    are returned as they are.
+    """
     window = max(1, len(points) // 100) * 2 + 1 if len(points) >= SMOOTH_FROM else 1
     sums = np.concatenate([np.zeros((1, 2)), np.cumsum(points, 0)])
     return (sums[window:] - sums[:-window]) / window
@@ -191,7 +250,9 @@ def _finish(axes: Any, title: str) -> None:
 
 
 def compare(run: Curves, curve: dict[str, Any]) -> str:
-    """Return a line: the run's last validation loss, and the curve's loss interpolated to as many tokens."""
+    """Return a line: the run's last validation loss, and the curve's loss
+    interpolated to as many tokens.
+    """
     val = run.points("val_loss")
     if not len(val):
         return f"{run.name}: no validation loss to compare with {curve['name']}"
@@ -210,18 +271,26 @@ def plot(
     openai: bool = False,
     beside: str = "",
 ) -> None:
-    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs over tokens, as one picture.
+    """Draw loss, learning rate, gradient norm, speed and HellaSwag of runs
+    over tokens, as one picture.
 
     Args:
         runs: Run directories.
         out: Picture to write; its ending, .png, .svg or .pdf, is its format.
-        openai: Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb, comparable for the tokenizer gpt2.
-        beside: Published curves, with commas between: gpt2_124m_llmc, modded_nanogpt_adamw, modded_nanogpt_muon.
+        openai: Draw OpenAI's GPT-2 as horizontal lines: its losses on FineWeb,
+            comparable for the tokenizer gpt2.
+        beside: Published curves, with commas between: gpt2_124m_llmc,
+            modded_nanogpt_adamw, modded_nanogpt_muon.
     """
     for run in runs if openai or beside else ():
         config = run / "config.yaml"
         if config.is_file() and "tokenizer: gpt2\n" not in config.read_text():
-            print(printable(f"note: {run}: its tokens are not GPT-2's; do not compare its losses with theirs"))
+            print(
+                printable(
+                    f"note: {run}: its tokens are not GPT-2's; "
+                    "do not compare its losses with theirs"
+                )
+            )
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
         print(printable(line))
     print(printable(f"wrote {out}"))

@@ -12,11 +12,17 @@ from gpt2_triton.commands.app import AT_LEAST_1, Special, make_app
 from gpt2_triton.config.schema import TokenizerName
 
 app = make_app("prepare", "Make token shards for training.")
-Tokenizer = Annotated[TokenizerName, Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")]
+Tokenizer = Annotated[
+    TokenizerName, Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")
+]
 Out = Annotated[Path, Parameter(help="Directory of the shards, train_*.bin and val_*.bin.")]
 CPUS = os.cpu_count() or 1
-Workers = Annotated[int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)]
-Field = Annotated[str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")]
+Workers = Annotated[
+    int, AT_LEAST_1, Parameter(help="Processes; by default one per CPU.", show_default=False)
+]
+Field = Annotated[
+    str, Parameter(help="Field of a row that holds the text; a.b is the field b of the field a.")
+]
 Strict = Annotated[bool, Parameter(help="Refuse the text if anything in it would be left out.")]
 
 
@@ -33,7 +39,8 @@ def prepare_text(
 ) -> None:
     """Tokenise your own text; the same command resumes a stopped preparation.
 
-    Text is in UTF-8. A .txt or .md file is one document; each row of .jsonl, .json or .parquet is one.
+    Text is in UTF-8. A .txt or .md file is one document; each row of
+    .jsonl, .json or .parquet is one.
     All but .parquet may end in .gz, .zst, .xz or .bz2.
 
     Args:
@@ -48,7 +55,9 @@ def prepare_text(
 
 @app.command(name="builtin")
 def prepare_builtin(*, out: Out = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
-    """Tokenise 0.5 MB of text that every Python has, the help topics of its manual, to try things out."""
+    """Tokenise 0.5 MB of text that every Python has, the help topics of its
+    manual, to try things out.
+    """
     from gpt2_triton.data.prepare import builtin
 
     builtin.prepare_builtin(out, tokenizer)
@@ -68,14 +77,18 @@ def prepare_dataset(
     shard_tokens: Annotated[int, AT_LEAST_1] = 100_000_000,
     workers: Workers = CPUS,
 ) -> None:
-    """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command resumes a stopped preparation.
+    """Tokenise a dataset of the Hugging Face Hub as it is streamed; the same command
+    resumes a stopped preparation.
 
     Args:
         version: Configuration of the dataset, such as sample-100BT.
         source: Name of the dataset on the Hub.
-        revision: Branch or commit of the dataset; by default the newest. A resumed preparation keeps it.
-        out: Directory of the shards, val_000000.bin and train_*.bin; by default data/<source>-<version>.
-        tokens: Stop after this many tokens; at most a tenth become validation data. By default take all.
+        revision: Branch or commit of the dataset; by default the newest. A
+            resumed preparation keeps it.
+        out: Directory of the shards, val_000000.bin and train_*.bin; by
+            default data/<source>-<version>.
+        tokens: Stop after this many tokens; at most a tenth become
+            validation data. By default take all.
         shard_tokens: Tokens per shard; the first shard is the validation data.
     """
     from gpt2_triton.data.prepare import dataset
@@ -85,9 +98,13 @@ def prepare_dataset(
     dataset.prepare_dataset(given, out, tokenizer, tokens, workers, shard_tokens, special, strict)
 
 
-for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():  # the default of --source
+# the default of --source
+for _name, _title in {"fineweb": "FineWeb", "fineweb-edu": "FineWeb-Edu"}.items():
     _command = functools.partial(prepare_dataset, source=f"HuggingFaceFW/{_name}")
-    _help = f"Tokenise {_title} or another dataset of the Hub; the same command resumes a stopped preparation."
+    _help = (
+        f"Tokenise {_title} or another dataset of the Hub; "
+        "the same command resumes a stopped preparation."
+    )
     app.command(_command, name=_name, help=_help)
 
 
@@ -98,7 +115,8 @@ def prepare_pretokenized(
     """Download shards that others have tokenised; the same command resumes a stopped download.
 
     Args:
-        name: fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/name of llm.c's shards on the Hub.
+        name: fineweb10B, fineweb100B, fineweb-edu-10B, fineweb-edu-100B, or owner/name
+            of llm.c's shards on the Hub.
         shards: Training shards to download, of 100 million tokens (200 MB) each; by default all.
         out: Directory of the shards, val_000000.bin and train_*.bin; by default data/<name>.
     """
@@ -109,7 +127,8 @@ def prepare_pretokenized(
 
 @app.command(name="nanogpt")
 def prepare_nanogpt(folder: Path, /, *, out: Out = Path("data/nanogpt")) -> None:
-    """Make shards of nanoGPT's train.bin and val.bin; the same command resumes a stopped preparation.
+    """Make shards of nanoGPT's train.bin and val.bin; the same command
+    resumes a stopped preparation.
 
     Args:
         folder: Folder of the two files, of GPT-2's tokens.

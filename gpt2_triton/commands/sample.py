@@ -30,7 +30,8 @@ def sample(
     batch: Annotated[int, AT_LEAST_1] = 64,
     special: Special = True,
 ) -> None:
-    """Print texts that a model writes.  A text stops at a token that ends a text, which is not printed.
+    """Print texts that a model writes.  A text stops at a token that ends
+    a text, which is not printed.
 
     Args:
         prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
@@ -38,12 +39,18 @@ def sample(
         tokens: Largest number of tokens of each text, without the prompt.
         temperature: Softmax temperature; 0 takes the most likely token.
         top_k: Sample among the k most likely tokens; 0 among all.
-        top_p: Of the tokens that top_k keeps, sample among the fewest that together have probability p; 1 among all.
+        top_p: Of the tokens that top_k keeps, sample among the fewest that together
+            have probability p; 1 among all.
         seed: Seed of each prompt's first text; each next text adds 1.
-        num: Number of texts of each prompt. A single text is printed while it is decoded; between texts stands ---.
-        batch: Largest number of texts decoded at once; it changes the speed, not the random numbers of a text.
+        num: Number of texts of each prompt. A single text is printed while it is
+            decoded; between texts stands ---.
+        batch: Largest number of texts decoded at once; it changes the speed, not
+            the random numbers of a text.
     """
-    how, prompts = Sampling(temperature, top_k, top_p), [*(prompt or []), *_lines(prompt_file)] or [""]
+    how, prompts = (
+        Sampling(temperature, top_k, top_p),
+        [*(prompt or []), *_lines(prompt_file)] or [""],
+    )
     how.check("--", tokens, seed)
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
@@ -53,10 +60,17 @@ def sample(
     from gpt2_triton.model.compiling import compile_decoding
 
     config, stored, beside = load_weights(checkpoint)
-    model, tokenizer = load_for_decoding(config, stored, min(num, batch)), get_tokenizer(config.data.tokenizer)
+    model, tokenizer = (
+        load_for_decoding(config, stored, min(num, batch)),
+        get_tokenizer(config.data.tokenizer),
+    )
     encoded = [encode_prompt(tokenizer, text, special) for text in prompts]
     ends = ends_of_text(tokenizer, beside)
-    found = sum(text.count(name) for text in prompts for name in special_names(tokenizer)) if special else 0
+    found = (
+        sum(text.count(name) for text in prompts for name in special_names(tokenizer))
+        if special
+        else 0
+    )
     if found:
         print_line(f"special tokens in the prompts: {found:,}", error=True)
     if model.arena.device.type == "cuda":
@@ -76,7 +90,9 @@ def sample(
         print(flush=True)
         count += len([*counted])
     seconds = time.perf_counter() - start
-    slow = " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
+    slow = (
+        " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
+    )
     rate = count / seconds
     shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     print(f"{count} tokens in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)

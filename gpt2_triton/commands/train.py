@@ -26,7 +26,19 @@ from gpt2_triton.training.start import Resume, check_run_dir, starting
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
 
-FLAGS = ("data", "field", "special", "strict", "plan", "buffers", "gpu", "gpus", "print_config", "run_dir", "resume")
+FLAGS = (
+    "data",
+    "field",
+    "special",
+    "strict",
+    "plan",
+    "buffers",
+    "gpu",
+    "gpus",
+    "print_config",
+    "run_dir",
+    "resume",
+)
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be given another value.
@@ -38,7 +50,9 @@ ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be giv
 config_app = make_app(NAME, ABOUT)
 config_app.usage = f"Usage: {NAME} [OPTIONS] CONFIG"
 config_app.group_parameters = Group(
-    "Keys of the configuration", "A default holds where neither CONFIG nor the command line names the key.", sort_key=2
+    "Keys of the configuration",
+    "A default holds where neither CONFIG nor the command line names the key.",
+    sort_key=2,
 )
 config_app.group_commands = Group("Help", sort_key=3)
 app = config_app.meta
@@ -47,7 +61,9 @@ app.group_parameters = Group("Run", sort_key=1)
 
 @config_app.default
 def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
-    """Let --help list the keys.  cyclopts does not parse values: pydantic checks them with the YAML file."""
+    """Let --help list the keys.  cyclopts does not parse values: pydantic
+    checks them with the YAML file.
+    """
 
 
 @app.default
@@ -71,38 +87,54 @@ def train(
 
     Args:
         config: A recipe, such as quickstart (`gpt2-triton configs` lists them), or a YAML file.
-        data: Your own text, for the recipe own: files, folders or quoted globs, as `prepare text` takes them.
-        plan: Print whether the run fits a GPU, its memory, batches and time, and stop, with code 5 if it does not fit.
+        data: Your own text, for the recipe own: files, folders or quoted globs,
+            as `prepare text` takes them.
+        plan: Print whether the run fits a GPU, its memory, batches and time, and stop,
+            with code 5 if it does not fit.
         buffers: With --plan: also print each buffer.
-        gpu: GPU of --plan, such as 4090 (an unknown name lists all) or 24GiB. By default this machine's, else an h100.
+        gpu: GPU of --plan, such as 4090 (an unknown name lists all) or 24GiB. By default
+            this machine's, else an h100.
         gpus: Number of GPUs of --plan; by default parallel.gpus, or 1.
         print_config: Print the value of every key as YAML and stop.
         run_dir: Directory of checkpoints and metrics; by default runs/CONFIG-TIME.
-        resume: Continue after the newest intact checkpoint; without one start a new run, with `must` end with code 4.
+        resume: Continue after the newest intact checkpoint; without one start a new run,
+            with `must` end with code 4.
     """
     if str(config).startswith("-"):
-        raise ConfigError(f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys")
+        raise ConfigError(
+            f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys"
+        )
     if (gpu or gpus) and not plan:
-        raise ConfigError(f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds")
+        raise ConfigError(
+            f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds"
+        )
     if buffers and not plan:
         raise ConfigError("--buffers: goes with --plan only")
     own.require_data(config, data, run_dir)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, special, strict) if data else None
     if not text and (field != "text" or strict or not special):
-        raise ConfigError("--field, --no-special, --strict: go with --data and the recipe own; leave them out")
+        raise ConfigError(
+            "--field, --no-special, --strict: go with --data and the recipe own; leave them out"
+        )
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
     from gpt2_triton import device  # imports torch
 
     gpu = gpu and device.find_gpu(gpu)
     if gpu and device.gpu_of(gpu).architecture == device.UNKNOWN:
-        print(f"assumed: a GPU of {gpu} that has what the run asks for; train.precision auto takes bf16")
+        print(
+            f"assumed: a GPU of {gpu} that has what the run asks for; "
+            "train.precision auto takes bf16"
+        )
     if text:
-        settings = own.settings(config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan)
+        settings = own.settings(
+            config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan
+        )
     else:
         settings = Config.load(config, overrides, gpus or 1)
-        if plan and Path(settings.init_from.removeprefix("hf:")).is_dir():  # nothing is downloaded for a plan
+        # nothing is downloaded for a plan
+        if plan and Path(settings.init_from.removeprefix("hf:")).is_dir():
             from gpt2_triton.checkpoint.sources import initial_weights
 
             initial_weights(settings)  # refuses other sizes
@@ -124,7 +156,9 @@ def _train(*words: Annotated[str, Parameter(show=False, allow_leading_hyphen=Tru
     return call(app, words)
 
 
-def _start(config: Path, given: dict[str, str], run_dir: Path | None, resume: Resume, text: own.Text | None) -> int:
+def _start(
+    config: Path, given: dict[str, str], run_dir: Path | None, resume: Resume, text: own.Text | None
+) -> int:
     """Train on this rank; return the exit code.  Rank 0 chooses the run's directory and prints."""
     set_env_from_slurm()
     rank, ranks = rank_and_size()
@@ -137,9 +171,13 @@ def _start(config: Path, given: dict[str, str], run_dir: Path | None, resume: Re
         settings = Config.load(config, given, ranks)
     select_device()  # before numpy is imported
     if text:
-        settings = own.settings(config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True)
+        settings = own.settings(
+            config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True
+        )
         if rank == 0:
-            print("\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict))
+            print(
+                "\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict)
+            )
     if rank == 0:
         _require_time(settings, run_dir)
     with starting(settings, run_dir, resume, config.stem) as run_dir:
@@ -163,7 +201,9 @@ def _require_time(settings: Config, run_dir: Path | None) -> None:
 
 
 def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
-    """Return `--section.key value` and `--section.key=value` as {"section.key": "value"}; `hint` ends a refusal."""
+    """Return `--section.key value` and `--section.key=value` as {"section.key":
+    "value"}; `hint` ends a refusal.
+    """
     known = dict(options())
     given = dict[str, str]()
     rest = deque(words)
@@ -171,7 +211,10 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
         word = rest.popleft()
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            usual = "; options are --section.key value, as in --optim.lr 3e-4; quote a pattern, as in 'train_*.bin'"
+            usual = (
+                "; options are --section.key value, as in --optim.lr 3e-4; "
+                "quote a pattern, as in 'train_*.bin'"
+            )
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual + hint}")
         if key not in known:
             raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")
@@ -179,7 +222,9 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
             raise ConfigError(f"--{key}: given twice; remove one")
         is_alone = not equals and (not rest or rest[0].startswith("--"))
         if is_alone and known[key].annotation is not bool:
-            raise ConfigError(f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE")
+            raise ConfigError(
+                f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE"
+            )
         if is_alone:
             value = "true"
         elif not equals:
@@ -189,19 +234,30 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "Report":
-    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are `picked`, else for an h100."""
+    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are
+    `picked`, else for an h100.
+    """
     from gpt2_triton import device
 
     device.require_triton()
-    on_cpu = picked and not gpu and device.select_interpreter()  # the run's table of launch parameters
+    # the run's table of launch parameters
+    on_cpu = picked and not gpu and device.select_interpreter()
     import gpt2_triton.kernels as kernels
     from gpt2_triton.commands.plan import Gpu, plan_report
 
     if on_cpu:
-        return plan_report(config, kernels, Gpu("this machine", device.free_and_total_bytes("cpu")[1]), shape)
+        return plan_report(
+            config, kernels, Gpu("this machine", device.free_and_total_bytes("cpu")[1]), shape
+        )
     here = device.present() and not gpu
     named = gpu or device.DEFAULT
-    name = "this GPU" if here else f"the GPU {named}" if gpu else f"the GPU {named} (--gpu names another)"
+    name = (
+        "this GPU"
+        if here
+        else f"the GPU {named}"
+        if gpu
+        else f"the GPU {named} (--gpu names another)"
+    )
     architecture = device.architecture() if here else device.gpu_of(named).architecture
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
         device.require_fp8(name, architecture)

@@ -1,4 +1,6 @@
-"""The configuration of a run: a frozen tree of the sections of schema.py, and the sizes derived from it."""
+"""The configuration of a run: a frozen tree of the sections of schema.py, and
+the sizes derived from it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +19,15 @@ class Config(Sections):
     """The whole configuration of a run.  Derived sizes are properties."""
 
     @classmethod
-    def load(cls, source: Source, overrides: Mapping[str, Any] | None = None, gpus: int | None = 1) -> "Config":
-        """Return a configuration from a recipe, a YAML file, a Config or a tree such as {"train": {"steps": 10}}.
+    def load(
+        cls, source: Source, overrides: Mapping[str, Any] | None = None, gpus: int | None = 1
+    ) -> "Config":
+        """Return a configuration from a recipe, a YAML file, a Config or a tree such
+        as {"train": {"steps": 10}}.
 
-        `overrides`, such as {"train.steps": 20}, replace its values.  The step must divide among parallel.gpus GPUs,
-        or among `gpus` if parallel.gpus is null; None skips this check.  ConfigError has a line for each mistake.
+        `overrides`, such as {"train.steps": 20}, replace its values.  The step must divide among
+        parallel.gpus GPUs, or among `gpus` if parallel.gpus is null; None skips this check.
+        ConfigError has a line for each mistake.
         """
         return load(cls, source, overrides or {}, gpus)
 
@@ -29,8 +35,9 @@ class Config(Sections):
     def head_rows(self) -> int:
         """Rows of logits computed at once.
 
-        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  The tiles of the head's input gradient
-        fill an H100's 132 multiprocessors 2 times (n_embd 768), almost 4 times (1024) or almost 3 times (1600).
+        The default makes a buffer of 0.9 to 1.5 GiB at GPT-2's vocabulary.  The tiles of the head's
+        input gradient fill an H100's 132 multiprocessors 2 times (n_embd 768), almost 4 times
+        (1024) or almost 3 times (1600).
         """
         if self.memory.head_rows:
             return self.memory.head_rows
@@ -49,39 +56,60 @@ class Config(Sections):
 
     @property
     def n_params(self) -> int:
-        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte and a tied head count once."""
+        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte
+        and a tied head count once.
+        """
         m, c = self.model, self.model.n_embd
-        # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1 + 4 + 1; last norm, positions
+        # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1
+        # + 4 + 1; last norm, positions
         mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
-        layer = 2 * c + 2 * m.kv_channels + mlp * m.inner + rows  # q and the attention's output, k and v
+        # q and the attention's output, k and v
+        layer = 2 * c + 2 * m.kv_channels + mlp * m.inner + rows
         return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last)
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token of a step, as in llm.c: 6N + 6*L*C*T, without recomputation.
+        """Floating-point operations per token of a step, as in llm.c: 6N +
+        6*L*C*T, without recomputation.
 
         An embedding that is not the head too multiplies nothing, and is not in N.
         """
         m = self.model
-        return 6 * (self.n_params - m.head_row * m.n_embd + m.n_layer * m.n_embd * self.train.seq_len)
+        return 6 * (
+            self.n_params - m.head_row * m.n_embd + m.n_layer * m.n_embd * self.train.seq_len
+        )
 
     def replace(self, **changes: dict[str, Any]) -> "Config":
-        """Return a copy with other values, without validation: replace(memory={"recompute": "gelu"})."""
-        copies = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
+        """Return a copy with other values, without validation:
+        replace(memory={"recompute": "gelu"}).
+        """
+        copies = {
+            name: getattr(self, name).model_copy(update=values) for name, values in changes.items()
+        }
         return self.model_copy(update=copies)
 
     def choose_precision(self, architecture: str | None) -> tuple["Config", list[str]]:
-        """Replace train.precision `auto`, and say why; `architecture` is the GPU's, None on a CPU."""
+        """Replace train.precision `auto`, and say why; `architecture` is
+        the GPU's, None on a CPU.
+        """
         if self.train.precision != "auto":
             return self, []
-        precision, why = "bf16", f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}"
+        precision, why = (
+            "bf16",
+            f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}",
+        )
         if self.model.arch == "llama":
             why = "no long run of Llama in fp8 has been measured"
         elif self.train.dtype == "fp32" or self.train.seq_len % 16:
             why = "fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len"
         elif architecture == "9.0":
-            precision, why = "fp8", "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md"
-        return self.replace(train={"precision": precision}), [f"train.precision auto: {precision} ({why})"]
+            precision, why = (
+                "fp8",
+                "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md",
+            )
+        return self.replace(train={"precision": precision}), [
+            f"train.precision auto: {precision} ({why})"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
@@ -96,7 +124,9 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":
-        """Check the rules between keys, and with `gpus` in pydantic's context also the rules about GPUs."""
+        """Check the rules between keys, and with `gpus` in pydantic's context
+        also the rules about GPUs.
+        """
         problems = list(conflicts(self))
         if info.context:
             problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])

@@ -1,6 +1,7 @@
 """Reads a configuration from YAML and the command line.
 
-Mistakes become one ConfigError with a line each: the place (file and line, and key), what is wrong, the fix.
+Mistakes become one ConfigError with a line each: the place (file and line, and
+key), what is wrong, the fix.
 """
 
 import os
@@ -24,7 +25,9 @@ Source = str | Path | Mapping[str, Any] | Sections  # a recipe or a file, a tree
 
 
 class DecimalLoader(yaml.SafeLoader):
-    """Reads 010 as ten, as the command line does.  YAML 1.1 reads eight, and 1:30 as ninety; that stays text here."""
+    """Reads 010 as ten, as the command line does.  YAML 1.1 reads eight, and 1:30 as
+    ninety; that stays text here.
+    """
 
     def decimal(self, node: yaml.ScalarNode) -> int | str:
         text: str = self.construct_scalar(node)
@@ -39,7 +42,10 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
     """Return the configuration in a source, with `overrides` (dotted key -> value) on top."""
     source = source.model_dump() if isinstance(source, Sections) else source
     if isinstance(source, Mapping):
-        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
+        tree = {
+            key: dict(value) if isinstance(value, Mapping) else value
+            for key, value in source.items()
+        }
         lines, place = dict[str, int](), "config"
     else:
         path = recipes.find(source)
@@ -47,11 +53,15 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
         if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
             lines, place = {}, str(source)
     if "model.size" in overrides and isinstance(tree.get("model"), dict):
-        tree["model"] = {key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")}
+        tree["model"] = {
+            key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")
+        }
     for key, value in overrides.items():
         section, dot, name = key.partition(".")
         if isinstance(value, Mapping):  # a dictionary would replace the section
-            raise ConfigError(f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr")
+            raise ConfigError(
+                f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr"
+            )
         if not dot:
             tree[key] = value
         else:
@@ -61,8 +71,12 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
     try:
         return kind.model_validate(tree, context=dict(gpus=gpus) if gpus else None)
     except ValidationError as error:
-        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {key: key for key in overrides}
-        problems = [f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)]
+        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {
+            key: key for key in overrides
+        }
+        problems = [
+            f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)
+        ]
         raise ConfigError("\n".join(problems)) from None
 
 
@@ -79,9 +93,17 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
         elif entry["type"] in ("model_type", "model_attributes_type"):
             yield key, f"must be a section of keys, got {_shown(entry['input'])}"
         else:
-            message = entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            message = (
+                entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            )
             meaning = f" ({fields[key].description})" if key in fields else ""
-            yield key, f"{message.partition(', unable to parse')[0]}, got {_shown(entry['input'])}{meaning}"
+            yield (
+                key,
+                (
+                    f"{message.partition(', unable to parse')[0]}, "
+                    f"got {_shown(entry['input'])}{meaning}"
+                ),
+            )
 
 
 def _shown(value: Any) -> str:
@@ -90,7 +112,9 @@ def _shown(value: Any) -> str:
 
 
 def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
-    """Return what to write for an unknown key, as the end of a message; `flags` are known too, with `prefix`."""
+    """Return what to write for an unknown key, as the end of a message; `flags` are
+    known too, with `prefix`.
+    """
     keys = [key for key, _ in options()]
     section, _, name = key.rpartition(".")
     if key in REMOVED:
@@ -100,7 +124,9 @@ def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
     found = counterpart(name) or closest(key, [*flags, *keys, *Sections.model_fields], prefix)
     if found:
         return found
-    inside = [known.rpartition(".")[2] for known in keys if section and known.startswith(f"{section}.")]
+    inside = [
+        known.rpartition(".")[2] for known in keys if section and known.startswith(f"{section}.")
+    ]
     return f"; {section} has {', '.join(inside)}" if inside else "; train --help lists them"
 
 
@@ -116,7 +142,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         if os.path.isfile(path / "config.yaml"):
             config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}{hint}") from None
+        raise ConfigError(
+            f"{path}: cannot read the configuration: {error.strerror}{hint}"
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -140,7 +168,9 @@ def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             name, line = f"{prefix}{key.value}", key.start_mark.line + 1
             if name in lines:
-                raise ConfigError(f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one")
+                raise ConfigError(
+                    f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one"
+                )
             lines[name] = line
             if not prefix:
                 collect(value, f"{name}.")

@@ -1,4 +1,5 @@
-"""The recipes: the files of configs/, in a checkout beside the package, in an installed package inside it.
+"""The recipes: the files of configs/, in a checkout beside the package, in an
+installed package inside it.
 
 A recipe's name stands for its file wherever a configuration file is expected.
 """
@@ -24,7 +25,9 @@ def names() -> list[str]:
 
 
 def find(given: str | Path) -> Path:
-    """Return the file of the recipe that `given` names, or a path itself; ConfigError for a name that is neither."""
+    """Return the file of the recipe that `given` names, or a path itself; ConfigError
+    for a name that is neither.
+    """
     path, known = Path(given), names()
     if os.path.isfile(path):  # not Path.is_file, which raises for a name that is too long
         return path
@@ -33,10 +36,16 @@ def find(given: str | Path) -> Path:
             return directory() / f"{path}.yaml"
         if os.path.isfile(path / "config.yaml"):
             return path  # read_yaml says how to continue a run
-        todo = f"; give a folder of text to own, as --data {path}" if path.is_dir() else known_recipes(path.name)
+        todo = (
+            f"; give a folder of text to own, as --data {path}"
+            if path.is_dir()
+            else known_recipes(path.name)
+        )
         raise ConfigError(f"{path}: neither a file nor a recipe{todo}")
     if path.stem in known and not os.path.exists(path):
-        raise ConfigError(f"{path}: no such file; the recipe is called {path.stem}, without directory and ending")
+        raise ConfigError(
+            f"{path}: no such file; the recipe is called {path.stem}, without directory and ending"
+        )
     return path
 
 

@@ -1,20 +1,37 @@
-"""Every key of the configuration: type, limits, default and meaning.  The defaults are the recipe gpt2_124m.
+"""Every key of the configuration: type, limits, default and meaning.  The
+defaults are the recipe gpt2_124m.
 
-Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its declaration or in
-values.py; a rule between keys stands in rules.py.  A resumed run may change `free` keys.  It must keep the
-values of `kept` keys: with others it would be a new run.
+Values may be strings, as overrides are; pydantic parses them.  A rule about one key stands in its
+declaration or in values.py; a rule between keys stands in rules.py.  A resumed run may change
+`free` keys.  It must keep the values of `kept` keys: with others it would be a new run.
 """
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
-from gpt2_triton.config.values import LLAMA_KEYS, RECOMPUTE_LEVELS, SIZE_KEYS, SIZES, check_recompute, whole_number
+from gpt2_triton.config.values import (
+    LLAMA_KEYS,
+    RECOMPUTE_LEVELS,
+    SIZE_KEYS,
+    SIZES,
+    check_recompute,
+    whole_number,
+)
 
-VOCAB_MULTIPLE = 128  # padded_vocab is a multiple of it, so that the head's matmuls have whole tiles
+# padded_vocab is a multiple of it, so that the head's matmuls have whole tiles
+VOCAB_MULTIPLE = 128
 KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
@@ -42,14 +59,19 @@ def kept(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 class ConfigSection(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Base class of the sections: frozen; refuse unknown keys, infinities and stray booleans; read 10B as an int."""
+    """Base class of the sections: frozen; refuse unknown keys, infinities and stray
+    booleans; read 10B as an int.
+    """
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_declared(cls, value: Any, info: ValidationInfo) -> Any:
         declared = cls.model_fields[info.field_name].annotation if info.field_name else None
-        if isinstance(value, bool) and declared is not bool:  # pydantic takes true as 1, and YAML reads off as false
-            raise ValueError("must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)")
+        # pydantic takes true as 1, and YAML reads off as false
+        if isinstance(value, bool) and declared is not bool:
+            raise ValueError(
+                "must not be a boolean (YAML reads yes, no, on and off as booleans; quote the word)"
+            )
         if isinstance(value, str) and int in (declared, *get_args(declared)):
             number = whole_number(value)
             return value if number is None else number
@@ -67,37 +89,62 @@ class ConflictError(ValueError):
 class ModelConfig(ConfigSection):
     size: str | None = kept(
         None,
-        "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, llama:c768, llama:1b, llama:3b, llama:8b",
+        (
+            "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, "
+            "llama:c768, llama:1b, llama:3b, llama:8b"
+        ),
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout")
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
-    n_kv_head: OptionalInt = kept(None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1)
+    n_kv_head: OptionalInt = kept(
+        None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1
+    )
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
-    n_inner: OptionalInt = kept(None, "llama: width of the MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16)
-    vocab_size: int = kept(50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17)
-    block_size: int = kept(1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24)
-    dropout: float = kept(0.0, "probability that training sets an element of embeddings and branches to 0", ge=0, lt=1)
+    n_inner: OptionalInt = kept(
+        None, "llama: width of the MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16
+    )
+    vocab_size: int = kept(
+        50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17
+    )
+    block_size: int = kept(
+        1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24
+    )
+    dropout: float = kept(
+        0.0, "probability that training sets an element of embeddings and branches to 0", ge=0, lt=1
+    )
     norm_eps: float = kept(1e-5, "llama: epsilon of the norms", gt=0)
     rope_theta: float = kept(500_000.0, "llama: base of the rotations' frequencies", gt=1)
-    rope_factor: float = kept(1.0, "llama: divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", ge=1)
-    tied: bool = kept(True, "llama: the output head is the token embedding; false gives it weights of its own")
+    rope_factor: float = kept(
+        1.0, "llama: divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", ge=1
+    )
+    tied: bool = kept(
+        True, "llama: the output head is the token embedding; false gives it weights of its own"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """Replace `size` by its keys.  Only block_size may be given beside it with another value."""
+        """Replace `size` by its keys.  Only block_size may be given
+        beside it with another value.
+        """
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
-            raise ConflictError([("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")])
+            raise ConflictError(
+                [("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")]
+            )
         known = dict(zip(SIZE_KEYS, SIZES[size], strict=True)) | LLAMA_KEYS.get(size, {})
         for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
-                todo = "give data.tokenizer llama3, and no vocab_size" if key == "vocab_size" else "remove one"
+                todo = (
+                    "give data.tokenizer llama3, and no vocab_size"
+                    if key == "vocab_size"
+                    else "remove one"
+                )
                 raise ConflictError([("model.size", f"{wrong}; {todo}")])
         return known | given
 
@@ -117,44 +164,77 @@ class ModelConfig(ConfigSection):
 
     @property
     def head_row(self) -> int:
-        """First row of the output head, counted from the token embedding's first: an untied head lies behind it."""
+        """First row of the output head, counted from the token embedding's first: an
+        untied head lies behind it.
+        """
         return 0 if self.tied else self.padded_vocab
 
 
 class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
-    train: str = free("data/fineweb10B/train_*.bin", "training shards: path, pattern or builtin", min_length=1)
-    val: str = free("data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1)
+    train: str = free(
+        "data/fineweb10B/train_*.bin", "training shards: path, pattern or builtin", min_length=1
+    )
+    val: str = free(
+        "data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1
+    )
     tokenizer: TokenizerName = kept("gpt2", "tokenizer of the shards and of samples")
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
-        "fixed", "fixed: training sequences begin every seq_len tokens; shifted: they begin elsewhere in each epoch"
+        "fixed",
+        (
+            "fixed: training sequences begin every seq_len tokens; shifted: "
+            "they begin elsewhere in each epoch"
+        ),
     )
-    allow_changed: bool = free(False, "true: resume on other data than the checkpoint's, and record what differs")
+    allow_changed: bool = free(
+        False, "true: resume on other data than the checkpoint's, and record what differs"
+    )
 
 
 class TrainConfig(ConfigSection):
     steps: int = free(19560, "optimizer steps", ge=1, le=1 << 40)
     # The micro-batch may change, since the tokens of a step may not.
-    batch_size: int = free(64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20)
+    batch_size: int = free(
+        64, "largest micro-batch, in sequences; larger steps accumulate gradients", ge=1, le=1 << 20
+    )
     seq_len: int = kept(1024, "tokens of a training sequence", ge=1, le=1 << 24)
     total_batch_tokens: OptionalInt = kept(
-        524_288, "tokens of a step, on all GPUs together; null is batch_size * seq_len", ge=1, le=1 << 40
+        524_288,
+        "tokens of a step, on all GPUs together; null is batch_size * seq_len",
+        ge=1,
+        le=1 << 40,
     )
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
-        "operands of matrix products; fp8 needs dtype bf16, and compute capability >= 8.9, gfx950 or a CPU; "
+        "operands of matrix products; fp8 needs dtype bf16, and compute "
+        "capability >= 8.9, gfx950 or a CPU; "
         "auto is fp8 for model.arch gpt2 on 9.0, else bf16",
     )
-    seed: int = kept(42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62)
-    max_minutes: float = free(0, "minutes until the run saves and ends with the file PREEMPTED; 0 never", ge=0)
-    patience: int = free(0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0)
-    skip_limit: int = free(10, "stop after this many non-finite steps in a row; 0 never stops", ge=0)
-    skip_loss_z: float = free(0, "skip losses so many standard deviations above the mean of 128; 0 never", ge=0, le=11)
+    seed: int = kept(
+        42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62
+    )
+    max_minutes: float = free(
+        0, "minutes until the run saves and ends with the file PREEMPTED; 0 never", ge=0
+    )
+    patience: int = free(
+        0, "end the run after this many validations in a row without a lower loss; 0 never", ge=0
+    )
+    skip_limit: int = free(
+        10, "stop after this many non-finite steps in a row; 0 never stops", ge=0
+    )
+    skip_loss_z: float = free(
+        0, "skip losses so many standard deviations above the mean of 128; 0 never", ge=0, le=11
+    )
     skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
-        0, "after this many skipped steps in a row go back to a checkpoint and leave out the data since; 0 never", ge=0
+        0,
+        (
+            "after this many skipped steps in a row go back to a checkpoint "
+            "and leave out the data since; 0 never"
+        ),
+        ge=0,
     )
 
     @property
@@ -164,30 +244,56 @@ class TrainConfig(ConfigSection):
 
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
-        "none", "what train.precision fp8 leaves in bf16: head, the products of the logits and their gradients, or none"
+        "none",
+        (
+            "what train.precision fp8 leaves in bf16: head, the products of the "
+            "logits and their gradients, or none"
+        ),
     )
 
 
 class OptimConfig(ConfigSection):
-    name: Literal["adamw", "muon"] = kept("adamw", "optimizer of the layers' matrices; all else has AdamW")
+    name: Literal["adamw", "muon"] = kept(
+        "adamw", "optimizer of the layers' matrices; all else has AdamW"
+    )
     lr: float = free(6e-4, "peak learning rate", gt=0)
-    embed_lr: float = free(1.0, "factor on the learning rate of the embeddings and an untied head", gt=0)
-    adamw_lr: OptionalFloat = free(None, "peak learning rate of AdamW beside Muon, before embed_lr; null is lr", gt=0)
+    embed_lr: float = free(
+        1.0, "factor on the learning rate of the embeddings and an untied head", gt=0
+    )
+    adamw_lr: OptionalFloat = free(
+        None, "peak learning rate of AdamW beside Muon, before embed_lr; null is lr", gt=0
+    )
     warmup: int = free(700, "steps of linear warmup", ge=0)
-    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free("cosine", "learning rate after warmup")
+    schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free(
+        "cosine", "learning rate after warmup"
+    )
     final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
-    wsd_decay_frac: float = free(0.2, "fraction of steps in which wsd (1 - sqrt), trapezoid (linear) decay", gt=0, le=1)
+    wsd_decay_frac: float = free(
+        0.2, "fraction of steps in which wsd (1 - sqrt), trapezoid (linear) decay", gt=0, le=1
+    )
     beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     eps: float = free(1e-8, "AdamW's epsilon", gt=0)
     momentum: float = free(0.95, "decay of Muon's momentum", ge=0, lt=1)
-    weight_decay: OptionalFloat = free(0.1, "decoupled weight decay of matrices and embeddings; null with tau", ge=0)
-    embed_decay: OptionalFloat = free(None, "decay of embeddings and an untied head; null as for matrices", ge=0)
-    tau: OptionalFloat = free(None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0)
+    weight_decay: OptionalFloat = free(
+        0.1, "decoupled weight decay of matrices and embeddings; null with tau", ge=0
+    )
+    embed_decay: OptionalFloat = free(
+        None, "decay of embeddings and an untied head; null as for matrices", ge=0
+    )
+    tau: OptionalFloat = free(
+        None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0
+    )
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
-    master: Literal["none", "fp32"] = kept("none", "none: bf16 weights, rounded stochastically; fp32: 16 bits more")
-    m: Literal["fp32", "bf16"] = kept("fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as in optim.v")
-    v: Literal["fp32", "bf16"] = kept("fp32", "storage of AdamW's second moment; bf16 is rounded stochastically")
+    master: Literal["none", "fp32"] = kept(
+        "none", "none: bf16 weights, rounded stochastically; fp32: 16 bits more"
+    )
+    m: Literal["fp32", "bf16"] = kept(
+        "fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as in optim.v"
+    )
+    v: Literal["fp32", "bf16"] = kept(
+        "fp32", "storage of AdamW's second moment; bf16 is rounded stochastically"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -199,16 +305,22 @@ class OptimConfig(ConfigSection):
 class MemoryConfig(ConfigSection):
     recompute: Annotated[str, AfterValidator(check_recompute)] = free(
         "auto",
-        f"what the backward pass recomputes: {', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
-        "the first 4 layers, gelu in the others; auto takes the first that fits; act and norm stand for gelu and ln",
+        "what the backward pass recomputes: "
+        f"{', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
+        "the first 4 layers, gelu in the others; auto takes the first that "
+        "fits; act and norm stand for gelu and ln",
     )
-    head_rows: OptionalInt = free(None, "rows of logits computed at once; null is 10112 to 16384, by n_embd", ge=1)
+    head_rows: OptionalInt = free(
+        None, "rows of logits computed at once; null is 10112 to 16384, by n_embd", ge=1
+    )
 
 
 class EvalConfig(ConfigSection):
     every: int = free(250, "steps between validations; also after the last step; 0 never", ge=0)
     tokens: int = free(10_485_760, "validation tokens, the same each time; 0 takes all", ge=0)
-    hellaswag_every: int = free(0, "steps between HellaSwag runs; also after the last step; 0 never", ge=0)
+    hellaswag_every: int = free(
+        0, "steps between HellaSwag runs; also after the last step; 0 never", ge=0
+    )
     hellaswag_data: str = free("", "HellaSwag's .jsonl; empty downloads it")
     hellaswag_limit: int = free(0, "number of questions, from the first on; 0 takes all", ge=0)
 
@@ -222,32 +334,59 @@ class SampleConfig(ConfigSection):
 
 
 class CheckpointConfig(ConfigSection):
-    every: int = free(1000, "steps between checkpoints; the last step is always saved; 0 saves it alone", ge=0)
+    every: int = free(
+        1000, "steps between checkpoints; the last step is always saved; 0 saves it alone", ge=0
+    )
     keep: int = free(2, "newest checkpoints to keep; 0 keeps all", ge=0)
     major: int = free(0, "also keep each step that is a multiple of this; 0 none", ge=0)
-    best: Literal["none", "val_loss"] = free("none", "val_loss: also save each lowest validation loss, as RUN/best")
+    best: Literal["none", "val_loss"] = free(
+        "none", "val_loss: also save each lowest validation loss, as RUN/best"
+    )
 
 
 class LogConfig(ConfigSection):
     every: int = free(1, "steps between logged steps", ge=1)
-    stats_every: int = free(0, "steps between statistics of tensors; also of the last step; 0 never", ge=0)
-    wandb: Literal["online", "offline", "disabled"] = free("disabled", "send the metrics to Weights & Biases")
+    stats_every: int = free(
+        0, "steps between statistics of tensors; also of the last step; 0 never", ge=0
+    )
+    wandb: Literal["online", "offline", "disabled"] = free(
+        "disabled", "send the metrics to Weights & Biases"
+    )
     # wandb's variables win over these keys
-    wandb_project: OptionalText = free(None, "W&B project, or $WANDB_PROJECT; null is gpt2_triton", min_length=1)
-    wandb_name: OptionalText = free(None, "name of the W&B run, or $WANDB_NAME; null is the run directory's")
-    wandb_entity: OptionalText = free(None, "W&B user or team, or $WANDB_ENTITY; null is the account's own")
+    wandb_project: OptionalText = free(
+        None, "W&B project, or $WANDB_PROJECT; null is gpt2_triton", min_length=1
+    )
+    wandb_name: OptionalText = free(
+        None, "name of the W&B run, or $WANDB_NAME; null is the run directory's"
+    )
+    wandb_entity: OptionalText = free(
+        None, "W&B user or team, or $WANDB_ENTITY; null is the account's own"
+    )
     wandb_group: OptionalText = free(None, "group of W&B runs, or $WANDB_RUN_GROUP; null is none")
-    wandb_tags: Tags = free(None, "tags of the W&B run, as a,b or [a, b], or $WANDB_TAGS; null is none")
+    wandb_tags: Tags = free(
+        None, "tags of the W&B run, as a,b or [a, b], or $WANDB_TAGS; null is none"
+    )
 
 
 class ParallelConfig(ConfigSection):
-    gpus: OptionalInt = free(None, "GPUs of the run; null is as many as torchrun starts, or 1", ge=1)
-    zero: int = free(1, "ZeRO: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)", ge=0, le=2)
-    timeout: float = free(100, "seconds without progress that end a run; three times as many in the first step", gt=0)
+    gpus: OptionalInt = free(
+        None, "GPUs of the run; null is as many as torchrun starts, or 1", ge=1
+    )
+    zero: int = free(
+        1,
+        "ZeRO: GPUs shard nothing (0), the optimizer's moments (1), or gradients too (2)",
+        ge=0,
+        le=2,
+    )
+    timeout: float = free(
+        100, "seconds without progress that end a run; three times as many in the first step", gt=0
+    )
 
 
 class DebugConfig(ConfigSection):
-    hash_state: int = free(0, "steps between comparisons of all GPUs' weights, and moments at ZeRO 0; 0 never", ge=0)
+    hash_state: int = free(
+        0, "steps between comparisons of all GPUs' weights, and moments at ZeRO 0; 0 never", ge=0
+    )
 
 
 class Sections(ConfigSection):
@@ -265,7 +404,9 @@ class Sections(ConfigSection):
     log: LogConfig = LogConfig()
     parallel: ParallelConfig = ParallelConfig()
     debug: DebugConfig = DebugConfig()
-    init_from: str = free("scratch", "weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE")
+    init_from: str = free(
+        "scratch", "weights: scratch, checkpoint:DIR, hf:DIR_OR_NAME, llmc:FILE or nanogpt:FILE"
+    )
 
 
 def options() -> Iterator[tuple[str, FieldInfo]]:
@@ -279,6 +420,8 @@ def options() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Return whether a resumed run may have another value of this dotted key; False for an unknown key."""
+    """Return whether a resumed run may have another value of this dotted key;
+    False for an unknown key.
+    """
     field = dict(options()).get(key)
     return field is not None and field.json_schema_extra != KEPT

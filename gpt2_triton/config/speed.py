@@ -1,4 +1,6 @@
-"""How long a run takes, by the speeds in the record of figures: docs/results/current.json, in a wheel results.json."""
+"""How long a run takes, by the speeds in the record of figures:
+docs/results/current.json, in a wheel results.json.
+"""
 
 import json
 from collections.abc import Mapping
@@ -21,15 +23,21 @@ def figures_of(gpu: str) -> Figures:
 
 
 def training_hours(config: Config, figures: Figures) -> float | None:
-    """Return the hours of all steps on one GPU with these figures, without validations and saves; None if unknown.
+    """Return the hours of all steps on one GPU with these figures, without
+    validations and saves; None if unknown.
 
-    train.precision must be chosen.  Muon's update takes up to 1% more than the one that was measured.
+    train.precision must be chosen.  Muon's update takes up to 1% more
+    than the one that was measured.
     """
     size, train = f"d{config.model.n_layer}", config.train
     is_measured = size in SIZES and config.model == ModelConfig.model_validate({"size": size})
     if not is_measured or train.dtype != "bf16" or train.seq_len != MEASURED_SEQ_LEN:
         return None
-    arm = "fp8_head" if train.precision == "fp8" and config.fp8.keep_bf16 == "head" else train.precision
+    arm = (
+        "fp8_head"
+        if train.precision == "fp8" and config.fp8.keep_bf16 == "head"
+        else train.precision
+    )
     ms = figures.get(f"steps.{size}.{arm}.ms")
     if ms is None:
         return None

@@ -15,40 +15,64 @@ class StepShape:
     """A configuration's step on a number of GPUs."""
 
     gpus: int  # processes, one per GPU
-    micro_batch: int  # sequences of one forward and backward pass: batch_size, or all that a GPU has in a step if fewer
+    # sequences of one forward and backward pass: batch_size, or all that a
+    # GPU has in a step if fewer
+    micro_batch: int
     accumulation: int  # micro-steps per step
     zero: int  # the ZeRO stage in use; 0 on one GPU
 
     @staticmethod
     def of(config: Sections, world_size: int | None = None) -> "StepShape":
-        """Return the shape on `world_size` GPUs, else parallel.gpus, else 1; ConfigError if they contradict."""
+        """Return the shape on `world_size` GPUs, else parallel.gpus, else 1;
+        ConfigError if they contradict.
+        """
         t = config.train
         gpus = world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
-            other = f"torchrun, srun or --gpus gives {gpus}; start {config.parallel.gpus} processes, or correct it"
+            other = (
+                f"torchrun, srun or --gpus gives {gpus}; "
+                f"start {config.parallel.gpus} processes, or correct it"
+            )
             raise ConfigError(f"parallel.gpus: {config.parallel.gpus}, but {other}")
         problems = list(step_conflicts(t, gpus))
         if problems:
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
         rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
         micro_batch = min(t.batch_size, rows)
-        return StepShape(gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0)
+        return StepShape(
+            gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0
+        )
 
 
 def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) if the GPUs do not divide the step, or batch_size does not divide a GPU's sequences."""
+    """Yield (key, problem) if the GPUs do not divide the step, or batch_size does not
+    divide a GPU's sequences.
+    """
     total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
         unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
         todo = ""
-        if several and total % t.seq_len == 0:  # a resume may change the GPUs, not the tokens of a step
-            todo = f"start a number of GPUs that divides {total // t.seq_len} sequences, or, in a new run, "
-        yield "train.total_batch_tokens", f"{total} is no multiple of {unit}; {todo}set it to {fitting}"
+        # a resume may change the GPUs, not the tokens of a step
+        if several and total % t.seq_len == 0:
+            todo = (
+                f"start a number of GPUs that divides {total // t.seq_len} "
+                "sequences, or, in a new run, "
+            )
+        yield (
+            "train.total_batch_tokens",
+            f"{total} is no multiple of {unit}; {todo}set it to {fitting}",
+        )
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
         below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
-        step = f"a step of {rows * gpus} sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        step = (
+            f"a step of {rows * gpus} "
+            f"sequences{several and ' on '}{several} (total_batch_tokens {total})"
+        )
         wrong = f"{step} does not divide into batches of {t.batch_size}"
-        yield "train.batch_size", f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}"
+        yield (
+            "train.batch_size",
+            f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}",
+        )

@@ -7,19 +7,24 @@ import difflib
 from collections.abc import Iterable
 from decimal import Decimal
 
-# llm.c's names of sizes: layers, channels, heads, longest sequence.  GPT-3's attention is dense, as in llm.c.
+# llm.c's names of sizes: layers, channels, heads, longest sequence.  GPT-3's
+# attention is dense, as in llm.c.
 _GPT2 = {
-    6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30),
-    84: (3456, 36),
+    6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30),
+    72: (2880, 30), 84: (3456, 36),
 }  # fmt: skip
 _GPT3 = {
-    384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32), 4096: (32, 32),
-    12288: (96, 96),
+    384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32),
+    4096: (32, 32), 12288: (96, 96),
 }  # fmt: skip
 SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) in _GPT2.items()}
-SIZES |= {f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()}
+SIZES |= {
+    f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()
+}
 _LLAMA = {"c768": (12, 768, 12, 8192), "1b": (16, 2048, 32, 1 << 17), "3b": (28, 3072, 24, 1 << 17)}
-SIZES |= {f"llama:{name}": sizes for name, sizes in (_LLAMA | {"8b": (32, 4096, 32, 1 << 17)}).items()}
+SIZES |= {
+    f"llama:{name}": sizes for name, sizes in (_LLAMA | {"8b": (32, 4096, 32, 1 << 17)}).items()
+}
 _META = {"arch": "llama", "n_kv_head": 8, "vocab_size": 128_256}
 LLAMA_KEYS = {
     "llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048},
@@ -29,26 +34,36 @@ LLAMA_KEYS = {
 }
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
-RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")  # each level keeps less than the level before it
+# each level keeps less than the level before it
+RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 
 
 def check_recompute(value: str) -> str:
-    """Return `value` if it is auto, a level, or a level for the first layers; else raise ValueError.  Llama, which has
-    no GELU and no LayerNorm, may say act and norm.
+    """Return `value` if it is auto, a level, or a level for the first layers; else raise
+    ValueError.  Llama, which has no GELU and no LayerNorm, may say act and norm.
 
     >>> check_recompute("act+norm:4")
     'gelu+ln:4'
     """
     value = value.replace("act", "gelu").replace("norm", "ln")
     level, colon, layers = value.partition(":")
-    some = level in RECOMPUTE_LEVELS[1:] and layers.isdecimal() and len(layers) < 10 and int(layers) > 0
+    some = (
+        level in RECOMPUTE_LEVELS[1:]
+        and layers.isdecimal()
+        and len(layers) < 10
+        and int(layers) > 0
+    )
     if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
         return value
-    raise ValueError(f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers")
+    raise ValueError(
+        f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
+    )
 
 
 def whole_number(text: str) -> int | None:
-    """Return a whole number as people write it, 1_000, 1e9, 10B, 1.5M or 64k; None for any other text."""
+    """Return a whole number as people write it, 1_000, 1e9, 10B, 1.5M or
+    64k; None for any other text.
+    """
     units = {"k": 10**3, "m": 10**6, "b": 10**9}
     unit = units.get(text[-1:].lower(), 1)
     try:
@@ -59,11 +74,15 @@ def whole_number(text: str) -> int | None:
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean NAME?": names with the same last part, a similar name or last part, else ""."""
+    """Return "; did you mean NAME?": names with the same last part, a similar
+    name or last part, else "".
+    """
     known, last = list(known), name.rpartition(".")[2]
     lasts = [one.rpartition(".")[2] for one in known]
     near = [one for one, other in zip(known, lasts) if other == last]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.66 if len(name) == 3 else 0.75)
+    near = near or difflib.get_close_matches(
+        name, known, n=1, cutoff=0.66 if len(name) == 3 else 0.75
+    )
     like = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
     near = near or [one for one, other in zip(known, lasts) if other in like]
     return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""

@@ -1,12 +1,15 @@
 """HellaSwag's questions as tokens: a context and four endings; one ending is right.
 
-Two styles are in use, and give different figures.  Both add the losses of an ending's tokens after the context, and
-choose the ending with the smallest sum (acc), or with the smallest sum / length (acc_norm):
+Two styles are in use, and give different figures.  Both add the losses of an ending's
+tokens after the context, and choose the ending with the smallest sum (acc), or with the
+smallest sum / length (acc_norm):
 
-    completion  context `ctx`, ending " " + ending, tokenised separately; length is the number of tokens.  llm.c,
-                build-nanogpt: https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
-    harness     context "activity_label: ctx_a Ctx_b"; WikiHow's brackets are removed from context and endings; length
-                is the number of characters.  lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py
+    completion  context `ctx`, ending " " + ending, tokenised separately; length is the number of
+                tokens.  llm.c, build-nanogpt:
+                https://github.com/karpathy/llm.c/blob/master/dev/data/hellaswag.py
+    harness     context "activity_label: ctx_a Ctx_b"; WikiHow's brackets are removed from context
+                and endings; length is the number of characters.  lm-evaluation-harness,
+                lm_eval/tasks/hellaswag/utils.py
 """
 
 import hashlib
@@ -31,7 +34,10 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "ebb2a9cd1f4e4f353a37e444bd2d3e7f37a548b35dcce49027f6925402c39ae3"
 CACHED = Path(".cache/gpt2_triton/hellaswag_val.jsonl")  # in $HOME; a container may have none
 ENDINGS = 4
-TODO = f"get it with `curl -LO {URL}` for --data FILE; a run takes eval.hellaswag_data, or eval.hellaswag_every 0"
+TODO = (
+    f"get it with `curl -LO {URL}` for --data FILE; "
+    "a run takes eval.hellaswag_data, or eval.hellaswag_every 0"
+)
 
 
 class Example(BaseModel):
@@ -54,20 +60,28 @@ class Questions(NamedTuple):
     labels: np.ndarray  # the right ending: int64 [rows]
 
 
-def load_questions(path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]) -> dict[str, Questions]:
+def load_questions(
+    path: Path | None, tokenizer: Tokenizer, limit: int, styles: Sequence[str]
+) -> dict[str, Questions]:
     """Return the first `limit` rows (0: all) by style; path None downloads the .jsonl."""
     try:
         with open(expand(str(path)) if path else downloaded(), "rb") as file:
             rows = [*map(Example.model_validate_json, itertools.islice(file, limit or None))]
     except ValidationError as error:
-        raise DataError(f"{path}: not rows of HellaSwag: {error.errors()[0]['msg']}; {TODO}") from None
+        raise DataError(
+            f"{path}: not rows of HellaSwag: {error.errors()[0]['msg']}; {TODO}"
+        ) from None
     except OSError as error:
-        raise DataError(f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {TODO}") from None
+        raise DataError(
+            f"{error.filename or CACHED}: cannot read or write: {error.strerror}; {TODO}"
+        ) from None
     return {style: STYLES[style](rows, tokenizer) for style in styles}
 
 
 def downloaded() -> Path:
-    """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of processes may do so at once."""
+    """Return the cached .jsonl, 12 MB; download it if it is missing.  Any number of
+    processes may do so at once.
+    """
     target = Path(os.environ.get("HOME") or tempfile.gettempdir(), CACHED)
     if target.is_file() and sha256(target) == SHA256:
         return target
@@ -76,7 +90,9 @@ def downloaded() -> Path:
         with urllib.request.urlopen(URL, timeout=30) as response:
             data = response.read()
     except (OSError, HTTPException) as error:  # a cut connection raises HTTPException
-        raise DataError(f"{URL}: cannot download: {getattr(error, 'reason', error)}; try again; else {TODO}") from error
+        raise DataError(
+            f"{URL}: cannot download: {getattr(error, 'reason', error)}; try again; else {TODO}"
+        ) from error
     found = hashlib.sha256(data).hexdigest()
     if found != SHA256:
         raise DataError(f"{URL}: wrong sha256 {found}, expected {SHA256}; try again; else {TODO}")
@@ -91,24 +107,38 @@ def completion(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
 
 
 def harness(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
-    """Return lm-evaluation-harness's questions: spaces at the end of a context belong to the ending.
+    """Return lm-evaluation-harness's questions: spaces at the end of a
+    context belong to the ending.
 
-    The harness tokenises context and ending together.  Tokenised alone they give the same tokens: the ending begins
-    with a space, and GPT-2 and Llama 3 split a text before this space, then merge bytes within the pieces.
+    The harness tokenises context and ending together.  Tokenised alone they give the same tokens:
+    the ending begins with a space, and GPT-2 and Llama 3 split a text before this space, then
+    merge bytes within the pieces.
     """
-    contexts = [clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows]
+    contexts = [
+        clean(f"{row.activity_label}: {row.ctx_a} {row.ctx_b.capitalize()}") for row in rows
+    ]
     texts = [[clean(ending) for ending in row.endings] for row in rows]
     spaces = [context[len(context.rstrip()) :] + " " for context in contexts]
-    endings = [tokenizer.encode(space + text) for space, of_row in zip(spaces, texts) for text in of_row]
+    endings = [
+        tokenizer.encode(space + text) for space, of_row in zip(spaces, texts) for text in of_row
+    ]
     lengths = [len(text) for of_row in texts for text in of_row]
     return _questions([context.rstrip() for context in contexts], endings, lengths, rows, tokenizer)
 
 
 def _questions(
-    contexts: list[str], endings: list[np.ndarray], lengths: list[int], rows: Sequence[Example], tokenizer: Tokenizer
+    contexts: list[str],
+    endings: list[np.ndarray],
+    lengths: list[int],
+    rows: Sequence[Example],
+    tokenizer: Tokenizer,
 ) -> Questions:
-    repeated = [tokens for text in contexts for tokens in [encode_prompt(tokenizer, text)] * ENDINGS]
-    return Questions(repeated, endings, np.array(lengths, np.float64), np.array([row.label for row in rows]))
+    repeated = [
+        tokens for text in contexts for tokens in [encode_prompt(tokenizer, text)] * ENDINGS
+    ]
+    return Questions(
+        repeated, endings, np.array(lengths, np.float64), np.array([row.label for row in rows])
+    )
 
 
 def clean(text: str) -> str:
@@ -116,4 +146,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-STYLES: dict[str, Callable[[Sequence[Example], Tokenizer], Questions]] = {"completion": completion, "harness": harness}
+STYLES: dict[str, Callable[[Sequence[Example], Tokenizer], Questions]] = {
+    "completion": completion,
+    "harness": harness,
+}

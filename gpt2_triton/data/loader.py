@@ -1,12 +1,14 @@
-"""From shards to packed micro-batches: the order of samples, and a thread that prepares batches ahead.
+"""From shards to packed micro-batches: the order of samples, and a thread
+that prepares batches ahead.
 
-A window is seq_len + 1 tokens of one shard, and the next window starts seq_len later.  All shards have n windows.
-Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random permutation of [0, n) keyed by (seed,
-epoch).  The order does not depend on batch size, rank or history.  So the loader's whole state is one integer, the next
-global sample.
+A window is seq_len + 1 tokens of one shard, and the next window starts seq_len later.  All shards
+have n windows.  Global sample g is window pi(g mod n) of epoch g // n; pi is a pseudo-random
+permutation of [0, n) keyed by (seed, epoch).  The order does not depend on batch size, rank or
+history.  So the loader's whole state is one integer, the next global sample.
 
-Shifted windows start `phase` tokens later, in each epoch another phase of [0, seq_len): the model then meets each token
-at every position of a sequence.  A window that would leave its shard ends with the shard.
+Shifted windows start `phase` tokens later, in each epoch another phase of [0, seq_len):
+the model then meets each token at every position of a sequence.  A window that would leave
+its shard ends with the shard.
 """
 
 import itertools
@@ -25,7 +27,9 @@ from gpt2_triton.errors import DataError
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return splitmix64's finaliser of x: a bijection of uint64 in which each bit of x flips about half the bits."""
+    """Return splitmix64's finaliser of x: a bijection of uint64 in which each bit of x
+    flips about half the bits.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -34,9 +38,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return pi(index) in [0, n), keyed by (seed, epoch), elementwise (uint64).
 
-    Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) for any F; 4^half is the first power of
-    four >= n.  A value outside [0, n) is permuted again until it lies inside (cycle walking).  The result is still a
-    permutation, and takes at most 4 passes on average.
+    Four Feistel rounds, (l, r) -> (r, l ^ F(r, key)), permute [0, 4^half) for any F; 4^half is the
+    first power of four >= n.  A value outside [0, n) is permuted again until it lies inside (cycle
+    walking).  The result is still a permutation, and takes at most 4 passes on average.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -63,13 +67,16 @@ class Windows:
         self.n = int(self.ends[-1])
 
     def read(self, windows: np.ndarray, phases: np.ndarray | int = 0) -> np.ndarray:
-        """Return the tokens of windows (int64 [count]) that start `phases` later, int32 [count, seq_len + 1].
+        """Return the tokens of windows (int64 [count]) that start `phases`
+        later, int32 [count, seq_len + 1].
 
-        DataError if a file has changed, or has a token outside the vocabulary.  Every token that reaches a kernel is
-        checked here, at a thousandth of the cost of reading and packing it.
+        DataError if a file has changed, or has a token outside the vocabulary.  Every token that
+        reaches a kernel is checked here, at a thousandth of the cost of reading and packing it.
         """
         places = self._places(windows, phases)
-        tokens = np.stack([self.shards[shard].read(start, self.seq_len + 1) for shard, start in places])
+        tokens = np.stack(
+            [self.shards[shard].read(start, self.seq_len + 1) for shard, start in places]
+        )
         if tokens.max() >= self.shards[0].vocab_size:
             for row, (shard, start) in zip(tokens, places, strict=True):
                 self.shards[shard].require_known(row, start)
@@ -97,7 +104,9 @@ class TrainLoader:
         self.shifted = shifted
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Return global samples first_sample ... first_sample + count - 1, int32 [count, seq_len + 1]."""
+        """Return global samples first_sample ... first_sample + count - 1,
+        int32 [count, seq_len + 1].
+        """
         return self.windows.read(*self._windows(first_sample, count))
 
     def place(self, sample: int) -> str:
@@ -126,30 +135,45 @@ class ValidationLoader:
         self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
-            todo = f"give eval.tokens, or --tokens, {seq_len:,} to {self.windows.n * seq_len:,}, or 0 for all"
-            raise DataError(f"{shards[0].path}: {tokens:,} tokens are too {'many' if self.count else 'few'}; {todo}")
+            todo = (
+                f"give eval.tokens, or --tokens, {seq_len:,} to "
+                f"{self.windows.n * seq_len:,}, or 0 for all"
+            )
+            raise DataError(
+                f"{shards[0].path}: {tokens:,} tokens are too "
+                f"{'many' if self.count else 'few'}; {todo}"
+            )
 
-    def batches(self, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (ids, targets), int32 [rows, seq_len], of batches rank, rank + ranks, ...; the last may be shorter."""
+    def batches(
+        self, rows: int, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (ids, targets), int32 [rows, seq_len], of batches rank, rank + ranks,
+        ...; the last may be shorter.
+        """
         for first in range(rank * rows, self.count, ranks * rows):
             tokens = self.windows.read(np.arange(first, min(first + rows, self.count)))
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
         """Return the shapes of these batches."""
-        return {(min(rows, self.count - first), self.windows.seq_len) for first in range(0, self.count, rows)}
+        return {
+            (min(rows, self.count - first), self.windows.seq_len)
+            for first in range(0, self.count, rows)
+        }
 
 
 DEPTH = 3  # the caller reads a buffer, the device copies another, the thread fills the third
 
 
 class Prefetcher:
-    """Iterator over packed micro-batches that a thread prepares ahead in a ring of DEPTH host buffers.
+    """Iterator over packed micro-batches that a thread prepares ahead in
+    a ring of DEPTH host buffers.
 
-    Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r takes b samples, from
-    sample s + (k * ranks + r) * b on.
+    Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r
+    takes b samples, from sample s + (k * ranks + r) * b on.
 
-    A buffer is valid until the next call of next().  By then its copy to the device is issued, but perhaps not done.
+    A buffer is valid until the next call of next().  By then its copy to the device is
+    issued, but perhaps not done.
     So next() records an event, and the thread waits for the event before it fills the buffer again.
     """
 
@@ -171,7 +195,9 @@ class Prefetcher:
         self._rank = rank
         self._ranks = ranks
         size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
-        self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
+        self._buffers = [
+            torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)
+        ]
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
         self._gpu = torch.cuda.current_device() if pinned else None
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -180,7 +206,9 @@ class Prefetcher:
         self._closed = False
         for slot in range(DEPTH):
             self._free.put(slot)
-        self._thread = threading.Thread(target=self._run, args=(first_sample,), name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(first_sample,), name="prefetch", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> "Prefetcher":
@@ -207,7 +235,9 @@ class Prefetcher:
             yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], *self._rows)
 
     def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
-        """Yield where each micro-batch of this rank begins, in the step that begins with global sample first_sample."""
+        """Yield where each micro-batch of this rank begins, in the step that begins with
+        global sample first_sample.
+        """
         return itertools.islice(self._first_samples(first_sample), self._accumulation)
 
     def close(self) -> None:
@@ -224,7 +254,8 @@ class Prefetcher:
     def _run(self, first_sample: int) -> None:
         try:
             if self._gpu is not None:
-                torch.cuda.set_device(self._gpu)  # a new thread is on GPU 0, and would make a context there
+                # a new thread is on GPU 0, and would make a context there
+                torch.cuda.set_device(self._gpu)
             for first in self._first_samples(first_sample):
                 slot = self._free.get()
                 if self._closed:

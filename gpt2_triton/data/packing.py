@@ -1,4 +1,6 @@
-"""Packed micro-batches: one buffer holds ids, targets, and the tables of the embedding's backward pass."""
+"""Packed micro-batches: one buffer holds ids, targets, and the tables of the
+embedding's backward pass.
+"""
 
 import numpy as np
 import torch
@@ -9,46 +11,67 @@ SEGMENT = 128  # one program of the embedding backward adds at most this many en
 def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
     """Return the largest numbers of segments Ns, split tokens Nh and slots of R ids and R targets.
 
-    E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 + floor((c - 1) / M) segments.
-    Ns: k tokens have at most k + floor((E - k) / M) segments, because floors add up to at most the floor of the sum.
-        The bound grows with k <= min(V, E).  k - 1 tokens of one entry and one token with the rest reach it.
+    E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 +
+    floor((c - 1) / M) segments.
+    Ns: k tokens have at most k + floor((E - k) / M) segments, because floors add up to
+    at most the floor of the sum.
+        The bound grows with k <= min(V, E).  k - 1 tokens of one entry and one
+        token with the rest reach it.
     Nh: a split token has M + 1 entries or more, so Nh = min(V, floor(E / (M + 1))).
-    Slots are the segments of split tokens: at most h + floor((E - h) / M) for h split tokens, and h is at most Nh.
-        h - 1 tokens of M + 1 entries and one token with the rest reach this bound.  It is 0 without split tokens.
+    Slots are the segments of split tokens: at most h + floor((E - h) / M) for h split
+    tokens, and h is at most Nh.
+        h - 1 tokens of M + 1 entries and one token with the rest reach this bound.
+        It is 0 without split tokens.
     """
     entries = 2 * R
     present, split = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
-    return present + (entries - present) // SEGMENT, split, split + (entries - split) // SEGMENT if split else 0
+    return (
+        present + (entries - present) // SEGMENT,
+        split,
+        split + (entries - split) // SEGMENT if split else 0,
+    )
 
 
-def scatter_table(ids: np.ndarray, targets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def scatter_table(
+    ids: np.ndarray, targets: np.ndarray, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return int32 tables: which entries each row of wte's gradient adds, and in which order.
 
-    Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e - R]].  A target
-    of -1 has no entry.  Unused elements of the tables are zero.
+    Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e
+    - R]].  A target of -1 has no entry.  Unused elements of the tables are zero.
     order [2R]:         entries sorted by token, and by e for equal tokens.
-    segments [Ns, 4]:   (token, start, length, slot): order[start : start + length] are entries of `token`, at most
-                        SEGMENT of them.  With slot -1 these are all of its entries, and their sum is added to its row;
-                        otherwise the sum is stored in partial row `slot`.
-    split_tokens [Nh, 4]: (token, first_slot, count, 0): the partial rows of a token with more than SEGMENT entries.
+    segments [Ns, 4]:   (token, start, length, slot): order[start : start + length]
+    are entries of `token`, at most
+                        SEGMENT of them.  With slot -1 these are all of its entries, and their sum
+                        is added to its row; otherwise the sum is stored in partial row `slot`.
+    split_tokens [Nh, 4]: (token, first_slot, count, 0): the partial rows of a token
+    with more than SEGMENT entries.
 
-    For example SEGMENT = 2, ids = 7 4 7, targets = 4 7 9.  Entries 0 to 5 belong to tokens 7 4 7 4 7 9:
-    order         1 3 0 2 4 5                     token 4 has entries 1 3, token 7 has 0 2 4, token 9 has 5
+    For example SEGMENT = 2, ids = 7 4 7, targets = 4 7 9.  Entries 0 to 5
+    belong to tokens 7 4 7 4 7 9:
+    order         1 3 0 2 4 5                     token 4 has entries 1 3, token 7 has 0 2 4,
+                                                  token 9 has 5
     segments      (4, 0, 2, -1)  (7, 2, 2, 0)  (7, 4, 1, 1)  (9, 5, 1, -1)
     split_tokens  (7, 0, 2, 0)                    row 7 gets partial rows 0 and 1
     """
     order, token, count = _sort_entries(np.concatenate([ids, targets]), vocab_size)
     max_segments, max_split, _ = scatter_bounds(len(ids), vocab_size)
-    segments, split_tokens = np.zeros((max_segments, 4), np.int32), np.zeros((max_split, 4), np.int32)
+    segments, split_tokens = (
+        np.zeros((max_segments, 4), np.int32),
+        np.zeros((max_split, 4), np.int32),
+    )
     _cut_segments(token, count, segments, split_tokens)
     return order, segments, split_tokens
 
 
 def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the entries sorted by token, the tokens that occur, and each such token's number of entries."""
+    """Return the entries sorted by token, the tokens that occur, and each such
+    token's number of entries.
+    """
     entries = np.flatnonzero(tokens >= 0)
     keys = tokens[entries]
-    by_token = np.argsort(keys.astype(np.uint16), kind="stable")  # by radix, five times as fast as int32 keys
+    # by radix, five times as fast as int32 keys
+    by_token = np.argsort(keys.astype(np.uint16), kind="stable")
     if vocab_size > 1 << 16:
         by_token = by_token[np.argsort((keys[by_token] >> 16).astype(np.uint8), kind="stable")]
     order = np.zeros(len(tokens), np.int32)
@@ -58,7 +81,9 @@ def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.n
     return order, token, counts[token]
 
 
-def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, split_tokens: np.ndarray) -> None:
+def _cut_segments(
+    token: np.ndarray, count: np.ndarray, segments: np.ndarray, split_tokens: np.ndarray
+) -> None:
     """Fill the tables of scatter_table for tokens with `count` entries each."""
     parts = -(-count // SEGMENT)
     is_split = parts > 1
@@ -76,19 +101,29 @@ def _cut_segments(token: np.ndarray, count: np.ndarray, segments: np.ndarray, sp
 
 
 def packed_size(R: int, vocab_size: int) -> int:
-    """Return the int32 elements of ids R | targets R | order 2R | segments 4*Ns | split_tokens 4*Nh."""
+    """Return the int32 elements of ids R | targets R | order 2R | segments
+    4*Ns | split_tokens 4*Nh.
+    """
     max_segments, max_split, _ = scatter_bounds(R, vocab_size)
     return 4 * R + 4 * max_segments + 4 * max_split
 
 
 def pack_batch(
-    buffer: torch.Tensor | None, ids: np.ndarray, targets: np.ndarray, vocab_size: int, head_row: int = 0
+    buffer: torch.Tensor | None,
+    ids: np.ndarray,
+    targets: np.ndarray,
+    vocab_size: int,
+    head_row: int = 0,
 ) -> torch.Tensor:
-    """Write ids and targets [B, T] and their tables as packed_size says; an untied head's rows begin at `head_row`."""
+    """Write ids and targets [B, T] and their tables as packed_size says; an untied head's
+    rows begin at `head_row`.
+    """
     rows = head_row + vocab_size
     if buffer is None:
         buffer = torch.empty(packed_size(ids.size, rows), dtype=torch.int32)
     ids, targets = ids.reshape(-1), targets.reshape(-1)
-    tables = scatter_table(ids, np.where(targets < 0, -1, targets + head_row) if head_row else targets, rows)
+    tables = scatter_table(
+        ids, np.where(targets < 0, -1, targets + head_row) if head_row else targets, rows
+    )
     np.concatenate([ids, targets, *(table.reshape(-1) for table in tables)], out=buffer.numpy())
     return buffer

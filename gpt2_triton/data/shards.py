@@ -1,7 +1,9 @@
-"""Shards: tokens on disk in llm.c's .bin format, written whole or not at all, and checked before training.
+"""Shards: tokens on disk in llm.c's .bin format, written whole or not at all,
+and checked before training.
 
-A shard is a header of 256 little-endian int32 (magic, version, number of tokens, then zeros) and the tokens.  They are
-uint16, as GPT-2's, or uint32 for a vocabulary of more than 65,536, as Llama 3's.
+A shard is a header of 256 little-endian int32 (magic, version, number of tokens, then
+zeros) and the tokens.  They are uint16, as GPT-2's, or uint32 for a vocabulary of
+more than 65,536, as Llama 3's.
 """
 
 import functools
@@ -21,7 +23,10 @@ from gpt2_triton.errors import CheckpointError, DataError
 from gpt2_triton.files import expand_glob, is_text, read_json, write_atomic
 
 # magic and version: type of the tokens
-FORMATS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+FORMATS: dict[tuple[int, int], np.dtype] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
 HEADER_BYTES = 1024
 EDGE_BYTES = 1 << 16  # hashed at each end of a small shard
 BLOCKS, BLOCK_TOKENS = 32, 512  # hashed in a large shard
@@ -29,7 +34,8 @@ RECORD = "shards.json"  # next to the shards: tokenizer, settings, source, sizes
 SET_VOCABULARY = "choose other data, or set model.vocab_size and data.tokenizer as it needs"
 RESTORE = "restore it and resume"
 PREPARE = f"make shards with `{command_line('prepare')}`"
-PREPARE_RECIPE = {  # directory of a recipe's shards: arguments of `prepare` for GPT-2's tokens, and for Llama 3's
+# directory of a recipe's shards: arguments of `prepare` for GPT-2's tokens, and for Llama 3's
+PREPARE_RECIPE = {
     "fineweb10B": ("pretokenized fineweb10B", "fineweb"),
     "fineweb100B": ("pretokenized fineweb100B", "fineweb --version sample-100BT"),
     "fineweb-edu-100B": ("pretokenized fineweb-edu-100B", "fineweb-edu --version sample-100BT"),
@@ -52,7 +58,9 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 class Shard:
-    """A shard on disk: `count` tokens, at least one window.  `read` refuses a file that has changed."""
+    """A shard on disk: `count` tokens, at least one window.  `read`
+    refuses a file that has changed.
+    """
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
         self.path, self.vocab_size = Path(path), vocab_size
@@ -71,13 +79,20 @@ class Shard:
             raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens from `first` on, unchecked; DataError if the file has changed or is gone."""
-        [tokens] = self._pread([(HEADER_BYTES + self.dtype.itemsize * first, self.dtype.itemsize * count)])
+        """Return `count` tokens from `first` on, unchecked; DataError if the
+        file has changed or is gone.
+        """
+        [tokens] = self._pread(
+            [(HEADER_BYTES + self.dtype.itemsize * first, self.dtype.itemsize * count)]
+        )
         return np.frombuffer(tokens, self.dtype)
 
     def _pread(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes at each (start, length); DataError if the file has changed since it was opened."""
-        # no mmap: a file that is cut off raises SIGBUS.  No open handles: a process may hold too few for all shards
+        """Return the bytes at each (start, length); DataError if the file has
+        changed since it was opened.
+        """
+        # no mmap: a file that is cut off raises SIGBUS.  No open handles: a process
+        # may hold too few for all shards
         try:
             with open(self.path, "rb", buffering=0) as file:
                 pieces = [os.pread(file.fileno(), length, start) for start, length in places]
@@ -86,44 +101,63 @@ class Shard:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {RESTORE}") from None
         if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
             before, self._state = self._state.st_size, state
-            known = self.__dict__.get("fingerprint")  # clusters keep files that are not old, so users `touch` theirs
+            # clusters keep files that are not old, so users `touch` theirs
+            known = self.__dict__.get("fingerprint")
             if before != state.st_size or not known or known != self._fingerprint():
-                raise DataError(f"{self.path}: changed while the run reads it, at byte {places[0][0]:,}; {RESTORE}")
+                raise DataError(
+                    f"{self.path}: changed while the run reads it, "
+                    f"at byte {places[0][0]:,}; {RESTORE}"
+                )
         return pieces
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Name, size and a hash of the content, for JSON.  A resumed run compares it with its checkpoint's fingerprint.
+        """Name, size and a hash of the content, for JSON.  A resumed run compares it with
+        its checkpoint's fingerprint.
 
-        `blocks` is the sha256 of the header and of BLOCKS blocks at equal distances, from the first token to the last.
-        A small file has the `sha256` of its whole content.  The file's time is left out, because a copy changes it.
-        DataError for tokens outside the vocabulary, before the run begins.
+        `blocks` is the sha256 of the header and of BLOCKS blocks at equal distances, from the
+        first token to the last.  A small file has the `sha256` of its whole content.  The file's
+        time is left out, because a copy changes it.  DataError for tokens outside the
+        vocabulary, before the run begins.
         """
         return self._fingerprint()
 
     def _fingerprint(self) -> dict[str, Any]:
         if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
             return self.fingerprint_of_ends()
-        firsts, size = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)], self.dtype.itemsize
-        blocks = self._hash([(HEADER_BYTES + size * first, size * BLOCK_TOKENS) for first in firsts])
+        firsts, size = (
+            [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)],
+            self.dtype.itemsize,
+        )
+        blocks = self._hash(
+            [(HEADER_BYTES + size * first, size * BLOCK_TOKENS) for first in firsts]
+        )
         return {"name": self.path.name, "bytes": self._state.st_size, "blocks": blocks}
 
     def fingerprint_of_ends(self) -> dict[str, Any]:
-        """Return the fingerprint in checkpoints of version 0.1: the sha256 of the header and of 64 KiB at each end."""
+        """Return the fingerprint in checkpoints of version 0.1: the sha256 of the header
+        and of 64 KiB at each end.
+        """
         size = self._state.st_size
         first = max(HEADER_BYTES, size - EDGE_BYTES)
         places = [(HEADER_BYTES, min(EDGE_BYTES, size - HEADER_BYTES)), (first, size - first)]
         return {"name": self.path.name, "bytes": size, "sha256": self._hash(places)}
 
     def _hash(self, places: Sequence[tuple[int, int]]) -> str:
-        """Return the sha256 of the header and of the tokens at (start, length), in bytes; check these tokens."""
+        """Return the sha256 of the header and of the tokens at (start, length), in
+        bytes; check these tokens.
+        """
         pieces = self._pread([(0, HEADER_BYTES), *places])
         for (start, _), piece in zip(places, pieces[1:]):
-            self.require_known(np.frombuffer(piece, self.dtype), (start - HEADER_BYTES) // self.dtype.itemsize)
+            self.require_known(
+                np.frombuffer(piece, self.dtype), (start - HEADER_BYTES) // self.dtype.itemsize
+            )
         return hashlib.sha256(b"".join(pieces)).hexdigest()
 
     def require_known(self, tokens: np.ndarray, first: int) -> None:
-        """DataError for a token outside the vocabulary; `tokens` begin with the shard's token `first`."""
+        """DataError for a token outside the vocabulary; `tokens` begin with
+        the shard's token `first`.
+        """
         if tokens.max() < self.vocab_size:
             return
         i = int((tokens >= self.vocab_size).argmax())
@@ -133,7 +167,9 @@ class Shard:
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
-    """Return type and number of a shard's tokens, and its file's state; DataError if its header or size is wrong."""
+    """Return type and number of a shard's tokens, and its file's state; DataError if
+    its header or size is wrong.
+    """
     with open(path, "rb", buffering=0) as file:
         header, state = file.read(HEADER_BYTES), os.fstat(file.fileno())
     todo = "it was cut off or overwritten: copy or prepare it again (in a clone: git lfs pull)"
@@ -143,24 +179,38 @@ def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
     dtype = FORMATS.get((magic, version))
     if dtype is None:
         expected = " or ".join(f"{known} {number}" for known, number in FORMATS)
-        what = f"it begins with {magic} {version}; llm.c's shards begin with {expected}, nanoGPT's have no header"
-        raise DataError(f"{path}: not a shard: {what}; {PREPARE}, of nanoGPT's with `prepare nanogpt DIR`")
+        what = (
+            f"it begins with {magic} {version}; llm.c's shards begin with "
+            f"{expected}, nanoGPT's have no header"
+        )
+        raise DataError(
+            f"{path}: not a shard: {what}; {PREPARE}, of nanoGPT's with `prepare nanogpt DIR`"
+        )
     if count < 1 or state.st_size != HEADER_BYTES + dtype.itemsize * count:
-        raise DataError(f"{path}: wrong size: {state.st_size:,} bytes, and {count:,} tokens by its header; {todo}")
+        raise DataError(
+            f"{path}: wrong size: {state.st_size:,} bytes, and {count:,} "
+            f"tokens by its header; {todo}"
+        )
     return dtype, count, state
 
 
 def map_tokens(path: Path) -> np.memmap:
-    """Return the memory-mapped tokens of a shard, dtype [count]; DataError if its header or size is wrong."""
+    """Return the memory-mapped tokens of a shard, dtype [count]; DataError if
+    its header or size is wrong.
+    """
     dtype, count, _ = read_header(path)
     return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
 def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
-    """Return the shards that match a path or glob, in the order of their names, with headers checked."""
+    """Return the shards that match a path or glob, in the order of their
+    names, with headers checked.
+    """
     paths = expand_glob(pattern)
     if os.path.isdir(pattern):
-        raise DataError(f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin or val_*.bin")
+        raise DataError(
+            f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin or val_*.bin"
+        )
     if not paths:
         directory = os.path.dirname(pattern)
         arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
@@ -175,17 +225,27 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
 
 
 def require_tokenizer(pattern: str, tokenizer: str) -> None:
-    """Raise DataError for text, or if shards.json names another tokenizer: the byte 65 is no GPT-2 token 65."""
+    """Raise DataError for text, or if shards.json names another tokenizer: the
+    byte 65 is no GPT-2 token 65.
+    """
     found = expand_glob(pattern)
     text = [path for path in found if is_text(path) and Path(path).name != RECORD]
     if text:
-        made = f"{command_line('prepare text')} {shlex.quote(text[0])} --tokenizer {tokenizer} --out data/shards"
+        made = (
+            f"{command_line('prepare text')} {shlex.quote(text[0])} "
+            f"--tokenizer {tokenizer} --out data/shards"
+        )
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = read_record(record).get("tokenizer", tokenizer)
         if made_with != tokenizer:
-            todo = f"prepare the text with --tokenizer {tokenizer}, or take a model with data.tokenizer {made_with}"
-            raise DataError(f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}")
+            todo = (
+                f"prepare the text with --tokenizer {tokenizer}, "
+                f"or take a model with data.tokenizer {made_with}"
+            )
+            raise DataError(
+                f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}"
+            )
 
 
 def read_record(path: Path) -> dict[str, Any]:

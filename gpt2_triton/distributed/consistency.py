@@ -11,10 +11,16 @@ from gpt2_triton.errors import ConfigError
 def require_equal(control: ControlGroup, **values: Any) -> None:
     """Raise ConfigError, naming the ranks, if a JSON value differs from rank 0's value.
 
-    Without this check a node with an older configuration or a missing shard would train without an error.
+    Without this check a node with an older configuration or a missing shard
+    would train without an error.
     """
     for what, value in values.items():
-        found = control.all_gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+        found = control.all_gather(
+            hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        )
         if others := [rank for rank, other in enumerate(found) if other != found[0]]:
             control.leave()
-            raise ConfigError(f"{what}: not the same on ranks {others} as on rank 0; copy the same files to every node")
+            raise ConfigError(
+                f"{what}: not the same on ranks {others} as on rank 0; "
+                "copy the same files to every node"
+            )

@@ -1,7 +1,8 @@
 """Object collectives over the key-value store of torch.distributed (set, check, get, delete_key).
 
-All ranks must call the functions of one group in the same order.  No GPU takes part, and any thread may use a group.
-Ranks poll the store for a key, because a blocking `get` would stop the process's other threads.
+All ranks must call the functions of one group in the same order.  No GPU takes part, and any
+thread may use a group.  Ranks poll the store for a key, because a blocking `get` would stop
+the process's other threads.
 """
 
 import json
@@ -26,7 +27,9 @@ class ControlGroup:
         self._calls = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; PeerLostError if the process that holds the store has exited."""
+        """Return every rank's value, by rank; PeerLostError if the process that
+        holds the store has exited.
+        """
         if self.size == 1:
             return [value]
         try:
@@ -42,12 +45,15 @@ class ControlGroup:
             return self._wait(key)
         values = [self._take(f"{key}/{rank}") for rank in range(self.size)]
         self._store.set(key, json.dumps(values))
-        if self._calls > 1:  # every rank has sent its next value, so every rank has read the last list
+        # every rank has sent its next value, so every rank has read the last list
+        if self._calls > 1:
             self._store.delete_key(f"{self._name}/{self._calls - 1}")
         return values
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on rank 0.  Return its result, or raise its OSError or UserError, on every rank."""
+        """Call `function` on rank 0.  Return its result, or raise its OSError or
+        UserError, on every rank.
+        """
         result: dict[str, Any] = {}
         error: OSError | UserError | None = None
         if self.rank == 0:
@@ -68,7 +74,9 @@ class ControlGroup:
         return found["value"]
 
     def leave(self) -> None:
-        """Make rank 0, which may hold the store, wait for the others; all call it before an exit with an error."""
+        """Make rank 0, which may hold the store, wait for the others; all call it
+        before an exit with an error.
+        """
         if self.rank > 0:
             return self._store.set(f"{self._name}/left/{self.rank}", "null")
         for rank in range(1, self.size):
@@ -91,11 +99,14 @@ SINGLE_PROCESS = ControlGroup("single")
 def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that all ranks of this start share, and that no earlier start had.
 
-    torchrun gives restarted ranks the old store with its old keys, and no start number common to all nodes.  So each
-    rank draws a random token, and rank 0's token is the name.  Other ranks accept only a session that lists their own:
+    torchrun gives restarted ranks the old store with its old keys, and no start number common to
+    all nodes.  So each rank draws a random token, and rank 0's token is the name.  Other ranks
+    accept only a session that lists their own:
 
-        rank 0   repeat session = [T_0, token/1, ..., token/N] until every accept/r is T_0; return T_0
-        rank r   set token/r = T_r; wait until session has T_r; set accept/r = session[0]; return session[0]
+        rank 0   repeat session = [T_0, token/1, ..., token/N] until
+                 every accept/r is T_0; return T_0
+        rank r   set token/r = T_r; wait until session has T_r; set accept/r =
+                 session[0]; return session[0]
 
     Raise TimeoutError after `seconds`; on rank 0 the error names the missing ranks.
     """
@@ -105,7 +116,10 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
         store.set(f"token/{rank}", json.dumps(token))
     while time.monotonic() < end:
         if rank == 0:
-            store.set("session", json.dumps([token, *(_read(store, f"token/{other}") for other in others)]))
+            store.set(
+                "session",
+                json.dumps([token, *(_read(store, f"token/{other}") for other in others)]),
+            )
             missing = [other for other in others if _read(store, f"accept/{other}") != token]
             if not missing:
                 return token

@@ -10,7 +10,9 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def set_env_from_slurm() -> None:
-    """Set torchrun's variables in one of several tasks of srun, which have SLURM_STEP_ID; a batch script has none."""
+    """Set torchrun's variables in one of several tasks of srun, which have
+    SLURM_STEP_ID; a batch script has none.
+    """
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env:
         return
@@ -18,7 +20,8 @@ def set_env_from_slurm() -> None:
     if size == 1:
         return
     rank, local_rank = map(_number, ("SLURM_PROCID", "SLURM_LOCALID"))
-    port = 20000 + (_number("SLURM_JOB_ID") + 101 * _number("SLURM_STEP_ID")) % 20000  # job steps may overlap
+    # job steps may overlap
+    port = 20000 + (_number("SLURM_JOB_ID") + 101 * _number("SLURM_STEP_ID")) % 20000
     values = (rank, size, local_rank, first_host(env.get("SLURM_STEP_NODELIST", "")), port)
     found = dict(zip(NAMES, map(str, values), strict=True))
     if env.get("SLURM_STEP_NUM_NODES") == "1":
@@ -32,12 +35,14 @@ def first_host(nodes: str) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing variable, and for mpirun,
-    each of whose processes would be a run of its own.
+    """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing
+    variable, and for mpirun, each of whose processes would be a run of its own.
     """
     for name in OF_MPI if "WORLD_SIZE" not in os.environ else ():
         if _number(name, "1") > 1:
-            raise ConfigError(f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset {name}")
+            raise ConfigError(
+                f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset {name}"
+            )
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     missing = [name for name in NAMES if name not in os.environ]
     if (size > 1 or rank > 0) and missing:
@@ -52,5 +57,7 @@ def _number(name: str, default: str = "") -> int:
     """Return an environment variable as a number; ConfigError if it is none."""
     value = os.environ.get(name, default)
     if not value.isdecimal():
-        raise ConfigError(f"{name}: expected a number, got {value!r}; start the ranks with torchrun or srun")
+        raise ConfigError(
+            f"{name}: expected a number, got {value!r}; start the ranks with torchrun or srun"
+        )
     return int(value)

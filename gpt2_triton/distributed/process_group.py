@@ -1,7 +1,8 @@
-"""The process group: rendezvous, the collectives of a step, and memory shared by the ranks of one host.
+"""The process group: rendezvous, the collectives of a step, and memory
+shared by the ranks of one host.
 
-NCCL carries tensors of GPUs, gloo tensors of CPUs.  Other values go through the key-value store of the rendezvous
-(control.py).
+NCCL carries tensors of GPUs, gloo tensors of CPUs.  Other values go through the key-value store of
+the rendezvous (control.py).
 """
 
 import os
@@ -44,75 +45,109 @@ class ProcessGroup:
         self.device = device
         self.store: Any = None
         self.single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self.size)
-        self._timeout = timedelta(seconds=12 * timeout)  # the watchdog reports first: it names the rank at fault
+        # the watchdog reports first: it names the rank at fault
+        self._timeout = timedelta(seconds=12 * timeout)
         self._own: Any = None  # our group beside the program's; None: ours is the default group
         self._allocations = 0
-        self._stream_barrier: shared_memory.StreamBarrier | None = None  # for GPUs that share memory
+        # for GPUs that share memory
+        self._stream_barrier: shared_memory.StreamBarrier | None = None
         if device == "cuda":
             torch.cuda.set_device(local_gpu())
         if self.size == 1:
             return
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL promises no fixed order of multicast sums
+        # NCCL promises no fixed order of multicast sums
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         self.store = connect(self.rank, self.size, 3 * timeout)
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
-        kind: dict[str, Any] = dict(backend="nccl" if gpu else "gloo", timeout=self._timeout, device_id=gpu)
+        kind: dict[str, Any] = dict(
+            backend="nccl" if gpu else "gloo", timeout=self._timeout, device_id=gpu
+        )
         if dist.is_initialized():  # by the program that trains by a call
             self._own = dist.new_group(**kind)
         else:
             dist.init_process_group(store=self.store, rank=self.rank, world_size=self.size, **kind)
 
     def allocate_shared(self, nbytes: int) -> tuple[Tensor, list[Tensor]]:
-        """Allocate on each rank together; return own memory, and all ranks' if they can read each other's."""
+        """Allocate on each rank together; return own memory, and all ranks' if
+        they can read each other's.
+        """
         if self.size == 1 or not self.single_node:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), []
         self._allocations += 1
-        own, arenas, reason = shared_memory.allocate(nbytes, self.device, self.control(f"memory {self._allocations}"))
+        own, arenas, reason = shared_memory.allocate(
+            nbytes, self.device, self.control(f"memory {self._allocations}")
+        )
         if arenas and self.device == "cuda" and self._stream_barrier is None:
             try:
-                self._stream_barrier = shared_memory.StreamBarrier(self.rank, self.size, self._timeout)
+                self._stream_barrier = shared_memory.StreamBarrier(
+                    self.rank, self.size, self._timeout
+                )
             except AttributeError as error:  # this torch lacks a name, on every rank
                 arenas, reason = [], str(error)
         if reason and self.rank == 0:
             problem = f"the ranks of this host cannot read each other's memory ({reason})"
-            print_line(f"warning: {problem}; gradients and parameters go through slower collectives", error=True)
+            print_line(
+                f"warning: {problem}; gradients and parameters go through slower collectives",
+                error=True,
+            )
         return own, arenas
 
     # ---- collectives, in the order of the current stream ----
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> None:
-        """tensor = its sum over ranks, or its elementwise maximum if `largest`; all ranks get the same bits."""
+        """tensor = its sum over ranks, or its elementwise maximum if `largest`;
+        all ranks get the same bits.
+        """
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._collective(dist.all_reduce, tensor, op=op)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's shard of the sum of `whole` over ranks; `out` may lie in `whole`, at that shard."""
-        self._collective(_collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), out, whole)
+        """out = this rank's shard of the sum of `whole` over ranks; `out` may lie
+        in `whole`, at that shard.
+        """
+        self._collective(
+            _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), out, whole
+        )
 
     def all_gather(self, whole: Tensor, part: Tensor, group: Any = None) -> None:
         """whole = the ranks' parts, by rank; `part` may be this rank's part of `whole`."""
-        self._collective(_collective_by_name("all_gather_single", "all_gather_into_tensor"), whole, part, group=group)
+        self._collective(
+            _collective_by_name("all_gather_single", "all_gather_into_tensor"),
+            whole,
+            part,
+            group=group,
+        )
 
     def barrier(self) -> None:
-        """Barrier in stream order.  On GPUs the ranks share memory, outside the default stream: see StreamBarrier."""
+        """Barrier in stream order.  On GPUs the ranks share memory, outside the default
+        stream: see StreamBarrier.
+        """
         if (b := self._stream_barrier) is None:
             self._collective(dist.barrier)
         else:
             self.all_gather(b.whole, b.part, b.group)
 
-    def _collective(self, function: Callable[..., Any], *tensors: Tensor, group: Any = None, **options: Any) -> None:
+    def _collective(
+        self, function: Callable[..., Any], *tensors: Tensor, group: Any = None, **options: Any
+    ) -> None:
         try:
             function(*tensors, group=group or self._own, **options)
         except RuntimeError as error:
-            reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])  # a sentence, no C++ location
+            # a sentence, no C++ location
+            reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])
             todo = "another rank has exited; see its log, or the launcher's"
             raise PeerLostError(f"{function.__name__} failed ({reason}): {todo}") from error
 
     def control(self, name: str) -> ControlGroup:
-        """Return a control group of all ranks.  Each thread needs a group with a name of its own."""
+        """Return a control group of all ranks.  Each thread needs a
+        group with a name of its own.
+        """
         return ControlGroup(name, self.rank, self.size, self.store)
 
     def close(self) -> None:
-        """Wait for the other ranks and leave the group.  Leaving without waiting would break collectives in flight."""
+        """Wait for the other ranks and leave the group.  Leaving without waiting would
+        break collectives in flight.
+        """
         if self.size > 1:
             dist.barrier(self._own)
             if self._stream_barrier is not None:
@@ -122,5 +157,7 @@ class ProcessGroup:
 
 
 def _collective_by_name(new: str, old: str) -> Callable[..., Any]:
-    """Return a collective by its new name, since torch 2.13 warns of old names; older torch has only the old name."""
+    """Return a collective by its new name, since torch 2.13 warns of old names; older
+    torch has only the old name.
+    """
     return getattr(dist, new, None) or getattr(dist, old)

@@ -1,7 +1,10 @@
-"""Lock of a run directory: one process at a time writes to the directory.  Rank 0 holds the lock for all ranks.
+"""Lock of a run directory: one process at a time writes to the directory.  Rank 0
+holds the lock for all ranks.
 
-The lock is flock on RUN/.lock; the system frees it when its process ends or is killed.  The file names the process.
-On a file system without flock the file itself is the lock: after a kill the user must delete the file.
+The lock is flock on RUN/.lock; the system frees it when its process ends or is
+killed.  The file names the process.
+On a file system without flock the file itself is the lock: after a kill
+the user must delete the file.
 """
 
 import contextlib
@@ -40,7 +43,10 @@ def _take(path: Path) -> int:
         file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
         is_ours = os.access(path, os.W_OK)
-        file, is_new = os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644), False
+        file, is_new = (
+            os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644),
+            False,
+        )
         _lock(file, path, is_new)
         if not is_ours:  # another user's process, which has ended
             path.unlink(missing_ok=True)
@@ -51,7 +57,13 @@ def _take(path: Path) -> int:
         return _take(path)
     with contextlib.suppress(OSError):  # a full disk: the run's next file reports it
         os.ftruncate(file, 0)
-        os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%F %T')},".encode(), 0)
+        os.pwrite(
+            file,
+            (
+                f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%F %T')},"
+            ).encode(),
+            0,
+        )
     return file
 
 
@@ -61,7 +73,9 @@ def _lock(file: int, path: Path, is_new: bool) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"--run_dir: {holder} writes to {path.parent}; wait for its end, or choose another") from None
+        raise ConfigError(
+            f"--run_dir: {holder} writes to {path.parent}; wait for its end, or choose another"
+        ) from None
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise

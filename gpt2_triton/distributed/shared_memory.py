@@ -1,8 +1,9 @@
 """Memory that the ranks of one host share, and a barrier in stream order for these ranks.
 
-Ranks open a GPU's memory by CUDA's IPC handles; copy engines read it over NVLink or PCIe.  They open a CPU's memory by
-a file descriptor.  Only this file uses private or undocumented names of torch; they are tested with torch 2.11.  If
-torch lacks such a name, or the GPUs are AMD's, ranks exchange through collectives.
+Ranks open a GPU's memory by CUDA's IPC handles; copy engines read it over NVLink or PCIe.  They
+open a CPU's memory by a file descriptor.  Only this file uses private or undocumented names of
+torch; they are tested with torch 2.11.  If torch lacks such a name, or the GPUs are AMD's, ranks
+exchange through collectives.
 """
 
 import os
@@ -17,13 +18,18 @@ from gpt2_triton.distributed.control import ControlGroup
 
 
 def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, list[Tensor], str]:
-    """Allocate on each rank of a host together; return own memory, all ranks', and why these are none."""
+    """Allocate on each rank of a host together; return own memory, all
+    ranks', and why these are none.
+    """
     buffer, own = SharedBuffer(nbytes, device), control.rank
     given = [None if rank == own else buffer.handle() for rank in range(control.size)]
     handles = [row[own] for row in control.all_gather(given)]
     opened, reason = list[Tensor](), ""
     try:
-        opened = [buffer.memory if r == own else open_shared(h, nbytes, device) for r, h in enumerate(handles)]
+        opened = [
+            buffer.memory if r == own else open_shared(h, nbytes, device)
+            for r, h in enumerate(handles)
+        ]
     except (AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
     reasons = [text for text in control.all_gather(reason) if text]
@@ -40,7 +46,8 @@ class SharedBuffer:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         else:
             self._file = os.memfd_create("gpt2_triton")
-            os.posix_fallocate(self._file, 0, nbytes)  # missing memory is an error here, not in a step
+            # missing memory is an error here, not in a step
+            os.posix_fallocate(self._file, 0, nbytes)
             self.memory = _map(self._path, nbytes)
 
     @property
@@ -48,7 +55,9 @@ class SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def handle(self) -> list[Any] | None:
-        """Return what one reader gives to `open_shared`, as JSON; None if this memory cannot be shared."""
+        """Return what one reader gives to `open_shared`, as JSON; None if
+        this memory cannot be shared.
+        """
         if self._file is not None:
             return [self._path]
         if torch.version.hip:  # AMD's handles: not tried
@@ -66,13 +75,16 @@ class SharedBuffer:
 
 
 def open_shared(handle: list[Any] | None, nbytes: int, device: str) -> Tensor:
-    """Return another process's SharedBuffer as bytes; raise RuntimeError if this process cannot read it."""
+    """Return another process's SharedBuffer as bytes; raise RuntimeError if
+    this process cannot read it.
+    """
     if handle is None:
         raise RuntimeError("the driver or torch does not share it")
     if device == "cpu":
         return _map(handle[0], nbytes)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-    # on this device: opened on the owner's device, the memory would be copied in the owner's streams
+    # on this device: opened on the owner's device, the memory would be
+    # copied in the owner's streams
     storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts[1:])
     memory = torch.empty(0, dtype=torch.uint8, device=device)
     return memory.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
@@ -85,13 +97,17 @@ def _map(path: str, nbytes: int) -> Tensor:
 class StreamBarrier:
     """An all-gather of a few bytes by NCCL's copy engines.
 
-    Ranks wait for each other in the stream.  A kernel that waits would keep a multiprocessor busy.  The default stream
-    is not allowed: there NCCL's copy engines refuse to work.
+    Ranks wait for each other in the stream.  A kernel that waits would keep a multiprocessor busy.
+    The default stream is not allowed: there NCCL's copy engines refuse to work.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
-        gpu, options = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = options.config.min_ctas = 1  # with more CTAs NCCL allocates 0.2 GiB of buffers
+        gpu, options = (
+            torch.device("cuda", torch.cuda.current_device()),
+            dist.ProcessGroupNCCL.Options(),
+        )
+        # with more CTAs NCCL allocates 0.2 GiB of buffers
+        options.config.max_ctas = options.config.min_ctas = 1
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group: Any = dist.new_group(timeout=timeout, pg_options=options, device_id=gpu)
         self._backend = self.group._get_backend(gpu)

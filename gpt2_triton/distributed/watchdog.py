@@ -1,14 +1,17 @@
-"""Watchdog: each rank publishes its progress once a second.  If no rank makes progress within the timeout, the job ends
-with a message that names the rank at fault.
+"""Watchdog: each rank publishes its progress once a second.  If no rank makes progress within the
+timeout, the job ends with a message that names the rank at fault.
 
-    main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that takes longer
-    watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in the store
-                  after a timeout without progress of this rank: watch all ranks, and report in two cases:
-                  - no rank makes progress for timeout * the largest factor of the ranks' phases
+    main thread   heartbeat(step) before each micro-step; `with phase(name)`
+                  around work that takes longer
+    watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in
+                  the store after a timeout without progress of this rank: watch all ranks,
+                  and report in two cases: - no rank makes progress for timeout * the
+                  largest factor of the ranks' phases
                   - a rank publishes nothing for one timeout, in any phase
                   the first rank to report prints `diagnose`; every rank exits with 1
 
-NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host, and its message names no rank.
+NCCL's own timeout sees neither collectives in a CUDA graph nor a suspended host,
+and its message names no rank.
 """
 
 import contextlib
@@ -41,7 +44,9 @@ class Status(NamedTuple):
 
 
 def diagnose(states: Sequence[Status], silent: Sequence[int]) -> str:
-    """Return in words which ranks are at fault: silent ranks, else ranks with fewer heartbeats than others."""
+    """Return in words which ranks are at fault: silent ranks, else ranks with
+    fewer heartbeats than others.
+    """
     fewest = min(state.beats for state in states)
     behind = [rank for rank, state in enumerate(states) if state.beats == fewest]
     if silent:
@@ -57,7 +62,9 @@ def _ranks_are(ranks: Sequence[int]) -> str:
 
 
 class _Watch:
-    """The states of all ranks while this rank makes no progress, and the times when the states changed."""
+    """The states of all ranks while this rank makes no progress, and the
+    times when the states changed.
+    """
 
     def __init__(self, states: Sequence[Status], now: float):
         self.states = states
@@ -126,7 +133,8 @@ class Watchdog:
                 if not self._closed:
                     self._check()
         except RuntimeError:  # the process that holds the store has exited
-            time.sleep(5 * self._interval)  # meanwhile collectives outside CUDA graphs raise a better error
+            # meanwhile collectives outside CUDA graphs raise a better error
+            time.sleep(5 * self._interval)
             if not self._closed:
                 lost = "rank 0 or the launcher has exited; restart the job, with --resume"
                 print_line(f"error: rank {self.group.rank}: {lost}", error=True)
@@ -140,10 +148,15 @@ class Watchdog:
 
     def _read_all(self) -> list[Status]:
         store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
-        return [Status(*json.loads(store.get(k))) if store.check([k]) else Status(0, 0, 0, STARTING) for k in keys]
+        return [
+            Status(*json.loads(store.get(k))) if store.check([k]) else Status(0, 0, 0, STARTING)
+            for k in keys
+        ]
 
     def _check(self) -> None:
-        """Watch all ranks while this rank stands still; end the process if a rank is silent or all stand still."""
+        """Watch all ranks while this rank stands still; end the process if a rank is
+        silent or all stand still.
+        """
         now = time.monotonic()
         if now - self._last_progress <= self._timeout:
             self._watch = None
@@ -162,9 +175,13 @@ class Watchdog:
     def _report_and_exit(self, diagnosis: str) -> None:
         reports = self.group.store.add("watchdog/reported", 1)
         if reports == 1:
-            waited = f"no progress for {time.monotonic() - self._last_progress:.0f} s at step {self._step}"
+            waited = (
+                "no progress for "
+                f"{time.monotonic() - self._last_progress:.0f} s at step {self._step}"
+            )
             todo = "restart the job, with --resume"
             print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
         else:
-            time.sleep(2 * self._interval)  # the first exit makes the launcher end all ranks: let another report first
+            # the first exit makes the launcher end all ranks: let another report first
+            time.sleep(2 * self._interval)
         os._exit(1)

@@ -1,12 +1,13 @@
 """Generate tokens: run the prompt into the cache, then decode one token per step.
 
-A step needs nothing from the host: the sampled token stays on the device as the next step's input.  So the host
-launches step s before it reads the token of step s - 3, and the device never waits.
+A step needs nothing from the host: the sampled token stays on the device as the next step's input.
+So the host launches step s before it reads the token of step s - 3, and the device never waits.
 
-The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2 tokens move to its
-beginning and refill the cache by a forward pass; T - T // 2 decode steps follow.  So every token has at least T // 2
-tokens before it, and costs one step and 1/T of a forward pass.  nanoGPT moves the window by one token instead: every
-position changes, and each token costs a forward pass.
+The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2
+tokens move to its beginning and refill the cache by a forward pass; T - T // 2 decode steps
+follow.  So every token has at least T // 2 tokens before it, and costs one step and 1/T of a
+forward pass.  nanoGPT moves the window by one token instead: every position changes, and
+each token costs a forward pass.
 """
 
 from collections import deque
@@ -43,7 +44,9 @@ class _TokenCopy:
 def generate(
     model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], how: Sampling
 ) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `count` times; sequence i has `prompt`, and samples with seeds[i]."""
+    """Yield the next token of every sequence, `count` times; sequence i has `prompt`,
+    and samples with seeds[i].
+    """
     T = model.T
     sequences, sampled = [list(prompt) for _ in seeds], 0
     copies = [_TokenCopy(model) for _ in range(STEPS_IN_FLIGHT)]
@@ -59,7 +62,9 @@ def generate(
 
 
 def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
-    """Run all but the last token of windows of one length into the cache; the first fill has one for all."""
+    """Run all but the last token of windows of one length into the cache; the
+    first fill has one for all.
+    """
     n = len(windows[0])
     if n > 1 and sampled == 0:
         model.prefill(windows[0], slice(0, len(windows)))
@@ -67,13 +72,18 @@ def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequ
         for b, window in enumerate(windows):
             model.prefill(window, slice(b, b + 1))
     seq = [
-        [window[-1], n - 1, sampled, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF] for window, seed in zip(windows, seeds)
+        [window[-1], n - 1, sampled, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF]
+        for window, seed in zip(windows, seeds)
     ]
     model.decoding.seq.copy_(torch.from_numpy(np.array(seq, np.int32)))
 
 
-def _steps(model: Model, count: int, copies: list[_TokenCopy], how: Sampling) -> Iterator[list[int]]:
-    """Launch `count` decode steps; yield a step's tokens after STEPS_IN_FLIGHT - 1 more launches."""
+def _steps(
+    model: Model, count: int, copies: list[_TokenCopy], how: Sampling
+) -> Iterator[list[int]]:
+    """Launch `count` decode steps; yield a step's tokens after
+    STEPS_IN_FLIGHT - 1 more launches.
+    """
     in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
         model.decode(*how)

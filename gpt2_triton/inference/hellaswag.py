@@ -1,9 +1,9 @@
 """HellaSwag: the loss of every ending of every question, and the accuracies that follow.
 
-The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention is causal and every
-sum has a fixed order.  So batches are made for speed alone.  The longest sequences come first, and a batch holds as
-many as fit the arena, padded to its longest.  That length is rounded up to 32 tokens, so that all batches run through
-the same kernels (see matmul.py).
+The losses of a sequence depend neither on the rest of its batch nor on padding after it: attention
+is causal and every sum has a fixed order.  So batches are made for speed alone.  The longest
+sequences come first, and a batch holds as many as fit the arena, padded to its longest.  That
+length is rounded up to 32 tokens, so that all batches run through the same kernels (see matmul.py).
 """
 
 import itertools
@@ -31,7 +31,10 @@ def questions_of_run(config: Config) -> Questions | None:
     """Return the questions of a run, in llm.c's style; None if eval.hellaswag_every is 0."""
     if not (e := config.eval).hellaswag_every:
         return None
-    path, tokenizer = Path(e.hellaswag_data) if e.hellaswag_data else None, get_tokenizer(config.data.tokenizer)
+    path, tokenizer = (
+        Path(e.hellaswag_data) if e.hellaswag_data else None,
+        get_tokenizer(config.data.tokenizer),
+    )
     return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",))["completion"]
 
 
@@ -48,7 +51,9 @@ def evaluate(
     part = ending_losses(model, questions, control.rank, control.size, stop)
     answered = np.flatnonzero(part)  # other ranks' endings are 0
     losses = np.zeros_like(part)
-    for places, values, stopped in control.all_gather([answered.tolist(), part[answered].tolist(), stop()]):
+    for places, values, stopped in control.all_gather(
+        [answered.tolist(), part[answered].tolist(), stop()]
+    ):
         if stopped:
             raise Stopped
         losses[places] = values
@@ -56,16 +61,23 @@ def evaluate(
 
 
 def ending_losses(
-    model: Model, questions: Questions, rank: int = 0, ranks: int = 1, stop: Callable[[], bool] = lambda: False
+    model: Model,
+    questions: Questions,
+    rank: int = 0,
+    ranks: int = 1,
+    stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
-    A context that is too long for the model loses its beginning, as in lm-evaluation-harness.  This rank computes the
-    batches rank, rank + ranks, ..., until `stop` is True; the other endings keep 0.
+    A context that is too long for the model loses its beginning, as in
+    lm-evaluation-harness.  This rank computes the batches rank, rank + ranks, ..., until
+    `stop` is True; the other endings keep 0.
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
-    mine = [*itertools.islice(batches(lengths, model.B * model.T, _longest(model)), rank, None, ranks)]
+    mine = [
+        *itertools.islice(batches(lengths, model.B * model.T, _longest(model)), rank, None, ranks)
+    ]
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:
@@ -74,14 +86,19 @@ def ending_losses(
                 break
             ids, targets = _batch(questions, lengths, chosen, T)
             each = model.evaluate(ids, targets).numpy().reshape(ids.shape)
-            # np.sum pairs numbers by position: padding would change the last bit; cumsum adds in order
+            # np.sum pairs numbers by position: padding would change the
+            # last bit; cumsum adds in order
             losses[chosen] = np.cumsum(each, 1, dtype=np.float64)[:, -1]
             progress.advance(int(lengths[chosen].sum()))
     return losses
 
 
-def _batch(questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, targets), int32 [chosen, T], of the endings `chosen`; a target is a token of the ending, or -1."""
+def _batch(
+    questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, targets), int32 [chosen, T], of the endings `chosen`; a target is a
+    token of the ending, or -1.
+    """
     ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
     for row, i in enumerate(chosen.tolist()):
         n, ending = lengths[i], questions.endings[i]
@@ -91,7 +108,9 @@ def _batch(questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
 
 
 def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
-    """Return (sequences, T) of the batches that `evaluate` makes of these questions, for Model.compile."""
+    """Return (sequences, T) of the batches that `evaluate` makes of these
+    questions, for Model.compile.
+    """
     lengths = _lengths(model, questions)
     return {(len(chosen), T) for chosen, T in batches(lengths, model.B * model.T, _longest(model))}
 
@@ -109,15 +128,20 @@ def _longest(model: Model) -> int:
 
 
 def _lengths(model: Model, questions: Questions) -> np.ndarray:
-    """Return the number of inputs of each ending with its context; the last token is only a target."""
+    """Return the number of inputs of each ending with its context; the
+    last token is only a target.
+    """
     pairs = zip(questions.contexts, questions.endings, strict=True)
-    return np.minimum(np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model))
+    return np.minimum(
+        np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model)
+    )
 
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yield batches as (indices of sequences, T), every sequence once, the longest first.
 
-    T is the longest of the batch rounded up to a multiple of 32, at most `longest`; sequences * T is at most `budget`.
+    T is the longest of the batch rounded up to a multiple of 32, at most `longest`;
+    sequences * T is at most `budget`.
     """
     order = np.argsort(-lengths, kind="stable")
     while len(order):
@@ -127,7 +151,9 @@ def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np
 
 
 def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's ending of smallest loss, and of smallest loss / length, int64 [rows] each."""
+    """Return each row's ending of smallest loss, and of smallest loss /
+    length, int64 [rows] each.
+    """
     with np.errstate(divide="ignore"):  # an ending that is empty after the clean-up is never chosen
         normalised = losses / questions.lengths
     return losses.reshape(-1, ENDINGS).argmin(1), normalised.reshape(-1, ENDINGS).argmin(1)
@@ -139,13 +165,16 @@ def scores(questions: Questions, losses: np.ndarray) -> Scores:
     found: Scores = {"rows": rows}
     for metric, chosen in zip(("acc", "acc_norm"), predictions(questions, losses), strict=True):
         found[metric] = acc = float((chosen == questions.labels).mean())
-        found[f"{metric}_stderr"] = math.sqrt(acc * (1 - acc) / max(rows - 1, 1))  # sample deviation / sqrt(rows)
+        # sample deviation / sqrt(rows)
+        found[f"{metric}_stderr"] = math.sqrt(acc * (1 - acc) / max(rows - 1, 1))
     return found
 
 
 LABELS = {
     "completion": "the text as it is; acc_norm by loss per token (llm.c, build-nanogpt)",
-    "harness": "text cleaned up, with its activity; acc_norm by loss per character (lm-evaluation-harness)",
+    "harness": (
+        "text cleaned up, with its activity; acc_norm by loss per character (lm-evaluation-harness)"
+    ),
 }
 
 
@@ -153,7 +182,10 @@ def format_table(results: dict[str, Scores]) -> str:
     """Return a table with one line for each style, and one for guesses."""
     lines = [f"{'style':<12}{'acc':>8}{'+-':>8}{'acc_norm':>10}{'+-':>8}"]
     for style, s in results.items():
-        numbers = f"{s['acc']:>8.4f}{s['acc_stderr']:>8.4f}{s['acc_norm']:>10.4f}{s['acc_norm_stderr']:>8.4f}"
+        numbers = (
+            f"{s['acc']:>8.4f}{s['acc_stderr']:>8.4f}"
+            f"{s['acc_norm']:>10.4f}{s['acc_norm_stderr']:>8.4f}"
+        )
         lines.append(f"{style:<12}{numbers}  {LABELS[style]}")
     chance = 1 / ENDINGS
     return "\n".join([*lines, f"{'guessing':<12}{chance:>8.4f}{'':>8}{chance:>10.4f}"])

@@ -16,13 +16,18 @@ from gpt2_triton.model.model import Model
 
 
 def load_for_losses(
-    config: Config, stored: Mapping[str, StoredTensor], tokens: int, dtype: str | None = None, sequences: int = 0
+    config: Config,
+    stored: Mapping[str, StoredTensor],
+    tokens: int,
+    dtype: str | None = None,
+    sequences: int = 0,
 ) -> Model:
-    """Return a model with the weights of `stored` for batches of up to `tokens` tokens; compile its kernels.
+    """Return a model with the weights of `stored` for batches of up to `tokens`
+    tokens; compile its kernels.
 
-    A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a context's tokens.  The
-    model computes in `dtype`, "bf16" or "fp32", by default in train.dtype, on a CPU in fp32.  It can also decode
-    `sequences` sequences at once.
+    A batch has whole sequences of train.seq_len.  Short memory makes it smaller, down to a
+    context's tokens.  The model computes in `dtype`, "bf16" or "fp32", by default in train.dtype,
+    on a CPU in fp32.  It can also decode `sequences` sequences at once.
     """
     config = _computing(config, dtype)
     device = device_name()
@@ -37,24 +42,30 @@ def load_for_losses(
 
 
 def _computing(config: Config, dtype: str | None) -> Config:
-    """Return `config` for a model in `dtype`; on a CPU the default is fp32, because the interpreter truncates bf16."""
+    """Return `config` for a model in `dtype`; on a CPU the default is fp32, because the
+    interpreter truncates bf16.
+    """
     dtype = dtype or ("fp32" if device_name() == "cpu" else None)
     return config.replace(train={"dtype": dtype}, optim={"master": "none"}) if dtype else config
 
 
 def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
-    return plan_memory(config, K, forward_shape(batch), training=False, sequences=sequences)[0].total
+    return plan_memory(config, K, forward_shape(batch), training=False, sequences=sequences)[
+        0
+    ].total
 
 
 def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequences: int) -> Model:
     """Return a model with the weights of `stored` that decodes `sequences` sequences at once."""
-    batch = -(-sequences // config.train.seq_len)  # a decode step's rows, one per sequence, must fit the buffers
+    # a decode step's rows, one per sequence, must fit the buffers
+    batch = -(-sequences // config.train.seq_len)
     return _load(_computing(config, None), stored, batch, sequences)
 
 
 def _load(config: Config, stored: Mapping[str, StoredTensor], batch: int, sequences: int) -> Model:
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
-    has_masters = config.train.dtype == "fp32" and "low" in stored  # a run's fp32 masters, as an export has them
+    # a run's fp32 masters, as an export has them
+    has_masters = config.train.dtype == "fp32" and "low" in stored
     for first in range(0, stored["params"].size, PART):
         own = model.state.params[first : first + PART]
         weights = stored["params"].read(first, len(own))

@@ -1,4 +1,6 @@
-"""Losses over tokens: a run's validation loss, a checkpoint's perplexity, the loss of single sequences."""
+"""Losses over tokens: a run's validation loss, a checkpoint's perplexity, the
+loss of single sequences.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,8 @@ def validation_loss(
     """Return the mean loss of a run's validation tokens.  With `fp8` the forward pass is in fp8.
 
     Each rank computes a part of the batches, rank r the batches r, r + size, r + 2 * size, ...
-    If one rank cannot read its batches, all ranks raise DataError; if `stop` is True on one, all raise Stopped.
+    If one rank cannot read its batches, all ranks raise DataError; if `stop` is
+    True on one, all raise Stopped.
     """
     total = 0.0
     wrong = ""
@@ -53,7 +56,9 @@ def validation_loss(
 
 
 class Perplexity(NamedTuple):
-    """The mean loss of `tokens` targets in nats, its exponential, and the loss in bits per byte of text."""
+    """The mean loss of `tokens` targets in nats, its exponential, and the loss
+    in bits per byte of text.
+    """
 
     tokens: int
     loss: float
@@ -62,7 +67,8 @@ class Perplexity(NamedTuple):
 
 
 def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity:
-    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows of seq_len as in validation.
+    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows
+    of seq_len as in validation.
 
     Bits per byte leave out special tokens, which have no bytes.
     """
@@ -85,10 +91,11 @@ def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity
 
 
 def mean_loss(model: Model, tokens: np.ndarray) -> float:
-    """Return one mean loss: over all sequences, without their first tokens; tokens: int32 [sequences, n], n >= 2.
+    """Return one mean loss: over all sequences, without their first tokens; tokens:
+    int32 [sequences, n], n >= 2.
 
-    Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts a token from its
-    window alone.  The last window may be shorter.
+    Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts
+    a token from its window alone.  The last window may be shorter.
     """
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T
@@ -107,8 +114,8 @@ def _summed_loss(model: Model, ids: np.ndarray, targets: np.ndarray) -> float:
 
 
 def logits(model: Model, tokens: np.ndarray, start: int) -> np.ndarray:
-    """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V]; tokens: int32
-    [sequences, n], n at most model.T.
+    """Return the logits after each token from position `start` on, fp32 [sequences, n - start, V];
+    tokens: int32 [sequences, n], n at most model.T.
     """
     n = tokens.shape[1]
     parts = [model.logits(padded, start, n) for _, padded in padded_batches(model, tokens)]
@@ -116,7 +123,9 @@ def logits(model: Model, tokens: np.ndarray, start: int) -> np.ndarray:
 
 
 def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch, T]); T is at most model.T."""
+    """Yield `ids` [all, n] in batches that fit the model, as (rows, padded ids [batch,
+    T]); T is at most model.T.
+    """
     n = ids.shape[1]
     T = min(-(-n // 32) * 32, model.T)  # multiples of 32: few kernels are compiled
     most = model.B * model.T // max(T, 1)
@@ -128,7 +137,9 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's bytes, int64 [V], 0 for special and unknown ones; without a tokenizer warn, return None."""
+    """Return each token's bytes, int64 [V], 0 for special and unknown ones; without a
+    tokenizer warn, return None.
+    """
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:

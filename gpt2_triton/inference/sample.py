@@ -1,7 +1,8 @@
-"""Sample text after a prompt: up to a number of tokens, or up to a token that ends a text, which is left out.
+"""Sample text after a prompt: up to a number of tokens, or up to a token that
+ends a text, which is left out.
 
-The device draws each token with a random number, keyed by the text's seed and its number of tokens so far.  So a text
-depends on the weights, the prompt and the seed alone.
+The device draws each token with a random number, keyed by the text's seed and its number of tokens
+so far.  So a text depends on the weights, the prompt and the seed alone.
 """
 
 import itertools
@@ -18,20 +19,34 @@ from gpt2_triton.model.model import Model
 
 
 def ends_of_text(tokenizer: Tokenizer, beside: Path | None) -> set[int]:
-    """Return the tokens that end a text: the tokenizer's, and those that the model's source names."""
+    """Return the tokens that end a text: the tokenizer's, and those that
+    the model's source names.
+    """
     return {tokenizer.eot} | source_files.ends(beside)
 
 
 def draw(
-    model: Model, ids: Sequence[int], tokens: int, how: Sampling, seed: int, num: int, ends: Collection[int]
+    model: Model,
+    ids: Sequence[int],
+    tokens: int,
+    how: Sampling,
+    seed: int,
+    num: int,
+    ends: Collection[int],
 ) -> Iterator[Iterator[int]]:
-    """Yield an iterator of tokens after `ids` for each of `num` texts; text i has the seed `seed` + i."""
+    """Yield an iterator of tokens after `ids` for each of `num` texts; text
+    i has the seed `seed` + i.
+    """
     batch = len(model.decoding.seq)
     if len(ids) > model.T:
         seen = max(1, model.T // 2)
-        print_line(f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}", error=True)
+        print_line(
+            f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}",
+            error=True,
+        )
     for first in range(seed, seed + num, batch):
-        seeds = range(first, first + batch)  # the last batch is full too: the shapes of a step never change
+        # the last batch is full too: the shapes of a step never change
+        seeds = range(first, first + batch)
         steps = generate(model, ids, tokens, seeds, how)
         texts = _columns(steps, ends) if num > 1 else [(token for [token] in steps)]
         for text in texts[: seed + num - first]:
@@ -50,7 +65,9 @@ def _columns(steps: Iterable[list[int]], ends: Collection[int]) -> list[Iterator
 
 
 def sample_in_training(model: Model, config: Config, beside: Path) -> str:
-    """Return one text of a model in training, by the configuration's section `sample`; `beside` may not exist."""
+    """Return one text of a model in training, by the configuration's section
+    `sample`; `beside` may not exist.
+    """
     s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
     return s.prompt + "".join(
         stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, beside)
@@ -58,7 +75,13 @@ def sample_in_training(model: Model, config: Config, beside: Path) -> str:
 
 
 def stream(
-    model: Model, tokenizer: Tokenizer, prompt: str, tokens: int, how: Sampling, seed: int, beside: Path | None
+    model: Model,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    how: Sampling,
+    seed: int,
+    beside: Path | None,
 ) -> Generator[str, None, None]:
     """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
     ids = encode_prompt(tokenizer, prompt).tolist()
@@ -67,7 +90,9 @@ def stream(
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:
-    """Yield the text of `tokens` as soon as it is complete: an incomplete character waits for its other bytes."""
+    """Yield the text of `tokens` as soon as it is complete: an incomplete character
+    waits for its other bytes.
+    """
     waiting: list[int] = []
     for token in tokens:
         waiting.append(token)

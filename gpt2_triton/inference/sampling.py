@@ -1,4 +1,6 @@
-"""How the next token is chosen.  No torch here: commands check these options before they import torch."""
+"""How the next token is chosen.  No torch here: commands check these options
+before they import torch.
+"""
 
 from typing import NamedTuple
 
@@ -13,10 +15,20 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  # then among the fewest tokens that together have probability p; 1 among all
 
     def check(self, prefix: str, tokens: int, seed: int) -> None:
-        """Raise ConfigError for values out of range; `prefix`, such as "--", comes before an option's name."""
-        least = dict(tokens=(tokens, 1), temperature=(self.temperature, 0), top_k=(self.top_k, 0), seed=(seed, 0))
+        """Raise ConfigError for values out of range; `prefix`, such as "--",
+        comes before an option's name.
+        """
+        least = dict(
+            tokens=(tokens, 1),
+            temperature=(self.temperature, 0),
+            top_k=(self.top_k, 0),
+            seed=(seed, 0),
+        )
         for name, (value, limit) in least.items():
             if not value >= limit:  # NaN too
                 raise ConfigError(f"{prefix}{name}: must be at least {limit}, got {value}")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"{prefix}top_p: must be above 0 and at most 1, got {self.top_p}; 1 keeps every token")
+            raise ConfigError(
+                f"{prefix}top_p: must be above 0 and at most 1, "
+                f"got {self.top_p}; 1 keeps every token"
+            )

@@ -1,17 +1,21 @@
-"""Triton's interpreter with less overhead and the same bits.  What is replaced in it stands in this room alone.
+"""Triton's interpreter with less overhead and the same bits.  What is replaced in
+it stands in this room alone.
 
-The interpreter goes through the compiler's front end for each operation: it checks types, broadcasts, and makes a dozen
-objects, in some 80 us.  numpy takes one for a small block.  The replacements know the usual types, and leave all others
-to Triton.  A step of a small model takes a tenth of the time.
+The interpreter goes through the compiler's front end for each operation: it checks types,
+broadcasts, and makes a dozen objects, in some 80 us.  numpy takes one for a small block.
+The replacements know the usual types, and leave all others to Triton.  A step of a small
+model takes a tenth of the time.
 
-    blocks      types and blocks are made quickly; blocks of consecutive integers and pointers are not made at all
+    blocks      types and blocks are made quickly; blocks of consecutive integers and
+                pointers are not made at all
     operators   + - * / // % < & >> and so on, [:, None], .to, .reshape
     functions   tl.arange, tl.where, tl.dot, tl.sum and so on
     memory      loads and stores of whole rectangles, without a loop over pointers
     launch      arguments and descriptors
 
-tests/ground/test_interpreter.py compares each replacement with Triton's own, and names each attribute that is replaced.
-Seen with Triton 3.6, 3.8 and 3.9.  Without a GPU no kernel is compiled, so nothing needs the originals back.
+tests/ground/test_interpreter.py compares each replacement with Triton's own, and names each
+attribute that is replaced.  Seen with Triton 3.6, 3.8 and 3.9.  Without a GPU no kernel is
+compiled, so nothing needs the originals back.
 """
 
 import ctypes
@@ -38,17 +42,26 @@ def make_fast() -> None:
 
 
 def _interpret_language() -> None:
-    """Let the interpreter run functions of triton.language that were decorated for compilation: by a program that had
-    imported triton before, as models of transformers do, and torch.use_deterministic_algorithms.
+    """Let the interpreter run functions of triton.language that were decorated for compilation: by
+    a program that had imported triton before, as models of transformers do, and
+    torch.use_deterministic_algorithms.
     """
-    for module in [module for name, module in sys.modules.items() if name.startswith("triton.language")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("triton.language")
+    ]:
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction):
                 setattr(module, name, interpreter.InterpretedFunction(value.fn))
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what numpy frees: each block of 128 KiB would come from the kernel, page by page, and go back."""
+    """Let malloc keep what numpy frees: each block of 128 KiB would come from the kernel,
+    page by page, and go back.
+    """
     libc = ctypes.CDLL(None)
-    for parameter, value in {M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: 1 << 30, M_TOP_PAD: 1 << 26}.items():
+    for parameter, value in {
+        M_MMAP_THRESHOLD: 1 << 25,
+        M_TRIM_THRESHOLD: 1 << 30,
+        M_TOP_PAD: 1 << 26,
+    }.items():
         libc.mallopt(parameter, value)

@@ -1,8 +1,10 @@
-"""Blocks: their types, made once for each shape, and blocks whose elements follow from a few numbers.
+"""Blocks: their types, made once for each shape, and blocks whose
+elements follow from a few numbers.
 
-An address of an element is most often start + row * step + column.  Such a block of integers or pointers is an Affine,
-as is a single one, and a mask that compares one with a bound is a Box.  A load through both copies a rectangle of the
-memory.  Whoever reads their `data` gets the array, made then.
+An address of an element is most often start + row * step + column.  Such a block of
+integers or pointers is an Affine, as is a single one, and a mask that compares one with a
+bound is a Box.  A load through both copies a rectangle of the memory.  Whoever reads their
+`data` gets the array, made then.
 """
 
 import functools
@@ -24,7 +26,9 @@ _types: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
 class Affine(TensorHandle):
-    """Integers or addresses: start + step * index, summed over the axes; with step 0 on axes of size 1."""
+    """Integers or addresses: start + step * index, summed over the axes; with
+    step 0 on axes of size 1.
+    """
 
     def __init__(self, start: int, steps: tuple[int, ...], sizes: tuple[int, ...], dtype: tl.dtype):
         self.start = start
@@ -39,13 +43,20 @@ class Affine(TensorHandle):
             shape = [1] * len(self.sizes)
             shape[axis] = size
             total = total + (np.arange(size) * step).reshape(shape)
-        return total.view(UINT64) if self.dtype.is_ptr() else total.astype(INTEGERS[self.dtype.name])
+        return (
+            total.view(UINT64) if self.dtype.is_ptr() else total.astype(INTEGERS[self.dtype.name])
+        )
 
     def cast(self, dtype: tl.dtype) -> "Affine":
         return Affine(self.start, self.steps, self.sizes, dtype)
 
     def scaled(self, factor: int, start: int = 0) -> "Affine":
-        return Affine(self.start * factor + start, tuple(n * factor for n in self.steps), self.sizes, self.dtype)
+        return Affine(
+            self.start * factor + start,
+            tuple(n * factor for n in self.steps),
+            self.sizes,
+            self.dtype,
+        )
 
     def plus(self, other: "Affine") -> "Affine | None":
         """Return the sum, broadcast, in this block's type; None if the shapes do not fit."""
@@ -63,16 +74,22 @@ class Affine(TensorHandle):
     def fits(self) -> bool:
         """Return False if an element leaves int32, where Triton's integers would wrap around."""
         spans = [step * (size - 1) for step, size in zip(self.steps, self.sizes)]
-        lowest, highest = (self.start + sum(least(0, span) for span in spans) for least in (min, max))
+        lowest, highest = (
+            self.start + sum(least(0, span) for span in spans) for least in (min, max)
+        )
         return self.dtype is not core.int32 or lowest in INT32 and highest in INT32
 
     def below(self, bound: int) -> "Box | None":
-        """Return the mask of the elements below `bound`; None unless they increase along one axis."""
+        """Return the mask of the elements below `bound`; None unless
+        they increase along one axis.
+        """
         axes = [axis for axis, size in enumerate(self.sizes) if size > 1]
         if len(axes) != 1 or self.steps[axes[0]] <= 0:
             return None
         counts = list(self.sizes)
-        counts[axes[0]] = min(max(0, -((self.start - bound) // self.steps[axes[0]])), counts[axes[0]])
+        counts[axes[0]] = min(
+            max(0, -((self.start - bound) // self.steps[axes[0]])), counts[axes[0]]
+        )
         return Box(tuple(counts), self.sizes)
 
     def expanded(self, at: Sequence[Any]) -> "Affine":
@@ -103,9 +120,12 @@ class Box(TensorHandle):
     def both(self, other: "Box") -> "Box | None":
         """Return the mask where both are True, broadcast; None if the shapes do not fit."""
         axes = list(zip(self.counts, self.sizes, other.counts, other.sizes))
-        if len(self.sizes) != len(other.sizes) or any(n != m and 1 not in (n, m) for _, n, _, m in axes):
+        if len(self.sizes) != len(other.sizes) or any(
+            n != m and 1 not in (n, m) for _, n, _, m in axes
+        ):
             return None
-        counts = tuple(min(a, b) if n == m else a * b for a, n, b, m in axes)  # of size 1 the count is 1 or 0
+        # of size 1 the count is 1 or 0
+        counts = tuple(min(a, b) if n == m else a * b for a, n, b, m in axes)
         return Box(counts, tuple(max(n, m) for _, n, _, m in axes))
 
     def expanded(self, at: Sequence[Any]) -> "Box":
@@ -141,7 +161,9 @@ def scalar(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
 
 
 def lazy(handle: Affine | Box) -> tl.tensor:
-    return core.tensor(handle, block_type(handle.dtype, handle.sizes) if handle.sizes else handle.dtype)
+    return core.tensor(
+        handle, block_type(handle.dtype, handle.sizes) if handle.sizes else handle.dtype
+    )
 
 
 def whole(value: int, dtype: tl.dtype = core.int32) -> tl.tensor:
@@ -170,7 +192,9 @@ class _Sizes(NamedTuple):
 @functools.cache
 def _sizes(shape: tuple[int, ...]) -> _Sizes:
     constants = tl.tuple([tl.constexpr(n) for n in shape])
-    return _Sizes(tl.tuple(shape), core.validate_block_shape(shape), constants, tl.constexpr(math.prod(shape)))
+    return _Sizes(
+        tl.tuple(shape), core.validate_block_shape(shape), constants, tl.constexpr(math.prod(shape))
+    )
 
 
 def replace() -> None:
@@ -202,4 +226,6 @@ def replace() -> None:
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     core.block_type.to_ir = lambda self, builder: self
     scalar_dtype = functools.cache(interpreter._get_np_dtype)
-    interpreter._get_np_dtype = lambda type: UINT64 if type.scalar.is_ptr() else scalar_dtype(type.scalar)
+    interpreter._get_np_dtype = lambda type: (
+        UINT64 if type.scalar.is_ptr() else scalar_dtype(type.scalar)
+    )

@@ -9,14 +9,26 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from gpt2_triton.interpreter.blocks import INT32, Affine, Box, block, is_block, lazy, plain, scalar, whole
+from gpt2_triton.interpreter.blocks import (
+    INT32,
+    Affine,
+    Box,
+    block,
+    is_block,
+    lazy,
+    plain,
+    scalar,
+    whole,
+)
 from gpt2_triton.interpreter.operators import NUMBERS, number
 
 UNARY = ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "floor")
 
 
 def in_language(name: str) -> Callable:
-    """Decorate a replacement of a function of triton.language; its first argument is Triton's function."""
+    """Decorate a replacement of a function of triton.language; its first
+    argument is Triton's function.
+    """
 
     def replace(function: Callable) -> Callable:
         replacement = functools.partial(function, getattr(tl, name))
@@ -44,12 +56,19 @@ def _replace_unary(name: str) -> None:
 
 
 def _replace_extremum(name: str) -> None:
-    """Replace tl.minimum or tl.maximum; which function of numpy it is depends on NaN, and on Triton's version."""
+    """Replace tl.minimum or tl.maximum; which function of numpy it is depends on
+    NaN, and on Triton's version.
+    """
     builder = interpreter.interpreter_builder
-    of_numbers, of_all = getattr(builder, f"create_{name[:3]}numf"), getattr(builder, f"create_{name}f")
+    of_numbers, of_all = (
+        getattr(builder, f"create_{name[:3]}numf"),
+        getattr(builder, f"create_{name}f"),
+    )
 
     @in_language(name)
-    def extremum(triton: Callable, x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> tl.tensor:
+    def extremum(
+        triton: Callable, x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE
+    ) -> tl.tensor:
         if not _is_fp32(x, y) or not (is_block(x) or is_block(y)):
             return triton(x, y, propagate_nan=propagate_nan)
         function = of_all if plain(propagate_nan) == tl.PropagateNan.ALL else of_numbers
@@ -58,7 +77,9 @@ def _replace_extremum(name: str) -> None:
 
 def _replace_reduction(name: str, numpy: Callable) -> None:
     @in_language(name)
-    def reduce(triton: Callable, input: tl.tensor, axis: Any = None, *args: Any, **options: Any) -> tl.tensor:
+    def reduce(
+        triton: Callable, input: tl.tensor, axis: Any = None, *args: Any, **options: Any
+    ) -> tl.tensor:
         axis, dtype = plain(axis), NUMBERS.get(input.dtype.name)
         if args or options or dtype is None or axis is None or len(input.shape) < 2:
             return triton(input, axis, *args, **options)
@@ -113,12 +134,20 @@ def replace() -> None:
     @in_language("split")
     def split(triton: Callable, x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         data = x.handle.data
-        return (block(data[..., 0], x.dtype), block(data[..., 1], x.dtype)) if data.ndim > 1 else triton(x)
+        return (
+            (block(data[..., 0], x.dtype), block(data[..., 1], x.dtype))
+            if data.ndim > 1
+            else triton(x)
+        )
 
     @in_language("where")
     def where(triton: Callable, condition: Any, x: Any, y: Any) -> tl.tensor:
         x, y = plain(x), plain(y)
-        if type(x) is type(y) is type(condition) is core.tensor and condition.dtype is core.int1 and x.dtype is y.dtype:
+        if (
+            type(x) is type(y) is type(condition) is core.tensor
+            and condition.dtype is core.int1
+            and x.dtype is y.dtype
+        ):
             if not (is_block(x) or is_block(y) or is_block(condition)):
                 return x if condition.handle.data.item() else y
         dtype = NUMBERS.get(x.dtype.name) if is_block(x) else None

@@ -20,9 +20,14 @@ MOST_DESCRIPTORS = 10_000
 
 
 def _patch_language_once() -> None:
-    """Patch triton.language: Triton patches 200 functions for each launch and device function, and restores them."""
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))  # all that Triton looks for
+    """Patch triton.language: Triton patches 200 functions for each launch and device
+    function, and restores them.
+    """
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
+    # all that Triton looks for
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
     patched = SimpleNamespace(restore=lambda: None)
 
     def patch_lang(fn: Any) -> Any:
@@ -32,7 +37,9 @@ def _patch_language_once() -> None:
 
 
 def converter(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return Triton's conversion of an argument, which makes a descriptor once: the arena's are those of every step."""
+    """Return Triton's conversion of an argument, which makes a descriptor once: the
+    arena's are those of every step.
+    """
     descriptors = dict[Any, Any]()
     pointers = functools.cache(lambda dtype: convert(torch.empty(0, dtype=dtype)).type)
 
@@ -64,7 +71,9 @@ class _Kernel(NamedTuple):
 
 
 def replace() -> None:
-    """Replace the launch of a kernel, which would copy its tensors, and the call of a device function."""
+    """Replace the launch of a kernel, which would copy its tensors, and the
+    call of a device function.
+    """
     _patch_language_once()
     converted, kernels = converter(interpreter._implicit_cvt), dict[Any, _Kernel]()
     builder, rewritten = interpreter.interpreter_builder, InterpretedFunction.rewritten_fn
@@ -78,9 +87,14 @@ def replace() -> None:
             names = frozenset(executor.constexprs)
             kernel = kernels[self.fn] = _Kernel(executor.fn, inspect.signature(executor.fn), names)
         parameters = kernel.signature.parameters.keys()
-        given = kernel.signature.bind(*args, **{key: keywords[key] for key in keywords.keys() & parameters})
+        given = kernel.signature.bind(
+            *args, **{key: keywords[key] for key in keywords.keys() & parameters}
+        )
         given.apply_defaults()
-        arguments = {key: x if key in kernel.constants else converted(x) for key, x in given.arguments.items()}
+        arguments = {
+            key: x if key in kernel.constants else converted(x)
+            for key, x in given.arguments.items()
+        }
         sizes = ((*grid(arguments),) if callable(grid) else (*grid,)) + (1, 1)
         builder.set_grid_dim(*sizes[:3])
         try:

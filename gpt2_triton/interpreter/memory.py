@@ -16,7 +16,13 @@ from gpt2_triton.interpreter.blocks import Affine, Box, block, integer, is_block
 from gpt2_triton.interpreter.functions import in_language
 
 START = 64  # ctypes makes no array at address 0
-NAMES = {"fp32": np.float32, "bf16": np.uint16, "int16": np.int16, "int32": np.int32, "int64": np.int64}
+NAMES = {
+    "fp32": np.float32,
+    "bf16": np.uint16,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+}
 STORED = {name: np.dtype(type) for name, type in NAMES.items()}
 
 
@@ -36,7 +42,9 @@ def _places(addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return (addresses.view(np.int64) - START) >> (dtype.itemsize.bit_length() - 1)
 
 
-def _rectangle(address: int, counts: Sequence[int], strides: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def _rectangle(
+    address: int, counts: Sequence[int], strides: Sequence[int], dtype: np.dtype
+) -> np.ndarray:
     """Return the memory at an address as an array, with strides in bytes."""
     if 0 in counts:
         return np.empty(counts, dtype)
@@ -53,7 +61,9 @@ def _filled(part: np.ndarray, shape: tuple[int, ...], other: Any) -> np.ndarray:
 
 
 def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
-    """Return the rectangle that affine pointers and a mask select; None if the mask is no rectangle."""
+    """Return the rectangle that affine pointers and a mask select; None if
+    the mask is no rectangle.
+    """
     counts = pointers.sizes
     if not counts and mask is None:
         return _rectangle(pointers.start, (1,), (0,), dtype)
@@ -69,11 +79,15 @@ def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
 
 def _replace_pointers() -> None:
     @in_language("load")
-    def load(triton: Callable, pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> tl.tensor:
+    def load(
+        triton: Callable, pointer: Any, mask: Any = None, other: Any = None, **hints: Any
+    ) -> tl.tensor:
         element = getattr(pointer.dtype, "element_ty", None)
         mask, other = plain(mask), plain(other)
         dtype = element and STORED.get(element.name)
-        has_number = other is None or type(other) in (int, float) and (other == 0 or dtype == np.float32)
+        has_number = (
+            other is None or type(other) in (int, float) and (other == 0 or dtype == np.float32)
+        )
         if dtype is None or not has_number or not (mask is None or type(mask) is core.tensor):
             return triton(pointer, mask=mask, other=other, **hints)
         handle = pointer.handle
@@ -85,7 +99,10 @@ def _replace_pointers() -> None:
         make, at = block if is_block(pointer) else scalar, _places(handle.data, dtype)
         if mask is None or mask.handle.data.all():
             return make(_elements(dtype)[at], element)
-        data, read = np.full(at.shape, other or 0, dtype), np.broadcast_to(mask.handle.data, at.shape)
+        data, read = (
+            np.full(at.shape, other or 0, dtype),
+            np.broadcast_to(mask.handle.data, at.shape),
+        )
         data[read] = _elements(dtype)[at[read]]
         return make(data, element)
 
@@ -94,13 +111,19 @@ def _replace_pointers() -> None:
         element = getattr(pointer.dtype, "element_ty", None)
         mask, value = plain(mask), plain(value)
         dtype = element and STORED.get(element.name)
-        if dtype is None or type(value) is not core.tensor or not (mask is None or type(mask) is core.tensor):
+        if (
+            dtype is None
+            or type(value) is not core.tensor
+            or not (mask is None or type(mask) is core.tensor)
+        ):
             return triton(pointer, value, mask, **hints)
         handle, data = pointer.handle, value.to(element).handle.data
         if type(handle) is Affine:
             part = _masked(handle, mask, dtype)
             if part is not None:
-                part[...] = np.broadcast_to(data, handle.sizes or (1,))[tuple(map(slice, part.shape))]
+                part[...] = np.broadcast_to(data, handle.sizes or (1,))[
+                    tuple(map(slice, part.shape))
+                ]
                 return None
         at = _places(handle.data, dtype)
         if mask is None or mask.handle.data.all():
@@ -111,7 +134,9 @@ def _replace_pointers() -> None:
 
 
 class _Window(NamedTuple):
-    """A descriptor's matrix: address, and on each axis its size, bytes to the next element, and size of a block."""
+    """A descriptor's matrix: address, and on each axis its size, bytes to the next
+    element, and size of a block.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -123,7 +148,9 @@ class _Window(NamedTuple):
         """Return the part of the block at these offsets that lies in the matrix."""
         starts = [integer(offset) for offset in offsets]
         assert min(starts) >= 0, "a negative offset of a descriptor"
-        assert starts[-1] * self.strides[-1] % 16 == 0, "an offset of a descriptor must be 16-byte aligned"
+        assert starts[-1] * self.strides[-1] % 16 == 0, (
+            "an offset of a descriptor must be 16-byte aligned"
+        )
         counts = [max(0, min(n, size - o)) for n, size, o in zip(self.block, self.shape, starts)]
         address = self.address + sum(o * stride for o, stride in zip(starts, self.strides))
         return _rectangle(address, counts, self.strides, self.dtype)
@@ -134,8 +161,13 @@ def _window(handle: Any) -> _Window:
     found = getattr(handle, "window", None)
     if found is None:
         dtype = interpreter._get_np_dtype(handle.base.dtype.element_ty)
-        shape, strides = (tuple(int(n.data.item()) for n in numbers) for numbers in (handle.shape, handle.strides))
-        in_bytes, sizes = tuple(dtype.itemsize * n for n in strides), tuple(plain(n) for n in handle.block_shape)
+        shape, strides = (
+            tuple(int(n.data.item()) for n in numbers) for numbers in (handle.shape, handle.strides)
+        )
+        in_bytes, sizes = (
+            tuple(dtype.itemsize * n for n in strides),
+            tuple(plain(n) for n in handle.block_shape),
+        )
         found = handle.window = _Window(int(handle.base.data.item()), shape, in_bytes, sizes, dtype)
     return found
 
@@ -157,12 +189,15 @@ def _replace_descriptors() -> None:
 
 
 def replace() -> None:
-    """Replace loads, stores and casts, for pointers of any kind too: Triton's loops take 20 ns for an element."""
+    """Replace loads, stores and casts, for pointers of any kind too: Triton's loops
+    take 20 ns for an element.
+    """
     builder = InterpreterBuilder
     cast_by_triton = builder.cast_impl
 
     def load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any, **more: Any) -> TensorHandle:
-        element, read = ptrs.get_element_ty(), np.asarray(mask.data)  # Triton 3.6 may give an array's own .data
+        # Triton 3.6 may give an array's own .data
+        element, read = ptrs.get_element_ty(), np.asarray(mask.data)
         array = _elements(interpreter._get_np_dtype(element))
         at = _places(ptrs.data, array.dtype)
         if read.all():
@@ -177,7 +212,11 @@ def replace() -> None:
 
     def cast(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         data = operators.cast(src.data, src.dtype.scalar.name, dst_type.scalar.name)
-        return cast_by_triton(self, src, dst_type) if data is None else TensorHandle(data, dst_type.scalar)
+        return (
+            cast_by_triton(self, src, dst_type)
+            if data is None
+            else TensorHandle(data, dst_type.scalar)
+        )
 
     builder.create_masked_load = load
     builder.create_masked_store = store

@@ -33,7 +33,9 @@ Lazy = Callable[[Any, Any], Affine | Box | None]  # of an Affine or Box and anot
 
 
 def number(value: Any, dtype: np.dtype) -> Any:
-    """Return a Python number in the type of the tensor beside it; None if Triton decides otherwise."""
+    """Return a Python number in the type of the tensor beside it; None if
+    Triton decides otherwise.
+    """
     if type(value) is int:
         return dtype.type(value) if dtype.kind != "u" or value >= 0 else None
     return dtype.type(value) if type(value) is float and dtype.kind == "f" else None
@@ -54,7 +56,9 @@ def cast(data: np.ndarray, old: str, new: str) -> np.ndarray | None:
 
 
 class _Operands(NamedTuple):
-    """Both sides of an operator, a handle or a Python number; the type of their result; and whether it is a block."""
+    """Both sides of an operator, a handle or a Python number; the type of their result;
+    and whether it is a block.
+    """
 
     left: Any
     right: Any
@@ -70,7 +74,9 @@ def _operands(self: tl.tensor, other: Any, types: dict[str, np.dtype]) -> _Opera
         return None
     shaped = type(self.type) is core.block_type
     if type(other) is not core.tensor:
-        return None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
+        return (
+            None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
+        )
     right, shaped = other.handle, shaped or type(other.type) is core.block_type
     if other.dtype is dtype:
         return _Operands(self.handle, right, dtype, shaped)
@@ -85,7 +91,9 @@ def _binary(
     name: str, function: Callable, types: dict[str, np.dtype], returns: tl.dtype | None = None,
     of_integers: Callable | None = None, without_data: Lazy | None = None, swap: bool = False,
 ) -> None:  # fmt: skip
-    """Replace an operator of core.tensor by a function of numpy, for tensors of `types`, and of Python for integers."""
+    """Replace an operator of core.tensor by a function of numpy, for tensors of `types`,
+    and of Python for integers.
+    """
     triton = getattr(core.tensor, name)
 
     def operate(self: tl.tensor, other: Any) -> tl.tensor:
@@ -107,7 +115,10 @@ def _binary(
                 found = _lazy_result(lazily(*reversed(terms) if swap else terms), dtype, returns)
                 if found is not None:
                     return found
-        first, second = left.data, right.data if isinstance(right, TensorHandle) else number(right, types[dtype.name])
+        first, second = (
+            left.data,
+            right.data if isinstance(right, TensorHandle) else number(right, types[dtype.name]),
+        )
         data = function(second, first) if swap else function(first, second)
         return block(data, returns or dtype) if shaped else scalar(data, returns or dtype)
 
@@ -116,13 +127,19 @@ def _binary(
 
 def _integer(operand: Any) -> int | None:
     """Return the value of an int32 scalar without data."""
-    if type(operand) is core.tensor and operand.type is core.int32 and type(operand.handle) is Affine:
+    if (
+        type(operand) is core.tensor
+        and operand.type is core.int32
+        and type(operand.handle) is Affine
+    ):
         return operand.handle.start
     return None
 
 
 def _lazy_result(found: Any, dtype: tl.dtype, returns: tl.dtype | None) -> tl.tensor | None:
-    """Return a result without data as a tensor; None if there is none, or Triton's integers would wrap around."""
+    """Return a result without data as a tensor; None if there is none, or Triton's
+    integers would wrap around.
+    """
     if type(found) is bool:
         return scalar(np.array([found]), core.int1)
     if type(found) is int:
@@ -193,7 +210,9 @@ def _replace_add() -> None:
         if not self.dtype.is_ptr():
             return add_numbers(self, other)
         other = plain(other)
-        offset = other.handle if type(other) is core.tensor and other.dtype.name in INTEGERS else None
+        offset = (
+            other.handle if type(other) is core.tensor and other.dtype.name in INTEGERS else None
+        )
         if type(other) is int:
             offset = Affine(other, (), (), core.int64)
         if offset is None:
@@ -204,7 +223,11 @@ def _replace_add() -> None:
             if found is not None:
                 return lazy(found)
         data = self.handle.data + (offset.data.astype(np.int64) * size).view(np.uint64)
-        return block(data, self.dtype) if is_block(self) or is_block(other) else scalar(data, self.dtype)
+        return (
+            block(data, self.dtype)
+            if is_block(self) or is_block(other)
+            else scalar(data, self.dtype)
+        )
 
     core.tensor.__add__ = add
 
@@ -213,7 +236,15 @@ def replace() -> None:
     """Replace the operators and methods of core.tensor."""
     for side, swap in (("", False), ("r", True)):
         _binary(f"__{side}add__", np.add, NUMBERS, None, operator.add, _sum, swap)
-        _binary(f"__{side}sub__", np.subtract, NUMBERS, None, operator.sub, None if swap else _difference, swap)
+        _binary(
+            f"__{side}sub__",
+            np.subtract,
+            NUMBERS,
+            None,
+            operator.sub,
+            None if swap else _difference,
+            swap,
+        )
         _binary(f"__{side}mul__", np.multiply, NUMBERS, None, operator.mul, _product, swap)
         _binary(f"__{side}truediv__", np.divide, FLOATS, swap=swap)
         _binary(f"__{side}floordiv__", _divide, INTEGERS, None, _quotient, swap=swap)
@@ -233,7 +264,11 @@ def replace() -> None:
     index_by_triton, to_by_triton = core.tensor.__getitem__, core.tensor.to
 
     def index(self: tl.tensor, at: Any) -> tl.tensor:
-        if type(at) is not tuple or not is_block(self) or any(i is not None and i != WHOLE for i in at):
+        if (
+            type(at) is not tuple
+            or not is_block(self)
+            or any(i is not None and i != WHOLE for i in at)
+        ):
             return index_by_triton(self, at)
         if type(self.handle) in (Affine, Box) and at.count(WHOLE) == len(self.handle.sizes):
             return lazy(self.handle.expanded(at))

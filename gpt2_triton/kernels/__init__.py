@@ -1,10 +1,13 @@
-"""Every compute operation of training as a Triton kernel.  The schedules in model/ call this package K."""
+"""Every compute operation of training as a Triton kernel.  The schedules in
+model/ call this package K.
+"""
 
 # ruff: noqa: E402, F401, the imports are the package's attributes
 import os
 from collections.abc import Sequence
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once; the default of Triton before 3.10
+# a * b + c rounds once; the default of Triton before 3.10
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from gpt2_triton.kernels import step_io
 from gpt2_triton.kernels.adamw import adamw
@@ -21,7 +24,13 @@ from gpt2_triton.kernels.dropout import dropout
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.fp8 import Fp8, cast_operand, cast_weights, check_amax, roll_scales
-from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
+from gpt2_triton.kernels.layernorm import (
+    layernorm_bwd,
+    layernorm_bwd_scratch,
+    layernorm_fwd,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
 from gpt2_triton.kernels.matmul import (
     matmul,
     matmul_add,
@@ -47,18 +56,35 @@ from gpt2_triton.kernels.muon import (
 from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling
-from gpt2_triton.kernels.reduce import add_partials, clip_factor, loss_sum, sum_squares, sum_squares_scratch
+from gpt2_triton.kernels.reduce import (
+    add_partials,
+    clip_factor,
+    loss_sum,
+    sum_squares,
+    sum_squares_scratch,
+)
 from gpt2_triton.kernels.sampling import sample_token
 from gpt2_triton.kernels.swiglu import swiglu, swiglu_bwd
-from gpt2_triton.kernels.tensor_stats import fp8_stats, muon_stats, parameter_stats, stats_parts, tensor_stats
+from gpt2_triton.kernels.tensor_stats import (
+    fp8_stats,
+    muon_stats,
+    parameter_stats,
+    stats_parts,
+    tensor_stats,
+)
 
 
-def scratch_elements(d: dict[str, int], dtype: str, matrices: Sequence[tuple[int, int, int]] = ()) -> int:
-    """Return the most fp32 elements of scratch that a launch needs; `matrices`: (rows, columns, count) in Muon."""
+def scratch_elements(
+    d: dict[str, int], dtype: str, matrices: Sequence[tuple[int, int, int]] = ()
+) -> int:
+    """Return the most fp32 elements of scratch that a launch needs; `matrices`:
+    (rows, columns, count) in Muon.
+    """
     R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("A") else dtype
     head = "fp8" if d.get("head8") else dtype
     qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])
-    layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]  # singly if not on Hopper
+    # singly if not on Hopper
+    layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]
     return max(
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dgelu_scratch(R, d["F"], dtype),

@@ -1,4 +1,6 @@
-"""A GPU that is not on this machine, for which Triton compiles in a process that does nothing else."""
+"""A GPU that is not on this machine, for which Triton compiles in a
+process that does nothing else.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,8 @@ from gpt2_triton.errors import ConfigError
 
 MODULE = 1, 1, 32, 0, 1024  # as loaded: module, function, registers, spills, most threads
 KIB = 1024
-SHARED_MEMORY: dict[int | str, int] = {  # bytes that a program may take, by architecture as Triton names it
+# bytes that a program may take, by architecture as Triton names it
+SHARED_MEMORY: dict[int | str, int] = {
     80: 163 * KIB,
     86: 99 * KIB,
     89: 99 * KIB,
@@ -33,17 +36,29 @@ SHARED_MEMORY: dict[int | str, int] = {  # bytes that a program may take, by arc
 
 
 def absent_driver(target: GPUTarget, number: int = 0) -> Any:
-    """Return a driver for Triton that loads and launches nothing; `number` keeps kernels of several targets apart."""
+    """Return a driver for Triton that loads and launches nothing; `number` keeps kernels
+    of several targets apart.
+    """
     properties = dict(max_shared_mem=1 << 30)
     utils = dict(
-        get_device_properties=lambda _: properties, load_binary=lambda *_: MODULE, unload_module=lambda _: None
+        get_device_properties=lambda _: properties,
+        load_binary=lambda *_: MODULE,
+        unload_module=lambda _: None,
     )
-    current = dict(get_current_target=lambda: target, get_current_device=lambda: number, get_current_stream=lambda _: 0)
-    return SimpleNamespace(utils=SimpleNamespace(**utils), launcher_cls=lambda *_: lambda *_: None, **current)
+    current = dict(
+        get_current_target=lambda: target,
+        get_current_device=lambda: number,
+        get_current_stream=lambda _: 0,
+    )
+    return SimpleNamespace(
+        utils=SimpleNamespace(**utils), launcher_cls=lambda *_: lambda *_: None, **current
+    )
 
 
 class _NotLoaded:
-    """A C module of Triton's, which is built here, and needs the GPU's driver where it is loaded."""
+    """A C module of Triton's, which is built here, and needs the GPU's
+    driver where it is loaded.
+    """
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -56,7 +71,9 @@ def _build_launcher(source: Any, metadata: Any) -> Any:
 
 
 def show(gpu: device.Gpu) -> int:
-    """Let torch give the name and the compute capability of a GPU of NVIDIA's; return its architecture, as 80."""
+    """Let torch give the name and the compute capability of a GPU of NVIDIA's;
+    return its architecture, as 80.
+    """
     major, minor = (int(part) for part in gpu.architecture.split("."))
     torch.cuda.get_device_name = lambda *_: f"NVIDIA {gpu.device_names[0]}"
     torch.cuda.get_device_capability = lambda *_: (major, minor)
@@ -65,21 +82,43 @@ def show(gpu: device.Gpu) -> int:
 
 @contextlib.contextmanager
 def standing_in(gpu: device.Gpu) -> Iterator[None]:
-    """Let torch, Triton and this package find a GPU of NVIDIA's, its memory on the host.  They remain changed."""
+    """Let torch, Triton and this package find a GPU of NVIDIA's, its memory on the
+    host.  They remain changed.
+    """
     architecture = show(gpu)
     memory = int(gpu.memory * 2**30)
-    torch.cuda.is_available, torch.cuda.current_device, torch.cuda.set_device = lambda: True, lambda: 0, lambda _: None
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=gpu.multiprocessors)
+    torch.cuda.is_available, torch.cuda.current_device, torch.cuda.set_device = (
+        lambda: True,
+        lambda: 0,
+        lambda _: None,
+    )
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+        multi_processor_count=gpu.multiprocessors
+    )
     device._host_memory = lambda: (memory, memory)
     driver.set_active(active := absent_driver(GPUTarget("cuda", architecture, 32)))
     active.launcher_cls = _build_launcher
     build._load_module_from_path = lambda name, path: _NotLoaded()
-    with tempfile.TemporaryDirectory() as folder:  # with what Triton links its C modules, in place of the driver's
-        words = ["-shared", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+    # with what Triton links its C modules, in place of the driver's
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            "-shared",
+            "-x",
+            "c",
+            "-",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            f"{folder}/libcuda.so.1",
+        ]
         knobs.nvidia.libcuda_path = folder
         try:
-            # one function that all of them call: else the linker leaves the library out of those that it must load
-            subprocess.run([os.environ.get("CC", "gcc"), *words], check=True, input=b"void cuGetErrorString(void) {}")
+            # one function that all of them call: else the linker leaves the library
+            # out of those that it must load
+            subprocess.run(
+                [os.environ.get("CC", "gcc"), *words],
+                check=True,
+                input=b"void cuGetErrorString(void) {}",
+            )
             nvidia.CudaUtils()
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             todo = "Triton needs gcc and Python's headers: apt install gcc python3-dev"

@@ -1,12 +1,14 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101) over a flat range of parameters.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)
+over a flat range of parameters.
 
     g  = grad * clip factor
-    m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),    alpha = 1 - beta, subtracted in float64 by the host
+    m += alpha1 * (g - m),    v += alpha2 * (g^2 - v),
+    alpha = 1 - beta, subtracted in float64 by the host
     w -= lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w)
 
-The kernel reads lr, the bias corrections, the clip factor, the step and the seed from device memory (step_io.py).  So
-one captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.  weights.py stores the new w, m and
-v; m and v may be in bf16.
+The kernel reads lr, the bias corrections, the clip factor, the step and the seed from device memory
+(step_io.py).  So one captured launch serves all steps.  If step_out[APPLY] is 0, nothing changes.
+weights.py stores the new w, m and v; m and v may be in bf16.
 """
 
 import triton
@@ -22,8 +24,9 @@ from gpt2_triton.kernels.weights import load_weights, random_words, store_moment
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
 def _adamw_kernel(
-    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay, lr_factor,
-    alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    w_ptr, m_ptr, v_ptr, low_ptr, g_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, first, decay,
+    lr_factor, alpha1, alpha2, eps, STOCHASTIC: tl.constexpr, RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -47,14 +50,18 @@ def _adamw_kernel(
 
 @contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[*] step_in[8] step_key[4]")
 def adamw(
-    w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor, step_in: Tensor,
-    step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
+    w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor,
+    step_in: Tensor, step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float,
+    beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """Update w, m, v and low in place; `first`, a multiple of 4, is the flat index of w[0] in the model."""
+    """Update w, m, v and low in place; `first`, a multiple of 4, is the flat
+    index of w[0] in the model.
+    """
     n = w.numel()
     dtype = dtype_name(w)
     row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
-        w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1, 1.0 - beta2, eps,
-        STOCHASTIC=stochastic, RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
+        w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1,
+        1.0 - beta2, eps, STOCHASTIC=stochastic,
+        RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
     )  # fmt: skip

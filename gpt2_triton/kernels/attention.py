@@ -1,23 +1,27 @@
-"""Causal attention on packed qkv, without the score matrix (FlashAttention-2, https://arxiv.org/abs/2307.08691).
+"""Causal attention on packed qkv, without the score matrix (FlashAttention-2,
+https://arxiv.org/abs/2307.08691).
 
 forward    s = q @ k.T / sqrt(HS),  s[i, j] = -inf for j > i,  p = softmax(s),  out = p @ v
            lse = log2(sum_j 2^(s * log2(e)))
 backward   delta = rowsum(dout * out),  p = 2^(s * log2(e) - lse),  ds = p * (dout @ v.T - delta)
-           dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),  dbias (+)= column sums of (dq, dk, dv)
+           dv = p.T @ dout,  dk = ds.T @ q / sqrt(HS),  dq = ds @ k / sqrt(HS),
+           dbias (+)= column sums of (dq, dk, dv)
 
-qkv is [B*T, NH + 2 * NKV, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  The query heads share NKV heads of
-k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept for the backward pass.  A block holds
-rows of one head (blocks.py).  Past the end of a sequence or a head, zeros are read and nothing is written, so scores
-need masks only for causality.  lse and delta are not described but masked: TMA requires rows that begin on 16 bytes,
-and T numbers may end elsewhere.  qkv has the heads of q, then of k, then of v.
+qkv is [B*T, NH + 2 * NKV, HS], out [B*T, NH, HS], lse and delta fp32 [B, NH, T].  The query heads
+share NKV heads of k and v, GROUP = NH / NKV each; GROUP is 1 without such groups.  Only lse is kept
+for the backward pass.  A block holds rows of one head (blocks.py).  Past the end of a sequence or a
+head, zeros are read and nothing is written, so scores need masks only for causality.  lse and delta
+are not described but masked: TMA requires rows that begin on 16 bytes, and T numbers may end
+elsewhere.  qkv has the heads of q, then of k, then of v.
 
-Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the stored dtype before
-they are multiplied.  The backward pass is two kernels: the first has a program per block of queries (delta, dq), the
-second a program per block of keys (dk, dv).  They compute 7 products where 5 would do.  But each output has one writer:
-there are no atomics, and two runs have equal bits.  A program of dk and dv adds up a group's heads in their order.
-With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in blocks of 128, with
-zeros.  On Hopper, hopper.takes decides which passes run in the kernels of hopper/: bf16 with heads of 64 columns, in
-whole blocks of 64 tokens.
+Scores are multiplied by log2(e) / sqrt(HS), so that exp2 replaces exp.  p and ds are rounded to the
+stored dtype before they are multiplied.  The backward pass is two kernels: the first has a program
+per block of queries (delta, dq), the second a program per block of keys (dk, dv).  They compute 7
+products where 5 would do.  But each output has one writer: there are no atomics, and two runs have
+equal bits.  A program of dk and dv adds up a group's heads in their order.
+With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in
+blocks of 128, with zeros.  On Hopper, hopper.takes decides which passes run in the kernels of
+hopper/: bf16 with heads of 64 columns, in whole blocks of 64 tokens.
 """
 
 import math
@@ -32,7 +36,15 @@ from gpt2_triton.kernels.blocks import Blocks, describe, load_block, rounded, st
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
-from gpt2_triton.kernels.fp8 import Fp8, Operand, describe_heads, full, store_columns, store_heads, stored
+from gpt2_triton.kernels.fp8 import (
+    Fp8,
+    Operand,
+    describe_heads,
+    full,
+    store_columns,
+    store_heads,
+    stored,
+)
 from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
@@ -49,7 +61,8 @@ def _online_softmax_step(s, v, m, total, acc, factor):
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
     shrink = tl.exp2(m - m_new)
-    # 8 partial sums a row: four lanes hold a row of scores, and no lane waits for another (4% less time)
+    # 8 partial sums a row: four lanes hold a row of scores, and no lane
+    # waits for another (4% less time)
     total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
     return m_new, total, acc
@@ -60,14 +73,17 @@ def _attention_fwd_kernel(
     out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, q_desc, kv_desc, T, NH, factor,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(BLOCK_M % BLOCK_N == 0)  # the blocks before `first` are taken whole, without a mask
+    # the blocks before `first` are taken whole, without a mask
+    tl.static_assert(BLOCK_M % BLOCK_N == 0)
     blocks = tl.cdiv(T, BLOCK_M)
-    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # most keys first: blocks with few keys fill the end
+    # most keys first: blocks with few keys fill the end
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     bh = tl.program_id(0) // blocks
     b, h = bh // NH, bh % NH
     i = first + tl.arange(0, BLOCK_M)
-    # q_desc is [B, T, heads, HS], the other descriptors [B, heads, T, HS].  So this reshape is no view, and keeps q in
-    # registers.  With a view, each product would read q from shared memory again, which takes 10% longer.
+    # q_desc is [B, T, heads, HS], the other descriptors [B, heads, T, HS].  So this reshape is no
+    # view, and keeps q in registers.  With a view, each product would read q from shared memory
+    # again, which takes 10% longer.
     q = load_block(q_desc, [b, first, h, 0])
     m = tl.full((BLOCK_M,), -1.0e30, tl.float32)  # finite, so that no row becomes inf - inf
     total = tl.zeros((BLOCK_M, 8), tl.float32)
@@ -93,9 +109,10 @@ def _attention_fwd_kernel(
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, part_ptr, delta_ptr, dout_desc, q_desc, kv_desc,
-    out_desc, out_scale_ptr, lse_ptr, rope_ptr, T, NH, factor, scale,
-    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, part_ptr, delta_ptr, dout_desc,
+    q_desc, kv_desc, out_desc, out_scale_ptr, lse_ptr, rope_ptr, T, NH, factor, scale,
+    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -132,11 +149,12 @@ def _attention_bwd_dq_kernel(
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr, delta_ptr,
-    rope_ptr, T, NH, factor, scale,
-    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr,
+    delta_ptr, rope_ptr, T, NH, factor, scale, GROUP: tl.constexpr, HS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(BLOCK_N % BLOCK_M == 0)  # blocks of queries start where the block of keys starts
+    # blocks of queries start where the block of keys starts
+    tl.static_assert(BLOCK_N % BLOCK_M == 0)
     blocks = tl.cdiv(T, BLOCK_N)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
     NKV = NH // GROUP
@@ -197,7 +215,9 @@ def _rows(tensor: Tensor, lse: Tensor, HS: int, row: Row, block: str) -> Blocks 
 
 
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
-    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(BLOCK_D=next_power_of_2(HS))
+    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(
+        BLOCK_D=next_power_of_2(HS)
+    )
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,D]")
@@ -215,7 +235,17 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
     programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
     _attention_fwd_kernel[(programs,)](
-        out_desc, out8_desc, *scaling, lse, q_desc, kv_desc, T, NH, LOG2E.value / math.sqrt(HS), GROUP=group, **row
+        out_desc,
+        out8_desc,
+        *scaling,
+        lse,
+        q_desc,
+        kv_desc,
+        T,
+        NH,
+        LOG2E.value / math.sqrt(HS),
+        GROUP=group,
+        **row,
     )
 
 
@@ -227,32 +257,44 @@ def _in_forms(x: Operand) -> Forms:
 
 def _sizes(qkv: Tensor, lse: Tensor, HS: int) -> dict[str, int | float]:
     scale, group = 1.0 / math.sqrt(HS), _group(qkv, lse, HS)
-    return dict(T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, GROUP=group, HS=HS)
+    return dict(
+        T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, GROUP=group, HS=HS
+    )
 
 
 def _launch_dq(
-    dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor,
-    rope: Tensor | None,
+    dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand,
+    lse: Tensor, rope: Tensor | None,
 ) -> int:  # fmt: skip
-    """Write dq, delta, out's columns, and part, the column sums of dq for each block of queries; return part's rows."""
+    """Write dq, delta, out's columns, and part, the column sums of dq for each block of
+    queries; return part's rows.
+    """
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dq", T, HS, dtype):
         tensors = _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse
         return hopper_dq.attention_bwd_dq(*tensors, rope, _group(qkv, lse, HS))
     row = _row("attention_bwd_dq", dtype, T, HS)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
-    dq_desc, dout_desc, q_desc, out_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (rows, dout, qkv, full(out)))
+    dq_desc, dout_desc, q_desc, out_desc = (
+        _rows(t, lse, HS, row, "BLOCK_M") for t in (rows, dout, qkv, full(out))
+    )
     kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
     columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc, stored(out)[1], lse,
-        rope, **_sizes(qkv, lse, HS), **row,
+        dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc,
+        stored(out)[1], lse, rope, **_sizes(qkv, lse, HS), **row,
     )  # fmt: skip
     return B * blocks
 
 
 def _launch_dkdv(
-    dqkv: Operand, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, rope: Tensor | None
+    dqkv: Operand,
+    part: Tensor | None,
+    dout: Tensor,
+    qkv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rope: Tensor | None,
 ) -> int:
     """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
@@ -265,20 +307,35 @@ def _launch_dkdv(
     dout_desc, q_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (dout, qkv))
     columns, sizes = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"]), _sizes(qkv, lse, HS)
     _attention_bwd_dkdv_kernel[(blocks * B * NH // sizes["GROUP"],)](
-        dkdv_desc, columns, *scaling, part, dout_desc, q_desc, kv_desc, lse, delta, rope, **sizes, **row
+        dkdv_desc,
+        columns,
+        *scaling,
+        part,
+        dout_desc,
+        q_desc,
+        kv_desc,
+        lse,
+        delta,
+        rope,
+        **sizes,
+        **row,
     )
     return B * blocks
 
 
-@contract("dqkv[B*T,D] dbias[D]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] qkv[B*T,D] out[B*T,C] lse[B,NH,T]")
+@contract(
+    "dqkv[B*T,D] dbias[D]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] "
+    "qkv[B*T,D] out[B*T,C] lse[B,NH,T]"
+)
 def attention_bwd(
     dqkv: Operand, dbias: Tensor | None, delta: Tensor, scratch: Tensor,
     dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool, rope: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.  With `rope`, q and k of
-    qkv are rotated, and dqkv is the gradient before the rotation.
+    """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.  With
+    `rope`, q and k of qkv are rotated, and dqkv is the gradient before the rotation.
 
-    An `out` in fp8 with `transposed` also gets its columns, which the forward pass does not write: dQ reads out anyway.
+    An `out` in fp8 with `transposed` also gets its columns, which the forward pass does
+    not write: dQ reads out anyway.
     """
     C, part = out.shape[1], scratch if dbias is not None else None
     rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, rope)
@@ -290,7 +347,9 @@ def attention_bwd(
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:
-    """Return the fp32 elements: column sums of dq per block of queries, then of dk and dv per block of keys."""
+    """Return the fp32 elements: column sums of dq per block of queries, then of dk
+    and dv per block of keys.
+    """
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
     return B * C * max(2 * keys, queries)

@@ -1,9 +1,11 @@
-"""Blocks of tensors in global memory: loaded and stored by TMA, or by pointers on a GPU without TMA.
+"""Blocks of tensors in global memory: loaded and stored by TMA, or by
+pointers on a GPU without TMA.
 
-Products and attention take described tensors: `describe` is called by launchers, the other functions by kernels.  TMA
-reads zeros and writes nothing outside a tensor.  Where there is no TMA, Triton would rewrite a descriptor to pointers
-whose alignment it does not know, and so load two bytes at a time.  A Pointers keeps what Triton can know: sizes that
-are multiples of 16, the last stride 1, and the dimensions that are whole blocks, which need no mask.
+Products and attention take described tensors: `describe` is called by launchers, the other
+functions by kernels.  TMA reads zeros and writes nothing outside a tensor.  Where there is no TMA,
+Triton would rewrite a descriptor to pointers whose alignment it does not know, and so load two
+bytes at a time.  A Pointers keeps what Triton can know: sizes that are multiples of 16, the last
+stride 1, and the dimensions that are whole blocks, which need no mask.
 """
 
 from collections.abc import Sequence
@@ -25,24 +27,31 @@ class Pointers(NamedTuple):
     strides: tuple[int, ...]
     block_shape: tuple[tl.constexpr, ...]
     whole: tuple[tl.constexpr, ...]  # dimensions that are whole blocks: no block may reach outside
-    row: tl.constexpr  # the dimension of a block's rows; the last has its columns, in the others a block is one long
+    # the dimension of a block's rows; the last has its columns, in the others a block is one long
+    row: tl.constexpr
 
 
 Blocks = TensorDescriptor | Pointers
 
 
-def describe(tensor: Tensor | None, *block_shape: int, reach: Sequence[int] | None = None) -> Blocks | None:
-    """Return a tensor in blocks of this shape, which has two dimensions longer than 1, for the functions below.
+def describe(
+    tensor: Tensor | None, *block_shape: int, reach: Sequence[int] | None = None
+) -> Blocks | None:
+    """Return a tensor in blocks of this shape, which has two dimensions longer
+    than 1, for the functions below.
 
-    reach   for each dimension: no block passes the first multiple of this at or after the tensor's end; by default of
-            the block's length, as where blocks lie side by side
+    reach   for each dimension: no block passes the first multiple of this at or after the tensor's
+            end; by default of the block's length, as where blocks lie side by side
     """
     if tensor is None:
         return None
     if tuning.has_tma():
         return TensorDescriptor.from_tensor(tensor, [*block_shape])
     block = tuple(tl.constexpr(n) for n in block_shape)
-    whole = tuple(tl.constexpr(size % n == 0) for size, n in zip(tensor.shape, reach or block_shape, strict=True))
+    whole = tuple(
+        tl.constexpr(size % n == 0)
+        for size, n in zip(tensor.shape, reach or block_shape, strict=True)
+    )
     row = next(dimension for dimension, n in enumerate(block_shape) if n > 1)
     return Pointers(tensor, tuple(tensor.shape), tensor.stride(), block, whole, tl.constexpr(row))
 
@@ -55,7 +64,9 @@ def describe_halves(tensor: Tensor | None, *tile: int) -> Blocks | None:
 
 @triton.jit
 def _inside(first, SIZE: tl.constexpr, end, WHOLE: tl.constexpr):
-    """Return which elements of a block's dimension are inside the tensor; a constant needs no mask."""
+    """Return which elements of a block's dimension are inside the tensor;
+    a constant needs no mask.
+    """
     if WHOLE:
         tl.device_assert(end >= first + SIZE, "a block reaches out of a tensor of whole blocks")
         inside = tl.full((SIZE,), True, tl.int1)
@@ -72,7 +83,8 @@ def _places(x, at, TRANSPOSED: tl.constexpr):
     first = x.base
     for dimension in tl.static_range(column):
         first += tl.cast(at[dimension], tl.int64) * x.strides[dimension]
-    # 32 bits suffice inside a block and along a row: a loop over a row's blocks adds one such number to each pointer
+    # 32 bits suffice inside a block and along a row: a loop over a row's blocks adds
+    # one such number to each pointer
     rows = first + tl.arange(0, x.block_shape[row]) * x.strides[row]
     columns = at[column] + tl.arange(0, x.block_shape[column])
     inside_rows = _inside(at[row], x.block_shape[row], x.shape[row], x.whole[row])
@@ -88,7 +100,9 @@ def _places(x, at, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def load_block(x, at):
-    """Return the block [rows, columns] that begins at the indices `at`; zeros outside the tensor."""
+    """Return the block [rows, columns] that begins at the indices `at`;
+    zeros outside the tensor.
+    """
     if isinstance(x, tl.tensor_descriptor):
         block = x.load(at)
         block = block.reshape(block.numel // block.shape[-1], block.shape[-1])
@@ -100,8 +114,8 @@ def load_block(x, at):
 
 @triton.jit
 def load_transposed(x, at):
-    """Return load_block's block transposed.  Its pointers are transposed, not the block: the first operand of mma.sync
-    would else not be loaded asynchronously.
+    """Return load_block's block transposed.  Its pointers are transposed, not the block: the first
+    operand of mma.sync would else not be loaded asynchronously.
     """
     if isinstance(x, tl.tensor_descriptor):
         block = load_block(x, at).T
@@ -123,7 +137,9 @@ def rounded(block, x):
 
 @triton.jit
 def store_block(x, at, block):
-    """Store a block [rows, columns], rounded to the tensor's dtype, at the indices `at`; nothing outside the tensor."""
+    """Store a block [rows, columns], rounded to the tensor's dtype, at the indices `at`;
+    nothing outside the tensor.
+    """
     block = rounded(block, x)
     if isinstance(x, tl.tensor_descriptor):
         x.store(at, block.reshape(x.block_shape))

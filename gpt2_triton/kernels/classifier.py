@@ -1,26 +1,33 @@
-"""Output head and cross entropy together, with the softmax's denominator applied late.  Logits are never stored.
+"""Output head and cross entropy together, with the softmax's denominator applied
+late.  Logits are never stored.
 
-With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (step_in's, one over the step's tokens):
+With z[r, j] = lnf[r] . wte[j] the logits, t = target[r] and s the loss scale (step_in's,
+one over the step's tokens):
 
     classifier_target  zt[r]   = log2(e) * z[r, t]
     classifier_fwd     p[r, j] = exp(z[r, j] - z[r, t]),  0 at j = t and in the padding j >= V
                        S[r]    = sum_j p[r, j]
     classifier_loss    loss[r] = -log softmax(z[r])[t] = log(1 + S)
                        rs = s / (1 + S),  ks = -s * S / (1 + S),  lns = rs * lnf
-    classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],  as dz[r, j] = rs * p[r, j], and ks at j = t
-    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r], which embedding_bwd adds
+    classifier_dx      dlnf    = dz @ wte = rs * (p @ wte) + ks * wte[t],
+                                 as dz[r, j] = rs * p[r, j], and ks at j = t
+    matmul_dw          dwte    = dz.T @ lnf = p.T @ lns, and in row t ks[r] * lnf[r],
+                                 which embedding_bwd adds
 
-The usual softmax needs all logits of a row before the first probability: one more pass over [R, Vp].  Here the first
-product stores p, and the epilogues of the two products that read p apply the denominator.  p is relative to the
-target's logit, not to the largest logit: p's exponent is wide enough.  Losses up to 70 are as exact as fp32 logits
-allow.  p is cut at 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
+The usual softmax needs all logits of a row before the first probability: one more pass over
+[R, Vp].  Here the first product stores p, and the epilogues of the two products that read p
+apply the denominator.  p is relative to the target's logit, not to the largest logit: p's
+exponent is wide enough.  Losses up to 70 are as exact as fp32 logits allow.  p is cut at
+2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
 near 1: a loss of 1e-6 has full precision.
 
-S sums p before p is rounded for storage.  Sums of rounded values would raise the error of losses from 3e-6 to 1.7e-3.
-They would at best halve the gradients' error of 9e-4; rounding dlnf to bf16 adds 1.7e-3 anyway.
+S sums p before p is rounded for storage.  Sums of rounded values would raise the error of
+losses from 3e-6 to 1.7e-3.  They would at best halve the gradients' error of 9e-4; rounding
+dlnf to bf16 adds 1.7e-3 anyway.
 
-R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no gradient.  On
-Hopper, hopper.takes decides which of the products run in the kernels of hopper/.  fp8_matmul.py says what fp8 changes.
+R = rows of one chunk, C channels, V vocabulary, Vp = V padded.  A target of -1 gives no loss and no
+gradient.  On Hopper, hopper.takes decides which of the products run in the kernels of hopper/.
+fp8_matmul.py says what fp8 changes.
 """
 
 import triton
@@ -42,13 +49,16 @@ from gpt2_triton.kernels.step_io import LOSS_SCALE
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 
-PEEK = 1280  # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
+# columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
+PEEK = 1280
 NARROWEST = 128  # the least BLOCK_N of classifier_fwd in any GPU's table
 
 
 @triton.jit
 def _log1p(x):
-    """Return log(1 + x) for x >= 0; below 1/2 it is 2*atanh(x / (2 + x)), as rounding 1 + x would lose a small x."""
+    """Return log(1 + x) for x >= 0; below 1/2 it is 2*atanh(x / (2 + x)), as rounding 1
+    + x would lose a small x.
+    """
     t = x / (2.0 + x)
     u = t * t  # at most 0.04, so the first term left out, u^4 / 9, is under 3e-7
     series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7))))
@@ -66,18 +76,22 @@ def _classifier_target_kernel(
         c = first + tl.arange(0, BLOCK_C)
         mask = (target >= 0)[:, None] & (c < C)[None, :]
         lnf = tl.load(lnf_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         products += lnf * wte
     tl.store(zt_ptr + r, tl.sum(products, 1) * LOG2E, mask=r < R)
 
 
 @triton.jit
 def _classifier_fwd_kernel(
-    p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr,
-    R, C, V, Vp,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr,
+    wte_scale_ptr, R, C, V, Vp, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed by those of the rounded p."""
+    """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed
+    by those of the rounded p.
+    """
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
     SHIFT: tl.constexpr = 0 if p_scale_ptr is None else P_SHIFT
@@ -114,8 +128,8 @@ def _classifier_fwd_kernel(
 
 @triton.jit
 def _classifier_loss_kernel(
-    losses_ptr, rs_ptr, ks_ptr, lns_ptr, lns_scale_ptr, s_ptr, lnf_ptr, lnf_scale_ptr, targets_ptr, step_in_ptr, R, C,
-    ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    losses_ptr, rs_ptr, ks_ptr, lns_ptr, lns_scale_ptr, s_ptr, lnf_ptr, lnf_scale_ptr, targets_ptr,
+    step_in_ptr, R, C, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = tl.load(targets_ptr + r, mask=r < R, other=-1) >= 0
@@ -134,7 +148,8 @@ def _classifier_loss_kernel(
         if lns_scale_ptr is not None:
             s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
         tl.store(ks_ptr + r, -rs * s, mask=r < R)
-        if lns_scale_ptr is not None:  # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
+        # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
+        if lns_scale_ptr is not None:
             tl.store(lns_scale_ptr, 128.0 * tl.load(lnf_scale_ptr) / scale)
     if lns_ptr is not None:
         for first in range(0, C, BLOCK_C):
@@ -147,8 +162,9 @@ def _classifier_loss_kernel(
 
 @triton.jit
 def _classifier_dx_kernel(
-    dln_desc, p_desc, wte_desc, p_scale_ptr, wte_scale_ptr, wte_ptr, rs_ptr, ks_ptr, targets_ptr, R, C, Vp,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    dln_desc, p_desc, wte_desc, p_scale_ptr, wte_scale_ptr, wte_ptr, rs_ptr, ks_ptr, targets_ptr, R,
+    C, Vp, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(C, BLOCK_N)
@@ -159,7 +175,9 @@ def _classifier_dx_kernel(
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         # in fp8 wte is stored transposed
-        acc = tile_product(p_desc, wte_desc, m, n, Vp, p_scale_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc = tile_product(
+            p_desc, wte_desc, m, n, Vp, p_scale_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         r = m + tl.arange(0, BLOCK_M)
         rs = tl.load(rs_ptr + r, mask=r < R, other=0.0)
         ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
@@ -168,10 +186,14 @@ def _classifier_dx_kernel(
             ks /= tl.load(wte_scale_ptr)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
         left, right = halves(acc)
-        left = scale_and_add_target(left, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C)
+        left = scale_and_add_target(
+            left, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C
+        )
         store_block(dln_desc, [m, n], left)
         n += BLOCK_N // 2
-        right = scale_and_add_target(right, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C)
+        right = scale_and_add_target(
+            right, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C
+        )
         store_block(dln_desc, [m, n], right)
 
 
@@ -191,10 +213,17 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
 
 @contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")
 def classifier_fwd(
-    p: Operand | None, rowsum: Tensor, lnf: Operand, wte: Operand, zt: Tensor, targets: Tensor, V: int
+    p: Operand | None,
+    rowsum: Tensor,
+    lnf: Operand,
+    wte: Operand,
+    zt: Tensor,
+    targets: Tensor,
+    V: int,
 ) -> None:
-    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.  If p is
-    an Fp8, its rows, columns and scale are written, in units of 2^peek_exponent(rowsum[2R:3R]).
+    """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.
+    If p is an Fp8, its rows, columns and scale are written, in units of
+    2^peek_exponent(rowsum[2R:3R]).
     """
     R, peek, stored_sums = len(zt), None, None
     part = rowsum[R:]
@@ -205,8 +234,8 @@ def classifier_fwd(
 
 
 def _exponentials(
-    p: Operand | None, sums: Tensor, stored_sums: Tensor | None, part: Tensor, lnf: Operand, wte: Operand, zt: Tensor,
-    peek: Tensor | None, targets: Tensor, V: int,
+    p: Operand | None, sums: Tensor, stored_sums: Tensor | None, part: Tensor, lnf: Operand,
+    wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor, V: int,
 ) -> None:  # fmt: skip
     """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
@@ -216,10 +245,14 @@ def _exponentials(
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
     needed = (1 if columns is None else 2) * tiles_n * R
-    assert part.numel() >= needed, f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
+    assert part.numel() >= needed, (
+        f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
+    )
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
         rest = zt, peek, targets, V
-        hopper_classifier.classifier_fwd(p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest)
+        hopper_classifier.classifier_fwd(
+            p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest
+        )
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(p, block_m, block_n), p_scale, part,
@@ -232,9 +265,12 @@ def _exponentials(
 
 
 def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
-    """Return the fp32 elements of rowsum: sums of rows and of their tiles; in fp8 twice, and the peek's."""
+    """Return the fp32 elements of rowsum: sums of rows and of their tiles; in
+    fp8 twice, and the peek's.
+    """
     sums, parts = (3, 2) if dtype == "fp8" else (1, 1)
-    tile = min(NARROWEST, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"])  # the GPU may be another than the plan's
+    # the GPU may be another than the plan's
+    tile = min(NARROWEST, _fwd_row(R, 1, Vp, dtype)["BLOCK_N"])
     return R * (sums + parts * triton.cdiv(Vp, tile))
 
 
@@ -243,8 +279,9 @@ def classifier_loss(
     losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None,
     rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs * lnf.  Without a backward
-    pass, rs, ks and lns are None.  An fp8 lns has columns only, and its scale is written too.
+    """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs *
+    lnf.  Without a backward pass, rs, ks and lns are None.  An fp8 lns has columns only,
+    and its scale is written too.
     """
     (R, C), x, lnf_scale = lnf.shape, full(lnf), stored(lnf)[1]
     plain, scale = (None, lns.scale) if isinstance(lns, Fp8) else (lns, None)
@@ -257,7 +294,9 @@ def classifier_loss(
 
 
 @contract("dln[R,C] <- p[R,Vp] wte[Vp,C] rs[R] ks[R] targets[R]")
-def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor) -> None:
+def classifier_dx(
+    dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor
+) -> None:
     """Write dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
     p, p_scale, _ = stored(p)
@@ -267,7 +306,9 @@ def classifier_dx(dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor,
         w, target_rows, wte_scale = full(wte), full(wte), None
     kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
     if kernel == "classifier_dx":
-        return hopper_classifier_dx.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets)
+        return hopper_classifier_dx.classifier_dx(
+            dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets
+        )
     if kernel == "matmul_wide":
         return hopper_matmul_wide.classifier_dx(dln, p, w, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)

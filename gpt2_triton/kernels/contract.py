@@ -1,13 +1,15 @@
-"""The contract of a launcher (a function that launches kernels): its outputs, its inputs, and how their shapes agree.
+"""The contract of a launcher (a function that launches kernels): its outputs, its
+inputs, and how their shapes agree.
 
     @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K] bias[N]?")
 
-Outputs stand left of `<-`, inputs right of it, in the order of the signature.  A dimension is a symbol, an integer or a
-product (`3*C`, `B*T`); `*` alone is any shape.  `?` marks an argument that may be None, `+` an output that may be
-accumulated into, `~` an argument with any stride along its first dimension.
+Outputs stand left of `<-`, inputs right of it, in the order of the signature.  A dimension is
+a symbol, an integer or a product (`3*C`, `B*T`); `*` alone is any shape.  `?` marks an
+argument that may be None, `+` an output that may be accumulated into, `~` an argument with any
+stride along its first dimension.
 
-`scratch` is workspace: its contents are meaningless after the call.  `rowsum` is workspace of the head: classifier_fwd
-writes it for classifier_loss, in a layout that is private to the two.
+`scratch` is workspace: its contents are meaningless after the call.  `rowsum` is workspace of the
+head: classifier_fwd writes it for classifier_loss, in a layout that is private to the two.
 """
 
 import functools
@@ -19,7 +21,8 @@ from typing import Any
 
 WORKSPACE = ("scratch", "rowsum")  # outputs without a meaning of their own
 LAUNCHERS: dict[str, Callable[..., None]] = {}  # every function with a contract, by name
-TRACE: list[tuple[str, tuple, tuple]] | None = None  # a list while launches are recorded: (launcher, outputs, inputs)
+# a list while launches are recorded: (launcher, outputs, inputs)
+TRACE: list[tuple[str, tuple, tuple]] | None = None
 
 _ARGUMENT = re.compile(r"(\w+)\[([^\]]*)\]([?+~]*)")
 
@@ -29,10 +32,14 @@ def _product(spec: str, dims: dict[str, int]) -> int:
 
 
 def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple) -> None:
-    """Bind the plain symbols, then compare all shapes; raise ValueError with launcher and argument on a mismatch."""
+    """Bind the plain symbols, then compare all shapes; raise ValueError with launcher
+    and argument on a mismatch.
+    """
     dims: dict[str, int] = {}
     pairs = zip(arguments, tensors)
-    present = [(name, spec.split(","), flags, t) for (name, spec, flags), t in pairs if t is not None]
+    present = [
+        (name, spec.split(","), flags, t) for (name, spec, flags), t in pairs if t is not None
+    ]
     for _, spec, _, tensor in present:
         if spec != ["*"] and len(spec) == tensor.dim():
             for symbol, size in zip(spec, tensor.shape):
@@ -40,11 +47,14 @@ def _check(launcher: str, arguments: list[tuple[str, str, str]], tensors: tuple)
                     dims.setdefault(symbol, size)
     for name, spec, flags, tensor in present:
         fits = spec == ["*"] or (
-            len(spec) == tensor.dim() and all(_product(s, dims) == size for s, size in zip(spec, tensor.shape))
+            len(spec) == tensor.dim()
+            and all(_product(s, dims) == size for s, size in zip(spec, tensor.shape))
         )
         if not fits or not (tensor[:1] if "~" in flags else tensor).is_contiguous():
             got = tuple(tensor.shape)
-            raise ValueError(f"{launcher}: {name} is {got}, expected contiguous [{','.join(spec)}] with {dims}")
+            raise ValueError(
+                f"{launcher}: {name} is {got}, expected contiguous [{','.join(spec)}] with {dims}"
+            )
     for (name, _, flags), tensor in zip(arguments, tensors):
         if tensor is None and "?" not in flags:
             raise ValueError(f"{launcher}: {name} is None, expected a tensor")
@@ -57,13 +67,17 @@ def contract(line: str) -> Callable:
 
     def wrap(launcher: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(launcher).parameters)[: len(arguments)]
-        assert names == [name for name, _, _ in arguments], f"{launcher.__name__}: contract and signature differ"
+        assert names == [name for name, _, _ in arguments], (
+            f"{launcher.__name__}: contract and signature differ"
+        )
 
         @functools.wraps(launcher)
         def call(*args: Any, **keywords: Any) -> None:
             _check(launcher.__name__, arguments, args)
             if TRACE is not None:
-                TRACE.append((launcher.__name__, args[: len(outs)], args[len(outs) : len(arguments)]))
+                TRACE.append(
+                    (launcher.__name__, args[: len(outs)], args[len(outs) : len(arguments)])
+                )
             launcher(*args, **keywords)
 
         call.outputs = len(outs)

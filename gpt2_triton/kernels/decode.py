@@ -1,19 +1,24 @@
-"""Decoding: the forward pass of one token for each of B sequences, with keys and values from a cache.
+"""Decoding: the forward pass of one token for each of B sequences, with
+keys and values from a cache.
 
 decode_embed      x = wte[token] (+ wpe[row])
-decode_matmul     out = [gelu]([norm](x) @ w.T + b) [+ res]; the norm is LayerNorm, or RMSNorm without lnb
-decode_attention  cache[row] = k, v of qkv;  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
+decode_matmul     out = [gelu]([norm](x) @ w.T + b) [+ res]; the norm is
+                  LayerNorm, or RMSNorm without lnb
+decode_attention  cache[row] = k, v of qkv;
+                  att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
 cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
 
-The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds the last token, the token's row in the
-cache, the number of tokens sampled (sampling.py), and the low and high 31 bits of the seed.  So all steps have the same
-launches, and one CUDA graph replays them.  cache is [B, T, 2, Ckv], one per layer; Ckv holds the heads of k or v, which
-the heads of q share in groups.  With `rope` q and k are rotated first (rope.py), and the cache holds rotated k.
+The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds the last token, the
+token's row in the cache, the number of tokens sampled (sampling.py), and the low and high 31 bits
+of the seed.  So all steps have the same launches, and one CUDA graph replays them.  cache is [B, T,
+2, Ckv], one per layer; Ckv holds the heads of k or v, which the heads of q share in groups.  With
+`rope` q and k are rotated first (rope.py), and the cache holds rotated k.
 
-Reading the weights bounds a step; with few sequences, so does the number of launches, five per layer.  To save
-launches, each program of a product reads its input rows from L2 and normalises them itself.  Up to NARROW sequences, a
-program holds whole rows of weights in registers and takes one sequence after the other.  A result then does not depend
-on the number of sequences.  More sequences go through tensor cores.
+Reading the weights bounds a step; with few sequences, so does the number of launches, five per
+layer.  To save launches, each program of a product reads its input rows from L2 and normalises
+them itself.  Up to NARROW sequences, a program holds whole rows of weights in registers and takes
+one sequence after the other.  A result then does not depend on the number of sequences.  More
+sequences go through tensor cores.
 """
 
 import math
@@ -46,7 +51,9 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 @triton.jit
 def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
-    """Store res + gelu(acc + b) at the offsets `at`; n holds the indices of acc's last dimension."""
+    """Store res + gelu(acc + b) at the offsets `at`; n holds the
+    indices of acc's last dimension.
+    """
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if GELU:
@@ -64,7 +71,9 @@ def _decode_matvec_kernel(
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    w = tl.load(
+        w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+    )
     for m in range(B):
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if lnw_ptr is not None:
@@ -83,11 +92,15 @@ def _decode_matvec_kernel(
 
 @triton.jit
 def _statistics(x_ptr, inside, K, eps, CENTRED: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return mean, 0 unless CENTRED, and rstd of the rows at x_ptr [M, 1], BLOCK_S columns at once."""
+    """Return mean, 0 unless CENTRED, and rstd of the rows at x_ptr [M,
+    1], BLOCK_S columns at once.
+    """
     total = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
     for first in range(0, K if CENTRED else 0, BLOCK_S):
         k = first + tl.arange(0, BLOCK_S)
-        total += tl.load(x_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+        total += tl.load(x_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0).to(
+            tl.float32
+        )
     mean = tl.sum(total, 1) / K
     squares = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
     for first in range(0, K, BLOCK_S):
@@ -101,8 +114,8 @@ def _statistics(x_ptr, inside, K, eps, CENTRED: tl.constexpr, BLOCK_S: tl.conste
 
 @triton.jit
 def _decode_matmul_kernel(
-    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
-    GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps, GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,7 +126,9 @@ def _decode_matmul_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(
+            w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+        )
         x = tl.load(x_ptr + k[None, :], mask=(m < B)[:, None] & (k < K)[None, :], other=0.0)
         if lnw_ptr is not None:
             lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
@@ -129,7 +144,9 @@ def _decode_matmul_kernel(
 
 @triton.jit
 def _head(x_ptr, rope_ptr, d, HS):
-    """Return a head of HS columns, in fp32; with rope_ptr, which points to its position, rotated."""
+    """Return a head of HS columns, in fp32; with rope_ptr, which points
+    to its position, rotated.
+    """
     x = tl.load(x_ptr + d, mask=d < HS, other=0.0).to(tl.float32)
     if rope_ptr is not None:
         half = HS // 2
@@ -203,8 +220,8 @@ def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor | None) -> Non
 
 @contract("out[B,N] <- x[B,K] w[N,K] b[N]? lnw[K]? lnb[K]? res[B,N]?")
 def decode_matmul(
-    out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None, res: Tensor | None,
-    gelu: bool = False, eps: float = 1e-5,
+    out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None,
+    res: Tensor | None, gelu: bool = False, eps: float = 1e-5,
 ) -> None:  # fmt: skip
     """out = res + gelu(norm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
     (B, K), N = x.shape, w.shape[0]
@@ -212,7 +229,9 @@ def decode_matmul(
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
         sizes = dict(GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k)
-        _decode_matvec_kernel[(triton.cdiv(N, block_n),)](out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row)
+        _decode_matvec_kernel[(triton.cdiv(N, block_n),)](
+            out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row
+        )
         return
     row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
     row["BLOCK_S"] = min(row["BLOCK_S"], next_power_of_2(K))
@@ -221,7 +240,9 @@ def decode_matmul(
 
 
 @contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5]")
-def decode_attention(att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Tensor | None = None) -> None:
+def decode_attention(
+    att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Tensor | None = None
+) -> None:
     """cache[row] = k, v; att = attention of q over the cache up to this row."""
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
@@ -237,4 +258,6 @@ def cache_fill(cache: Tensor, qkv: Tensor) -> None:
     """cache[b] = k, v of the rows of qkv, for each b."""
     (B, T, _, Ckv), D = cache.shape, qkv.shape[1]
     row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * Ckv)
-    _cache_fill_kernel[(triton.cdiv(T * 2 * Ckv, row["BLOCK"]), B)](cache, qkv, T, D - 2 * Ckv, D, **row)
+    _cache_fill_kernel[(triton.cdiv(T * 2 * Ckv, row["BLOCK"]), B)](
+        cache, qkv, T, D - 2 * Ckv, D, **row
+    )

@@ -1,4 +1,5 @@
-"""Device functions that kernels share: products, GELU, SwiGLU, the classifier's exponential, master weights, AdamW.
+"""Device functions that kernels share: products, GELU, SwiGLU, the classifier's
+exponential, master weights, AdamW.
 
 Values are fp32 unless a docstring says otherwise.
 """
@@ -24,8 +25,9 @@ CURVE = tl.constexpr(0.035677408136300125)
 def dot(a, b, acc=None):
     """Return acc + a @ b in fp32; a is [..., M, K] and b [..., K, N], both in their stored dtype.
 
-    bf16 goes to the tensor cores, fp32 is multiplied exactly (ieee, no tf32).  Triton's interpreter would multiply the
-    raw bits of bf16, so there the operands are widened first; products of bf16 are exact in fp32.
+    bf16 goes to the tensor cores, fp32 is multiplied exactly (ieee, no tf32).  Triton's
+    interpreter would multiply the raw bits of bf16, so there the operands are widened first;
+    products of bf16 are exact in fp32.
     """
     if _WIDEN:
         a, b = widened(a), widened(b)
@@ -34,22 +36,27 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def exp_relative_tile(z, factor, reference, target, j, V):
-    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target and in the padding.
-    reference and target belong to the tile's rows, j are the tile's columns.
+    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target
+    and in the padding.  reference and target belong to the tile's rows, j are the tile's columns.
     """
     counted = (j < V)[None, :] & (j[None, :] != target[:, None])
-    # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken run would have a finite loss
-    exponent = tl.minimum(z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken
+    # run would have a finite loss
+    exponent = tl.minimum(
+        z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL
+    )
     return tl.where(counted, tl.exp2(exponent), 0.0)
 
 
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):
-#     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),  2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
+#     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),
+#     2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)
 #     gelu(x)  = 0.5 * x * (1 + tanh(u)) = x * s
 #     dgelu(x) = s + x * 2u' * (s - s^2)
-# RESULT is the dtype to which the result is rounded: for 16 bits s = 0.5 + 0.5 * tanh(u) may be approximated, to 2^-11
-# where half an ulp of bf16 is 2^-9.  Errors against float64 are the same to four digits.  From sm_90 on this is left to
-# hopper/activation.py: there the kernels of this directory keep their bits.
+# RESULT is the dtype to which the result is rounded: for 16 bits s = 0.5 + 0.5 * tanh(u) may
+# be approximated, to 2^-11 where half an ulp of bf16 is 2^-9.  Errors against float64 are the
+# same to four digits.  From sm_90 on this is left to hopper/activation.py: there the kernels
+# of this directory keep their bits.
 
 
 @triton.jit
@@ -62,8 +69,15 @@ def gelu_u(x, xx):
 def _sigmoid_2u(x, xx, RESULT: tl.constexpr):
     """Return s; xx is x^2."""
     u = gelu_u(x, xx)
-    if not _WIDEN and RESULT.primitive_bitwidth <= 16 and is_cuda() and not cuda_capability_geq(9, 0):
-        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+    if (
+        not _WIDEN
+        and RESULT.primitive_bitwidth <= 16
+        and is_cuda()
+        and not cuda_capability_geq(9, 0)
+    ):
+        t = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )
         s = t * 0.5 + 0.5  # one instruction for three
     else:
         s = tl.sigmoid(u * 2.0)
@@ -100,10 +114,12 @@ def dswiglu(dh, g, u):
     return dh * u * s * (1.0 + g * (1.0 - s)), dh * g * s
 
 
-# An fp32 master weight is stored as the bf16 weight and 16 more bits, so that a parameter costs 4 bytes instead of 6.
-# With u the bits of the fp32 number:
-#     hi = (u + 0x8000) >> 16  is the bf16 weight, u rounded to nearest with ties away from zero;  low = u & 0xFFFF
-#     u  = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0), which undoes the carry of the rounding
+# An fp32 master weight is stored as the bf16 weight and 16 more bits, so that a parameter costs 4
+# bytes instead of 6.  With u the bits of the fp32 number:
+#     hi = (u + 0x8000) >> 16  is the bf16 weight, u rounded to nearest with ties away from zero;
+#     low = u & 0xFFFF
+#     u  = (hi << 16 | low) - (0x10000 if low >= 0x8000 else 0), which
+#        undoes the carry of the rounding
 
 
 @triton.jit
@@ -111,7 +127,9 @@ def join_master(hi, low):
     """Return fp32 from its bf16 rounding and its lower 16 bits, an int16."""
     upper = hi.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     rest = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return ((upper | rest) - tl.where(rest >= 0x8000, 0x10000, 0).to(tl.uint32)).to(tl.float32, bitcast=True)
+    return ((upper | rest) - tl.where(rest >= 0x8000, 0x10000, 0).to(tl.uint32)).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -142,7 +160,9 @@ def adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps):
 
 @triton.jit
 def scale_and_add_target(acc, rs, ks, target, wte_ptr, c, C):
-    """Return rs * acc + ks * wte[target]; rs, ks and target belong to the tile's rows, c are its columns."""
+    """Return rs * acc + ks * wte[target]; rs, ks and target belong to the
+    tile's rows, c are its columns.
+    """
     mask = (target >= 0)[:, None] & (c < C)[None, :]
     wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
     return tl.fma(ks[:, None], wte, rs[:, None] * acc)

@@ -13,7 +13,9 @@ PARTIALS_PER_STEP = 10  # partial sums read and added in the time of a step
 
 
 class Grid(NamedTuple):
-    """The tiles of one dW, `rows` x `columns`: BLOCK_M x BLOCK_N, or turned if fewer turned tiles cover dW."""
+    """The tiles of one dW, `rows` x `columns`: BLOCK_M x BLOCK_N, or turned if
+    fewer turned tiles cover dW.
+    """
 
     rows: int
     columns: int
@@ -22,7 +24,9 @@ class Grid(NamedTuple):
 
 
 class TileSplit(NamedTuple):
-    """The items of some dW: tiles of `steps` steps each, then `k_parts` parts of each split tile."""
+    """The items of some dW: tiles of `steps` steps each, then `k_parts`
+    parts of each split tile.
+    """
 
     grids: list[Grid]
     whole_tiles: int
@@ -52,13 +56,17 @@ def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, 
 def split_tiles(
     sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int], sms: int, room: float = math.inf
 ) -> TileSplit:
-    """Return the split that takes the least time for matrices dW[N, K], sums over R, on a GPU of `sms` multiprocessors.
-    Its partial sums are at most `room` elements.  Tiles that fill whole waves are never split.
+    """Return the split that takes the least time for matrices dW[N, K], sums over R, on a GPU
+    of `sms` multiprocessors.  Its partial sums are at most `room` elements.  Tiles that fill
+    whole waves are never split.
     """
     grids, tiles = [], 0
     for N, K in sizes:
         shapes = (row["BLOCK_M"], row["BLOCK_N"]), (row["BLOCK_N"], row["BLOCK_M"])
-        covers = [Grid(*shape, tiles, triton.cdiv(N, shape[0]) * triton.cdiv(K, shape[1])) for shape in shapes]
+        covers = [
+            Grid(*shape, tiles, triton.cdiv(N, shape[0]) * triton.cdiv(K, shape[1]))
+            for shape in shapes
+        ]
         grids.append(min(covers, key=lambda grid: grid.tiles))
         tiles += grids[-1].tiles
     steps, wave = triton.cdiv(R, row["BLOCK_K"]), sms * row["PER_SM"]
@@ -70,7 +78,9 @@ def split_tiles(
     best, least = unsplit, time_in_steps(tiles, 0, 1, steps, wave)
     for k_parts in range(2, MAX_K_PARTS + 1):
         part_steps = triton.cdiv(steps, k_parts)
-        split = TileSplit(grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps)
+        split = TileSplit(
+            grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps
+        )
         time = time_in_steps(whole, tiles - whole, k_parts, steps, wave)
         if time < least and split.scratch <= room:
             best, least = split, time

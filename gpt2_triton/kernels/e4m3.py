@@ -1,4 +1,5 @@
-"""Device functions of e4m3 and e5m2: rounding, a tensor's largest |x|, transposed storage; and gelu' as a byte.
+"""Device functions of e4m3 and e5m2: rounding, a tensor's largest |x|, transposed
+storage; and gelu' as a byte.
 
 fp8.py defines an operand in fp8, and the order of tokens in its transposed form.
 """
@@ -26,14 +27,22 @@ _LARGEST_E5M2 = tl.constexpr(57344.0)
 def to_e4m3(x):
     """Return fp32 x as e4m3, rounded to nearest even and saturated at 448; NaN stays NaN.
 
-    NVIDIA's instruction does that.  It is inline because Triton 3.6 casts to fp16 first for sm_89 and so rounds twice.
-    The interpreter's cast truncates and wraps, so there x is rounded to a number of e4m3 before the cast.
+    NVIDIA's instruction does that.  It is inline because Triton 3.6 casts to fp16 first for sm_89
+    and so rounds twice.  The interpreter's cast truncates and wraps, so there x is rounded to a
+    number of e4m3 before the cast.
     """
     if not _EXACT:
         if is_hip():
-            return tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+            return tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(
+                tl.float8e4nv
+            )
         return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e4nv, is_pure=True, pack=2
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f",
+            [x],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=2,
         )
     return _rounded(x, tl.float8e4nv, 20, _LARGEST, 0.015625)
 
@@ -43,9 +52,16 @@ def to_e5m2(x):
     """Return fp32 x as e5m2, rounded to nearest even and saturated at 57344; NaN stays NaN."""
     if not _EXACT:
         if is_hip():
-            return tl.clamp(x, -_LARGEST_E5M2, _LARGEST_E5M2, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
+            return tl.clamp(x, -_LARGEST_E5M2, _LARGEST_E5M2, propagate_nan=tl.PropagateNan.ALL).to(
+                tl.float8e5
+            )
         return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [x], dtype=tl.float8e5, is_pure=True, pack=2
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;",
+            "=h,f,f",
+            [x],
+            dtype=tl.float8e5,
+            is_pure=True,
+            pack=2,
         )
     return _rounded(x, tl.float8e5, 21, _LARGEST_E5M2, 2.0**-14)
 
@@ -76,14 +92,19 @@ def nearest_e5m2(x):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, DROPPED: tl.constexpr, LARGEST: tl.constexpr, NORMAL: tl.constexpr):
-    """Return x in `dtype`: without DROPPED bits of fp32's mantissa; NORMAL is the least normal number."""
+def _rounded(
+    x, dtype: tl.constexpr, DROPPED: tl.constexpr, LARGEST: tl.constexpr, NORMAL: tl.constexpr
+):
+    """Return x in `dtype`: without DROPPED bits of fp32's mantissa; NORMAL
+    is the least normal number.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     a = tl.where(a > LARGEST, LARGEST, a)  # NaN is not above it
     normal = a.to(tl.uint32, bitcast=True)
     normal = ((normal + (2 ** (DROPPED - 1) - 1) + ((normal >> DROPPED) & 1)) >> DROPPED) << DROPPED
-    whole: tl.constexpr = 1.5 * NORMAL * 2.0**DROPPED  # of numbers so large an ulp is that of the least normal numbers
+    # of numbers so large an ulp is that of the least normal numbers
+    whole: tl.constexpr = 1.5 * NORMAL * 2.0**DROPPED
     rounded = tl.where(a < NORMAL, a + whole - whole, normal.to(tl.float32, bitcast=True))
     code = rounded.to(dtype).to(tl.uint8, bitcast=True)
     code = tl.where(a != a, 0x7F, code).to(tl.uint8)
@@ -92,7 +113,9 @@ def _rounded(x, dtype: tl.constexpr, DROPPED: tl.constexpr, LARGEST: tl.constexp
 
 @triton.jit
 def widened(x):
-    """Return x of any dtype in fp32.  Triton's interpreter reads e4m3's NaN as 480, so there NaN is restored."""
+    """Return x of any dtype in fp32.  Triton's interpreter reads e4m3's NaN as 480,
+    so there NaN is restored.
+    """
     y = x.to(tl.float32)
     if _EXACT:
         if x.dtype == tl.float8e4nv:
@@ -114,9 +137,12 @@ def record_bits(amax_ptr, top):
 
 @triton.jit
 def quantise(x, scale_ptr, amax_ptr, rows=None):
-    """Return x * scale in e4m3.  With amax_ptr, record the largest |x| of the rows that the mask `rows` selects."""
+    """Return x * scale in e4m3.  With amax_ptr, record the largest |x| of the rows
+    that the mask `rows` selects.
+    """
     y = to_e4m3(x * tl.load(scale_ptr))
-    if amax_ptr is not None:  # below y: above y, the maxima cost layernorm 46 more registers at C 1600
+    # below y: above y, the maxima cost layernorm 46 more registers at C 1600
+    if amax_ptr is not None:
         top = row_maxima(0, x)
         if rows is not None:
             top = tl.where(rows, top, 0)
@@ -132,9 +158,9 @@ def token_at(p):
 
 @triton.jit
 def paired_columns(x, E5M2: tl.constexpr = False):
-    """Return fp32 [R, C] in e4m3 or e5m2, transposed, as int16 [C, R / 2]: an int16 holds tokens g and g + 8 of 16.  A
-    thread has both tokens in a tensor core's result, so Hopper's stmatrix stores an int16 without an exchange.  E5M2
-    is for NVIDIA's GPUs only.
+    """Return fp32 [R, C] in e4m3 or e5m2, transposed, as int16 [C, R / 2]: an int16 holds tokens g
+    and g + 8 of 16.  A thread has both tokens in a tensor core's result, so Hopper's stmatrix
+    stores an int16 without an exchange.  E5M2 is for NVIDIA's GPUs only.
     """
     r: tl.constexpr = x.shape[0]
     c: tl.constexpr = x.shape[1]
@@ -142,9 +168,16 @@ def paired_columns(x, E5M2: tl.constexpr = False):
     if _EXACT or is_hip():
         low = to_e4m3(low).to(tl.uint8, bitcast=True).to(tl.int16)
         pairs = low | (to_e4m3(high).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
-    else:  # a second cast: ptxas 12.8 confuses the bytes of one cast that is stored packed and unpacked
+    else:
+        # a second cast: ptxas 12.8 confuses the bytes of one cast that is
+        # stored packed and unpacked
         name: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
         pairs = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite." + name + ".f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            "cvt.rn.satfinite." + name + ".f32 $0, $2, $1;",
+            "=h,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=1,
         )
     return tl.trans(tl.reshape(pairs, (r // 2, c)))

@@ -1,18 +1,21 @@
 """Token and position embedding.
 
 embedding_fwd  x[b*T + t] = wte[ids[b, t]] + wpe[t]; wpe may be None
-embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]  +  sum over r with targets[r] = v of ks[r] * lnf[r]
+embedding_bwd  dwte[v] += sum over r with ids[r] = v of dx[r]
+               +  sum over r with targets[r] = v of ks[r] * lnf[r]
                dwpe[t] (+)= sum_b dx[b*T + t],  0 for t >= T
 
-The second sum is the output head's gradient, as wte is the head's weight too; ks is the gradient of the target's logit
-(classifier.py).  An untied head lies behind wte: dwte then has the rows of both, and the targets' begin at Vp.
+The second sum is the output head's gradient, as wte is the head's weight too; ks is the gradient of
+the target's logit (classifier.py).  An untied head lies behind wte: dwte then has the rows of both,
+and the targets' begin at Vp.
 
-Rows that share a token collide, and atomic adds would add them in a different order in each run.  So the host sorts 2R
-entries by token (scatter_table of data/packing.py): entry e < R is row e of dx, entry R + r is row r of lnf.  One
-program adds up a segment, at most 128 entries of one token.  A token with more entries has several segments: their sums
-go to `slots` of scratch, and a second kernel adds the slots in order.  So each row of dwte has one writer and one
-order, and rows without entries are not touched.  A CUDA graph replays the launches, so the tables have fixed sizes:
-unused rows have length 0.
+Rows that share a token collide, and atomic adds would add them in a different order in each run.
+So the host sorts 2R entries by token (scatter_table of data/packing.py): entry e < R is row e of
+dx, entry R + r is row r of lnf.  One program adds up a segment, at most 128 entries of one token.
+A token with more entries has several segments: their sums go to `slots` of scratch, and a second
+kernel adds the slots in order.  So each row of dwte has one writer and one order, and rows
+without entries are not touched.  A CUDA graph replays the launches, so the tables have fixed
+sizes: unused rows have length 0.
 
 order         int32 [2R]    entries, sorted by token
 segments      int32 [Ns,4]  token, first index in order, length, slot in scratch (-1: add to dwte)
@@ -30,15 +33,21 @@ from gpt2_triton.kernels.tuning import dtype_name, tuned
 
 
 @triton.jit
-def _embedding_fwd_kernel(x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _embedding_fwd_kernel(
+    x_ptr, ids_ptr, wte_ptr, wpe_ptr, R, T, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.load(ids_ptr + r, mask=r < R, other=0).to(tl.int64)
     for first in range(0, C, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
-        wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         if wpe_ptr is not None:
-            wte += tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            wte += tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(x_ptr + r[:, None] * C + c[None, :], wte, mask=mask)
 
 
@@ -69,11 +78,15 @@ def _embedding_bwd_segments_kernel(
             at, from_lnf = (r * C)[:, :, None] + c[None, None, :], is_target[:, :, None]
             mask = inside[:, :, None] & (c < C)[None, None, :]
             lnf = tl.load(lnf_ptr + at, mask=mask & from_lnf, other=0.0)
-            row = tl.where(from_lnf, lnf, tl.load(dx_ptr + at, mask=mask & ~from_lnf, other=0.0)).to(tl.float32)
+            row = tl.where(
+                from_lnf, lnf, tl.load(dx_ptr + at, mask=mask & ~from_lnf, other=0.0)
+            ).to(tl.float32)
         else:
             row_ptr = tl.where(is_target, lnf_ptr, dx_ptr) + r * C
             mask = inside[:, :, None] & (c < C)[None, None, :]
-            row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(tl.float32)
+            row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
         total += tl.sum(factor[:, :, None] * row, 1)
     out_ptr = dwte_ptr + token[:, None] * C + c[None, :]
     mask, is_partial = used[:, None] & (c < C)[None, :], (slot >= 0)[:, None]
@@ -83,7 +96,9 @@ def _embedding_bwd_segments_kernel(
 
 
 @triton.jit
-def _embedding_bwd_split_kernel(dwte_ptr, part_ptr, split_tokens_ptr, C, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr):
+def _embedding_bwd_split_kernel(
+    dwte_ptr, part_ptr, split_tokens_ptr, C, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr
+):
     row_ptr = split_tokens_ptr + 4 * tl.program_id(0)
     count = tl.load(row_ptr + 2)
     if count == 0:
@@ -96,17 +111,23 @@ def _embedding_bwd_split_kernel(dwte_ptr, part_ptr, split_tokens_ptr, C, BLOCK_E
     for first in range(0, count, BLOCK_E):
         e = first + tl.arange(0, BLOCK_E)
         mask = (e < count)[:, None] & (c < C)[None, :]
-        total += tl.sum(tl.load(part_ptr + (first_slot + e)[:, None] * C + c[None, :], mask=mask, other=0.0), 0)
+        total += tl.sum(
+            tl.load(part_ptr + (first_slot + e)[:, None] * C + c[None, :], mask=mask, other=0.0), 0
+        )
     tl.store(out_ptr, total, mask=c < C)
 
 
 @triton.jit
-def _embedding_bwd_wpe_kernel(dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _embedding_bwd_wpe_kernel(
+    dwpe_ptr, dx_ptr, B, TC, TmaxC, ACC: tl.constexpr, BLOCK: tl.constexpr
+):
     """dwpe and dx are flat here: i is an element of [T, C], summed over the B sequences."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for b in tl.range(B, loop_unroll_factor=4):  # four loads in flight
-        total += tl.load(dx_ptr + tl.cast(b, tl.int64) * TC + i, mask=i < TC, other=0.0).to(tl.float32)
+        total += tl.load(dx_ptr + tl.cast(b, tl.int64) * TC + i, mask=i < TC, other=0.0).to(
+            tl.float32
+        )
     if ACC:
         total += tl.load(dwpe_ptr + i, mask=i < TmaxC, other=0.0)
     tl.store(dwpe_ptr + i, total, mask=i < TmaxC)
@@ -121,20 +142,27 @@ def embedding_fwd(x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor | None) -> N
 
 
 @contract(
-    "dwte[Vp,C]+ dwpe[Tmax,C]?+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] order[2*R] segments[Ns,4] split_tokens[Nh,4]"
+    "dwte[Vp,C]+ dwpe[Tmax,C]?+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] "
+    "order[2*R] segments[Ns,4] split_tokens[Nh,4]"
 )
 def embedding_bwd(
-    dwte: Tensor, dwpe: Tensor | None, scratch: Tensor,
-    dx: Tensor, lnf: Operand, ks: Tensor, order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
+    dwte: Tensor, dwpe: Tensor | None, scratch: Tensor, dx: Tensor, lnf: Operand, ks: Tensor,
+    order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
 ) -> None:  # fmt: skip
-    """dwte += rows of dx by input token, rows of ks * lnf by target; dwpe (+)= sums of dx over the batch."""
+    """dwte += rows of dx by input token, rows of ks * lnf by target; dwpe (+)=
+    sums of dx over the batch.
+    """
     R, C = dx.shape
     Ns, Nh = segments.shape[0], split_tokens.shape[0]
     row = tuned("embedding_bwd_segments", dtype_name(dx), BLOCK_C=C)
     grid = (triton.cdiv(Ns, row["BLOCK_S"]), triton.cdiv(C, row["BLOCK_C"]))
-    _embedding_bwd_segments_kernel[grid](dwte, scratch, dx, full(lnf), ks, order, segments, Ns, R, C, **row)
+    _embedding_bwd_segments_kernel[grid](
+        dwte, scratch, dx, full(lnf), ks, order, segments, Ns, R, C, **row
+    )
     row = tuned("embedding_bwd_split", dtype_name(dx), BLOCK_C=C)
-    _embedding_bwd_split_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](dwte, scratch, split_tokens, C, **row)
+    _embedding_bwd_split_kernel[(Nh, triton.cdiv(C, row["BLOCK_C"]))](
+        dwte, scratch, split_tokens, C, **row
+    )
     if dwpe is None:
         return
     row = tuned("embedding_bwd_wpe", dtype_name(dx), BLOCK=dwpe.numel())

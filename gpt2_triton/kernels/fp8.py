@@ -1,14 +1,16 @@
-"""fp8 operands (e4m3) of products: their rounding, their scales, and the launches that only fp8 has.
+"""fp8 operands (e4m3) of products: their rounding, their scales, and
+the launches that only fp8 has.
 
-An operand is stored as q = e4m3(x * scale), with one scale for a tensor, a power of two.  The kernel that writes the
-tensor also records its largest |x|, amax; roll_scales turns the maxima of the last 16 steps into the scales of the next
-step.  So a scale costs no pass over its tensor.  A scale is fixed during a step: all ranks and micro-steps use the
-same.
+An operand is stored as q = e4m3(x * scale), with one scale for a tensor, a power of two.  The
+kernel that writes the tensor also records its largest |x|, amax; roll_scales turns the maxima of
+the last 16 steps into the scales of the next step.  So a scale costs no pass over its tensor.  A
+scale is fixed during a step: all ranks and micro-steps use the same.
 
-wgmma, Hopper's matrix instruction, takes 8-bit operands only K-major: the summed dimension is contiguous.  A weight
-gradient sums over tokens, so its operands are also stored transposed, as `columns`.  There tokens g and g + 8 of each
-16 are a pair, as Hopper's stmatrix writes them: position 2g + h holds token g + 8h.  A product does not depend on an
-order that both operands share.  The columns of weights have no pairs.
+wgmma, Hopper's matrix instruction, takes 8-bit operands only K-major: the summed dimension is
+contiguous.  A weight gradient sums over tokens, so its operands are also stored transposed, as
+`columns`.  There tokens g and g + 8 of each 16 are a pair, as Hopper's stmatrix writes them:
+position 2g + h holds token g + 8h.  A product does not depend on an order that both operands share.
+The columns of weights have no pairs.
 """
 
 import dataclasses
@@ -22,7 +24,14 @@ from torch import Tensor
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.blocks import Blocks, describe, store_block
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.e4m3 import paired_columns, quantise, record_bits, row_maxima, to_e4m3, token_at
+from gpt2_triton.kernels.e4m3 import (
+    paired_columns,
+    quantise,
+    record_bits,
+    row_maxima,
+    to_e4m3,
+    token_at,
+)
 from gpt2_triton.kernels.hopper import cast as hopper_cast
 from gpt2_triton.kernels.hopper import transpose as hopper_transpose
 from gpt2_triton.kernels.step_io import APPLY
@@ -37,7 +46,8 @@ class Fp8:
     columns: Tensor  # the same [C, R], or [0, C] if no product reads them
     scale: Tensor  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
-    transposed: bool  # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
+    # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
+    transposed: bool
     value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
 
     @property
@@ -51,7 +61,9 @@ class Fp8:
         return self.rows.is_contiguous()
 
     def __getitem__(self, rows: slice) -> "Fp8":
-        """Return some rows, with columns to be written: their order depends on the number of rows."""
+        """Return some rows, with columns to be written: their order
+        depends on the number of rows.
+        """
         columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
         if len(columns):
             columns = columns.view(-1)[: n * len(columns)].view(-1, n)
@@ -72,7 +84,11 @@ def full(operand: Operand) -> Tensor:
 
 def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the tensor that a kernel writes, and for fp8 its scale and the cells of its amax."""
-    return (operand.rows, operand.scale, operand.amax) if isinstance(operand, Fp8) else (operand, None, None)
+    return (
+        (operand.rows, operand.scale, operand.amax)
+        if isinstance(operand, Fp8)
+        else (operand, None, None)
+    )
 
 
 # ---- device functions ----
@@ -87,8 +103,8 @@ def store_columns(columns_desc, scale_ptr, b, h, t, value):
 
 @triton.jit
 def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
-    """Store `value` at the rows from t on of head h in sequence b: in e4m3 if there is a scale, and transposed too if
-    there is a columns_desc.  `value` is 0 past the sequence's end.
+    """Store `value` at the rows from t on of head h in sequence b: in e4m3 if there is a scale, and
+    transposed too if there is a columns_desc.  `value` is 0 past the sequence's end.
     """
     if columns_desc is not None:
         store_columns(columns_desc, scale_ptr, b, h, t, value)
@@ -101,7 +117,9 @@ def store_heads(desc, columns_desc, scale_ptr, amax_ptr, b, h, t, value):
 
 
 @triton.jit
-def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: tl.constexpr, STEPS: tl.constexpr):
+def _roll_scales_kernel(
+    scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: tl.constexpr, STEPS: tl.constexpr
+):
     slot = tl.program_id(0)
     i = tl.arange(0, CELLS)
     top = tl.max(tl.load(amax_ptr + slot * CELLS + i), 0).to(tl.float32, bitcast=True)
@@ -112,7 +130,8 @@ def _roll_scales_kernel(scale_ptr, history_ptr, amax_ptr, step_out_ptr, CELLS: t
         history = tl.where(s == 0, top, history)
         tl.store(history_ptr + slot * STEPS + s, history)
         most = tl.max(history, 0)
-        # 2^floor(log2(224 / most)), from exponents: 224 = 448 / 2, as a tensor may double in a step; 224 = 1.75 * 2^7
+        # 2^floor(log2(224 / most)), from exponents: 224 = 448 / 2, as a tensor may
+        # double in a step; 224 = 1.75 * 2^7
         bits = most.to(tl.uint32, bitcast=True)
         above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
         exponent = tl.minimum(7 - ((bits >> 23).to(tl.int32) - 127) - above, 100)
@@ -131,14 +150,18 @@ def _check_amax_kernel(squares_ptr, amax_ptr, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cast_kernel(out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _cast_kernel(
+    out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     top = tl.zeros((BLOCK_R,), tl.int32)
     scale = tl.load(scale_ptr)
     for first in range(0, C, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         if amax_ptr is not None:
             top = row_maxima(top, x)
         tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], to_e4m3(x * scale), mask=mask)
@@ -147,14 +170,22 @@ def _cast_kernel(out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexp
 
 
 @triton.jit
-def _transpose_kernel(out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _transpose_kernel(
+    out_ptr, x_ptr, R, C, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     r = p
     if PAIRS:
         r = token_at(p)
-    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :], other=0)
-    tl.store(out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=(c < C)[:, None] & (p < R)[None, :])
+    x = tl.load(
+        x_ptr + r.to(tl.int64)[:, None] * C + c[None, :],
+        mask=(r < R)[:, None] & (c < C)[None, :],
+        other=0,
+    )
+    tl.store(
+        out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=(c < C)[:, None] & (p < R)[None, :]
+    )
 
 
 # ---- launchers ----
@@ -166,19 +197,30 @@ def block(n: int, most: int) -> int:
 
 
 def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
-    """Write out[C, R] = x[R, C] transposed; with `pairs`, R is a multiple of 16 and tokens are in pairs."""
+    """Write out[C, R] = x[R, C] transposed; with `pairs`, R is a multiple of
+    16 and tokens are in pairs.
+    """
     R, C = x.shape
     if pairs and hopper.takes("transpose", R, C, "fp8"):
         return hopper_transpose.transpose(out, x)
     block_r, block_c = block(R, 128), block(C, 128)
     grid = (triton.cdiv(R, block_r), triton.cdiv(C, block_c))
     _transpose_kernel[grid](
-        out.view(torch.uint8), x.view(torch.uint8), R, C, PAIRS=pairs, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
+        out.view(torch.uint8),
+        x.view(torch.uint8),
+        R,
+        C,
+        PAIRS=pairs,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=8,
     )
 
 
 def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int) -> Blocks | None:
-    """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2]; None if they are not written."""
+    """Describe columns [heads*HS, B*T] as pairs [heads, HS, B, T/2];
+    None if they are not written.
+    """
     if not (isinstance(operand, Fp8) and operand.transposed):
         return None
     B, _, T = shape
@@ -188,7 +230,9 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
 
 @contract("x8[R,C] <- x[R,C]")
 def cast_operand(x8: Fp8, x: Tensor) -> None:
-    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also gets columns, without pairs."""
+    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also
+    gets columns, without pairs.
+    """
     R, C = x.shape
     if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
         return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax)])
@@ -201,28 +245,37 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
 
 
 @contract("a8[A,B] b8[D,E] c8[F,G] d8[H,I] <- a[A,B] b[D,E] c[F,G] d[H,I]")
-def cast_weights(a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+def cast_weights(
+    a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8, a: Tensor, b: Tensor, c: Tensor, d: Tensor
+) -> None:
     """Cast a layer's four weights, as cast_operand does; on Hopper in one launch."""
     pairs = ((a8, a), (b8, b), (c8, c), (d8, d))
     if all(hopper.takes("cast_weight", *x.shape, "fp8") for _, x in pairs):
-        return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax) for x8, x in pairs])
+        return hopper_cast.cast_weights(
+            [(x8.rows, x8.columns, x, x8.scale, x8.amax) for x8, x in pairs]
+        )
     for x8, x in pairs:
         cast_operand(x8, x)
 
 
 @contract("squares[1]+ <- amax[A,P]")
 def check_amax(squares: Tensor, amax: Tensor) -> None:
-    """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so losses may be finite then."""
+    """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so
+    losses may be finite then.
+    """
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 
 @contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[*]")
 def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
-    """Move each tensor's amax into its history, set its scale for the next step, and clear its cells.
+    """Move each tensor's amax into its history, set its scale for the
+    next step, and clear its cells.
 
-    The scale is the largest power of two that keeps twice the history's maximum at or below 448.  A skipped step
-    (step_out[APPLY] 0) changes neither scale nor history; neither does an amax that is not finite.  A history of zeros
-    does not change the scale.
+    The scale is the largest power of two that keeps twice the history's maximum at or below 448.  A
+    skipped step (step_out[APPLY] 0) changes neither scale nor history; neither does an amax that is
+    not finite.  A history of zeros does not change the scale.
     """
     A, steps = history.shape
-    _roll_scales_kernel[(A,)](scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1)
+    _roll_scales_kernel[(A,)](
+        scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1
+    )

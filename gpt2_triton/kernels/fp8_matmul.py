@@ -1,28 +1,32 @@
 """Products of fp8 operands (fp8.py).  The launchers of matmul.py call them.
 
-Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to 14 bits, so most kernels of hopper/ add
-partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are powers of two, so dividing by them is exact.
-Epilogues are as in matmul.py, with these differences:
+Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to 14 bits, so most
+kernels of hopper/ add partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are
+powers of two, so dividing by them is exact.  Epilogues are as in matmul.py, with these differences:
 
-matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte: round(STEPS * gelu') + ZERO.
-                 GELU's input is not kept.  A byte's error is at most half a step, 0.0025.
+matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte:
+                 round(STEPS * gelu') + ZERO.  GELU's input is not kept.  A byte's error is
+                 at most half a step, 0.0025.
 matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
-classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all logits.  The cut to 14 bits lowers
-                 logits by a fraction of 8e-5.  An exact sum for the target alone would change losses by 0.002 where
-                 logits are near 30.
+classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all
+                   logits.  The cut to 14 bits lowers
+                 logits by a fraction of 8e-5.  An exact sum for the target alone would change
+                 losses by 0.002 where logits are near 30.
 
-With fp8.keep_bf16 none classifier_dx and the head's matmul_dw take p and lns in e5m2.  Its range is too short for p
-relative to the target: where a loss is small, all p may be below it, where a loss is large, one above it.  So another
-product first sums p over PEEK columns.  The largest power of two up to 1 + that sum is the row's unit: p, S and the 1
-of 1 + S are divided by it, and rs is multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
+With fp8.keep_bf16 none classifier_dx and the head's matmul_dw take p and lns in e5m2.  Its range is
+too short for p relative to the target: where a loss is small, all p may be below it, where a loss
+is large, one above it.  So another product first sums p over PEEK columns.  The largest power of
+two up to 1 + that sum is the row's unit: p, S and the 1 of 1 + S are divided by it, and rs is
+multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
 
-The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a row of dlogits still
-sums to zero: a sum of one sign in all rows would move all of wte, which no loss opposes.  For the same reason dlnf also
-takes the target's row from the rounded wte.  The scale of lns follows from lnf's: |lns| is at most s |lnf|.
+The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a
+row of dlogits still sums to zero: a sum of one sign in all rows would move all of wte, which no
+loss opposes.  For the same reason dlnf also takes the target's row from the rounded wte.  The scale
+of lns follows from lnf's: |lns| is at most s |lnf|.
 
-On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is private to the kernels
-that write and read them.
+On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is
+private to the kernels that write and read them.
 """
 
 import triton
@@ -44,8 +48,8 @@ from gpt2_triton.kernels.tuning import product_row, programs
 
 @triton.jit
 def _finish(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr,
-    M, N, T, rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
+    part_ptr, rope_ptr, M, N, T, rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store half a tile that begins at row m, column n."""
     r = m + tl.arange(0, acc.shape[0])
@@ -58,7 +62,11 @@ def _finish(
         slopes = slope_ptr + at
         slope = dgelu(acc, tl.bfloat16) * STEPS + ZERO
         tl.store(slopes, tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8), mask=mask)
-        tl.store(rows_ptr + at, quantise(tl.where(mask, gelu(acc, tl.bfloat16), 0.0), scale_ptr, amax_ptr), mask=mask)
+        tl.store(
+            rows_ptr + at,
+            quantise(tl.where(mask, gelu(acc, tl.bfloat16), 0.0), scale_ptr, amax_ptr),
+            mask=mask,
+        )
     elif EPILOGUE == "dgelu":
         slope = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
         acc *= (slope - ZERO) / STEPS  # rows past the end of a are 0
@@ -68,7 +76,9 @@ def _finish(
         if EPILOGUE == "add":
             acc += load_block(res_desc, [m, n]).to(tl.float32)
         elif EPILOGUE == "rope":
-            acc = tl.where((c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc)
+            acc = tl.where(
+                (c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc
+            )
         store_block(out_desc, [m, n], acc)
 
 
@@ -95,8 +105,9 @@ def _fp8_matmul_kernel(
         left, right = halves(acc * unscale)
         for half in tl.static_range(2):
             _finish(
-                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr, res_desc, rows_ptr,
-                scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, T, rotated_columns, EPILOGUE, HS,
+                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
+                res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, T,
+                rotated_columns, EPILOGUE, HS,
             )  # fmt: skip
 
 
@@ -121,23 +132,34 @@ def _fp8_classifier_target_kernel(
 
 
 @triton.jit
-def _classifier_lns_kernel(columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _classifier_lns_kernel(
+    columns_ptr, lnf_ptr, rs_ptr, scale_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Write rs * lnf in e5m2, transposed, in pairs of rows."""
     p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     r = token_at(p)
     mask = (r < R)[:, None] & (c < C)[None, :]
-    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     factor = tl.load(rs_ptr + r, mask=r < R, other=0.0) * tl.load(scale_ptr)
     lns = to_e5m2(lnf * factor[:, None])
-    tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=(c < C)[:, None] & (p < R)[None, :])
+    tl.store(
+        columns_ptr + c[:, None] * R + p[None, :],
+        tl.trans(lns),
+        mask=(c < C)[:, None] & (p < R)[None, :],
+    )
 
 
 def launch(
-    out: Tensor | Fp8, a: Fp8, w: Fp8, b: Tensor | None, *, w_is_nk: bool, epilogue: str, res: Tensor | None,
-    slope: Tensor | None, part: Tensor | None, rope: Tensor | None, T: int, rotated_columns: int,
+    out: Tensor | Fp8, a: Fp8, w: Fp8, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
+    res: Tensor | None, slope: Tensor | None, part: Tensor | None, rope: Tensor | None, T: int,
+    rotated_columns: int,
 ) -> int:  # fmt: skip
-    """Launch a product of matmul.py, `slope` for gelu' as bytes; return the number of rows of tiles."""
+    """Launch a product of matmul.py, `slope` for gelu' as bytes; return
+    the number of rows of tiles.
+    """
     a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
@@ -152,9 +174,9 @@ def launch(
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
-        describe_halves(plain, block_m, block_n), describe(a, block_m, block_k), describe(w, block_n, block_k),
-        a_scale, w_scale, b, describe_halves(res, block_m, block_n), *parts, slope, part, rope, M, N, K, T,
-        rotated_columns, EPILOGUE=epilogue, HS=HS, **row,
+        describe_halves(plain, block_m, block_n), describe(a, block_m, block_k),
+        describe(w, block_n, block_k), a_scale, w_scale, b, describe_halves(res, block_m, block_n),
+        *parts, slope, part, rope, M, N, K, T, rotated_columns, EPILOGUE=epilogue, HS=HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)
@@ -166,7 +188,17 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
     R, C = lnf.shape
     block_r, block_c = block(R, 128), block(C, 128)
     _fp8_classifier_target_kernel[(triton.cdiv(R, block_r),)](
-        zt, lnf.rows, wte.rows, targets, lnf.scale, wte.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
+        zt,
+        lnf.rows,
+        wte.rows,
+        targets,
+        lnf.scale,
+        wte.scale,
+        R,
+        C,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=8,
     )
 
 
@@ -181,8 +213,12 @@ def classifier_lns(lns: Fp8, lnf: Tensor, rs: Tensor) -> None:
     )
 
 
-def dw_operands(dout: Operand, inp: Operand) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Return dW's operands and their scales; in fp8 columns [N, R] and [K, R], written now if they were not."""
+def dw_operands(
+    dout: Operand, inp: Operand
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Return dW's operands and their scales; in fp8 columns [N, R] and [K, R],
+    written now if they were not.
+    """
     if not (isinstance(dout, Fp8) and isinstance(inp, Fp8)):
         return (full(dout), full(inp)), (None, None)
     for operand in (dout, inp):

@@ -4,16 +4,18 @@ https://arxiv.org/abs/1910.07467) over C channels, forward and backward, for R r
 forward    mean = sum_C(x) / C,  rstd = 1 / sqrt(sum_C((x - mean)^2) / C + eps)
            xhat = (x - mean) * rstd,  out = xhat * w + b
 backward   g = dout * w,  dx = (more +) rstd * (g - sum_C(g) / C - xhat * sum_C(g * xhat) / C)
-           dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),  dbias (+)= sum_R(dx as it is after the update)
+           dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),
+           dbias (+)= sum_R(dx as it is after the update)
 
 RMSNorm is the same with mean 0, no b and no db, and without the term sum_C(g).
 
-The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so x is the sum
-already.  dbias is the gradient of that product's bias.  The product's output enters the residual stream unchanged, so
-dbias is the column sums of the new dx.  With dropout (dropout.py) the output's gradient is dbranch, the masked dx, and
-dbias sums dbranch.  An fp8 dx then has dbranch in fp8, for products, and dx in bf16.  Statistics are two-pass, in fp32,
-of the stored x.  Column sums run per program over a fixed set of rows, then over programs in a fixed order (reduce.py).
-The kernels are bound by bandwidth: forward reads and writes a row, backward reads three and writes one.
+The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so
+x is the sum already.  dbias is the gradient of that product's bias.  The product's output enters
+the residual stream unchanged, so dbias is the column sums of the new dx.  With dropout (dropout.py)
+the output's gradient is dbranch, the masked dx, and dbias sums dbranch.  An fp8 dx then has dbranch
+in fp8, for products, and dx in bf16.  Statistics are two-pass, in fp32, of the stored x.  Column
+sums run per program over a fixed set of rows, then over programs in a fixed order (reduce.py).  The
+kernels are bound by bandwidth: forward reads and writes a row, backward reads three and writes one.
 """
 
 import triton
@@ -38,7 +40,9 @@ def _standardised(x, mean, rstd):
 
 @triton.jit
 def _normalise(x, mean, rstd, w, b):
-    """Return the norm's output; forward and recomputation share this function and so give the same bits."""
+    """Return the norm's output; forward and recomputation share this function
+    and so give the same bits.
+    """
     out = _standardised(x, mean, rstd) * w[None, :]
     if b is not None:
         out = out + b[None, :]
@@ -48,8 +52,8 @@ def _normalise(x, mean, rstd, w, b):
 @triton.jit
 def _elements(r, c, C):
     """Return the indices of rows r, columns c."""
-    # a thread holds runs of at most 8 elements, 16 bytes of bf16.  Without the limit a store of e4m3 would lengthen all
-    # runs of the kernel to 16, and so change the order of the kernel's sums
+    # a thread holds runs of at most 8 elements, 16 bytes of bf16.  Without the limit a store of
+    # e4m3 would lengthen all runs of the kernel to 16, and so change the order of the kernel's sums
     return tl.max_contiguous(r[:, None] * C + c[None, :], [1, 8])
 
 
@@ -85,8 +89,8 @@ def _layernorm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["i"])
 def _layernorm_bwd_kernel(
-    dx_ptr, dbranch_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, more_ptr,
-    dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, step_key_ptr, i, R, C,
+    dx_ptr, dbranch_ptr, ln_ptr, part_ptr, dout_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
+    more_ptr, dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, step_key_ptr, i, R, C,
     DROPPED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -114,7 +118,8 @@ def _layernorm_bwd_kernel(
             if ln_scale_ptr is not None:
                 ln = quantise(ln, ln_scale_ptr, None)  # the forward pass has recorded its amax
             tl.store(ln_ptr + at, ln, mask=mask)
-        # dout is 0 past the end of a row, and rstd past the last row, so the sums get nothing from there
+        # dout is 0 past the end of a row, and rstd past the last row, so
+        # the sums get nothing from there
         g = dout * w[None, :]
         xhat = _standardised(x, mean, rstd)
         if mean_ptr is not None:
@@ -147,8 +152,12 @@ def _layernorm_bwd_kernel(
 
 
 @contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
-def layernorm_fwd(out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> None:
-    """Write out = layernorm(x); mean and rstd in fp32.  An Fp8 out gets rows, and its value unless that is None."""
+def layernorm_fwd(
+    out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5
+) -> None:
+    """Write out = layernorm(x); mean and rstd in fp32.  An Fp8 out gets rows, and its
+    value unless that is None.
+    """
     _launch_fwd(out, mean, rstd, x, w, b, eps)
 
 
@@ -159,10 +168,18 @@ def rmsnorm_fwd(out: Operand, rstd: Tensor, x: Tensor, w: Tensor, eps: float) ->
 
 
 def _launch_fwd(
-    out: Operand, mean: Tensor | None, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor | None, eps: float
+    out: Operand,
+    mean: Tensor | None,
+    rstd: Tensor,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    eps: float,
 ) -> None:
     R, C = x.shape
-    plain, (out8, *scaling) = (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
+    plain, (out8, *scaling) = (
+        (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
+    )
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
         plain, out8, mean, rstd, x, w, b, *scaling, R, C, eps, BLOCK_C=next_power_of_2(C), **row
@@ -174,12 +191,17 @@ def _launch_fwd(
     "dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R] more[R,C]? step_key[4]?"
 )
 def layernorm_bwd(
-    dx: Operand, dbranch: Tensor | None, dw: Tensor, db: Tensor, dbias: Tensor | None, ln: Operand | None,
-    scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, rstd: Tensor,
-    more: Operand | None, step_key: Tensor | None, acc: bool, i: int = 0, p: float = 0.0,
+    dx: Operand, dbranch: Tensor | None, dw: Tensor, db: Tensor, dbias: Tensor | None,
+    ln: Operand | None, scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor,
+    mean: Tensor, rstd: Tensor, more: Operand | None, step_key: Tensor | None, acc: bool,
+    i: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln: out again; dbranch: masked dx."""
-    programs = _launch_bwd(dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, i, p)
+    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln: out
+    again; dbranch: masked dx.
+    """
+    programs = _launch_bwd(
+        dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, i, p
+    )
     column_sums(dw, db, dbias, scratch, programs, acc)
 
 
@@ -188,25 +210,30 @@ def rmsnorm_bwd(
     dx: Operand, dw: Tensor, ln: Operand | None, scratch: Tensor,
     dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, more: Operand | None, acc: bool,
 ) -> None:  # fmt: skip
-    """dx = (more +) gradient through the norm; dw (+)= column sums; ln, if given, is the recomputed out."""
+    """dx = (more +) gradient through the norm; dw (+)= column sums; ln, if
+    given, is the recomputed out.
+    """
     programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, more, None)
     column_sums(dw, None, None, scratch, programs, acc)
 
 
 def _launch_bwd(
-    dx: Operand, dbranch: Tensor | None, ln: Operand | None, scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor,
-    b: Tensor | None, mean: Tensor | None, rstd: Tensor, more: Operand | None, step_key: Tensor | None, i: int = 0,
-    p: float = 0.0,
+    dx: Operand, dbranch: Tensor | None, ln: Operand | None, scratch: Tensor, dout: Tensor,
+    x: Tensor, w: Tensor, b: Tensor | None, mean: Tensor | None, rstd: Tensor, more: Operand | None,
+    step_key: Tensor | None, i: int = 0, p: float = 0.0,
 ) -> int:  # fmt: skip
-    """Launch the backward kernel; return the number of its programs, and so of the rows of partial sums."""
+    """Launch the backward kernel; return the number of its programs, and so of
+    the rows of partial sums.
+    """
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
     row = _bwd_row(R, C, dtype_name(x))
     programs = min(row.pop("PER_SM") * num_sms(), scratch.numel() // (3 * C))
     _layernorm_bwd_kernel[(programs,)](
-        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd, None if more is None else full(more),
-        *dx8, ln_scale, step_key, i if p else None, R, C, DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
+        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd,
+        None if more is None else full(more), *dx8, ln_scale, step_key, i if p else None, R, C,
+        DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
     return programs
 

@@ -1,4 +1,5 @@
-"""Matrix products of a linear layer, with the operation that follows in the epilogue.  w is [N, K] = [out, in].
+"""Matrix products of a linear layer, with the operation that follows in the
+epilogue.  w is [N, K] = [out, in].
 
 matmul           out  = inp @ w.T + b
 matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
@@ -8,19 +9,22 @@ matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
 matmul_dx        dinp = dout @ w
 matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
 matmul_dw        dw (+)= dout.T @ inp
-matmul_dw_pair   dw of two layers: on Hopper one launch, whose tiles together leave less of the GPU idle
+matmul_dw_pair   dw of two layers: on Hopper one launch, whose tiles
+                 together leave less of the GPU idle
 
-R = B*T rows.  Blocks of operands are read and written by blocks.py, zeros and nothing outside a matrix: no edge needs a
-mask here, and R is arbitrary.  N and K are multiples of 16: rows begin on 16 bytes, as TMA needs.  Sums are fp32.
+R = B*T rows.  Blocks of operands are read and written by blocks.py, zeros and nothing outside a
+matrix: no edge needs a mask here, and R is arbitrary.  N and K are multiples of 16: rows begin on
+16 bytes, as TMA needs.  Sums are fp32.
 
-On Hopper, hopper.takes decides which products run in the kernels of hopper/.  The kernels here compute all others, and
-all products on other GPUs and in the interpreter.
+On Hopper, hopper.takes decides which products run in the kernels of hopper/.  The kernels here
+compute all others, and all products on other GPUs and in the interpreter.
 
-Each program walks output tiles (a persistent kernel), so that the loads of a tile overlap the epilogue of the tile
-before.  A tile has the same bits whichever program computes it.  dw has few tiles and a long sum.  Whole tiles run in
-waves that fill the GPU; the tiles that are left are split along R.  Their partial sums go to scratch and are added in a
-fixed order, so that two runs agree bit for bit.  This is the hybrid of Stream-K (https://arxiv.org/abs/2301.03598), but
-with parts of equal length: parts that run at the same time then read the same rows.
+Each program walks output tiles (a persistent kernel), so that the loads of a tile overlap the
+epilogue of the tile before.  A tile has the same bits whichever program computes it.  dw has few
+tiles and a long sum.  Whole tiles run in waves that fill the GPU; the tiles that are left are split
+along R.  Their partial sums go to scratch and are added in a fixed order, so that two runs agree
+bit for bit.  This is the hybrid of Stream-K (https://arxiv.org/abs/2301.03598), but with parts of
+equal length: parts that run at the same time then read the same rows.
 """
 
 from collections.abc import Sequence
@@ -30,7 +34,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper, tuning
-from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, rounded, store_block
+from gpt2_triton.kernels.blocks import (
+    describe,
+    describe_halves,
+    load_block,
+    load_transposed,
+    rounded,
+    store_block,
+)
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import dgelu, dot, gelu
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
@@ -44,13 +55,20 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
 from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position, walk
-from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name, product_row, programs, tuned
+from gpt2_triton.kernels.tuning import (
+    INTERPRET,
+    PLANNED_SMS,
+    dtype_name,
+    product_row,
+    programs,
+    tuned,
+)
 
 
 @triton.jit
 def _epilogue(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns,
-    EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T,
+    rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store the fp32 sums of half a tile that begins at row m, column n."""
     cols = n + tl.arange(0, acc.shape[1])
@@ -60,20 +78,24 @@ def _epilogue(
         acc += load_block(res_desc, [m, n]).to(tl.float32)
     elif EPILOGUE == "rope":
         position = (m + tl.arange(0, acc.shape[0])) % T
-        acc = tl.where((cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc)
+        acc = tl.where(
+            (cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc
+        )
     elif EPILOGUE == "gelu":
-        pre = rounded(acc, pre_desc)  # GELU of the stored value: the backward pass can recompute the same bits
+        # GELU of the stored value: the backward pass can recompute the same bits
+        pre = rounded(acc, pre_desc)
         store_block(pre_desc, [m, n], pre)
         acc = gelu(pre.to(tl.float32), pre.dtype)
     elif EPILOGUE == "dgelu":
-        # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute the sigmoid, and at
-        # 128x256 registers spill
+        # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute
+        # the sigmoid, and at 128x256 registers spill
         stored = load_block(pre_desc, [m, n])
         pre = stored.to(tl.float32) + 0.0 * acc
         BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
         if gelu_desc is not None and not BY_TMA:  # before the sums, else registers spill
             store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
-        acc *= dgelu(pre, stored.dtype)  # rows past the end are 0 and add nothing to the column sums
+        # rows past the end are 0 and add nothing to the column sums
+        acc *= dgelu(pre, stored.dtype)
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
         if gelu_desc is not None and BY_TMA:
             store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
@@ -82,9 +104,19 @@ def _epilogue(
 
 @triton.jit
 def tile_product(
-    a_desc, w_desc, m, n, K, W_IS_NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    a_desc,
+    w_desc,
+    m,
+    n,
+    K,
+    W_IS_NK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Return the tile of a[M, K] @ w that begins at row m, column n, in fp32; w is stored as [N, K] or as [K, N]."""
+    """Return the tile of a[M, K] @ w that begins at row m, column n, in fp32; w is
+    stored as [N, K] or as [K, N].
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         a = load_block(a_desc, [m, k])
@@ -98,11 +130,13 @@ def tile_product(
 
 @triton.jit
 def _matmul_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, M, N, K, T, rotated_columns,
-    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, M, N, K, T,
+    rotated_columns, W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K] (forward) or as [K, N] (dX)."""
+    """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K]
+    (forward) or as [K, N] (dX).
+    """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
@@ -115,23 +149,27 @@ def _matmul_kernel(
         left, right = halves(acc)
         for half in tl.static_range(2):
             _epilogue(
-                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr, res_desc, pre_desc,
-                gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE, HS,
+                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
+                res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE,
+                HS,
             )  # fmt: skip
 
 
 @triton.jit
 def _matmul_dw_kernel(
-    out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles, k_parts, steps,
-    part_steps, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles,
+    k_parts, steps, part_steps, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write whole tiles of out[N, K] (+)= dout.T @ inp, and the partial sums of the others to part[k_part][tile]."""
+    """Write whole tiles of out[N, K] (+)= dout.T @ inp, and the partial sums of the
+    others to part[k_part][tile].
+    """
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
     if dout_scale_ptr is not None:
-        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))  # fp8: operands are [N, R] and [K, R]
+        # fp8: operands are [N, R] and [K, R]
+        unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
     BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
     first_item, end, stride, lacks = walk(
         tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0), BY_TMA
@@ -171,7 +209,9 @@ def _add_dw_partials_kernel(
     out_ptr, part_ptr, N, K, first_tile, split_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS rows of a split tile, first_tile or a later one: out (+)= its partial sums, from first to last."""
+    """Write ROWS rows of a split tile, first_tile or a later one: out (+)= its partial
+    sums, from first to last.
+    """
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
@@ -193,12 +233,21 @@ def _add_dw_partials_kernel(
 
 
 def _launch(
-    out: Operand, a: Operand, w: Operand, b: Tensor | None = None, *, epilogue: str = "", w_is_nk: bool = True,
-    res: Tensor | None = None, pre: Tensor | None = None, gelu_out: Tensor | None = None, part: Tensor | None = None,
-    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
+    out: Operand, a: Operand, w: Operand, b: Tensor | None = None, *, epilogue: str = "",
+    w_is_nk: bool = True, res: Tensor | None = None, pre: Tensor | None = None,
+    gelu_out: Tensor | None = None, part: Tensor | None = None, rope: Tensor | None = None,
+    T: int = 1, rotated_columns: int = 0,
 ) -> int:  # fmt: skip
     """Launch a product; return the number of rows of tiles, and so of `part`."""
-    more = dict(epilogue=epilogue, w_is_nk=w_is_nk, res=res, part=part, rope=rope, T=T, rotated_columns=rotated_columns)
+    more = dict(
+        epilogue=epilogue,
+        w_is_nk=w_is_nk,
+        res=res,
+        part=part,
+        rope=rope,
+        T=T,
+        rotated_columns=rotated_columns,
+    )
     if isinstance(a, Fp8):
         return fp8_matmul.launch(out, a, w, b, slope=pre, **more)
     (M, K), N = a.shape, out.shape[1]
@@ -211,13 +260,15 @@ def _launch(
     row = product_row(dtype_name(a), M, N, K, rope)
     HS = 0 if rope is None else rope.shape[1]
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    out_desc, res_desc, pre_desc, gelu_desc = (describe_halves(t, block_m, block_n) for t in (out, res, pre, gelu_out))
+    out_desc, res_desc, pre_desc, gelu_desc = (
+        describe_halves(t, block_m, block_n) for t in (out, res, pre, gelu_out)
+    )
     a_desc = describe(a, block_m, block_k)
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
-        out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, rope, M, N, K, T, rotated_columns,
-        W_IS_NK=w_is_nk, EPILOGUE=epilogue, HS=HS, **row,
+        out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, rope, M, N, K, T,
+        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=epilogue, HS=HS, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 
@@ -230,7 +281,9 @@ def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
 def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
-    """Write pre = inp @ w.T + b and out = gelu(pre as stored); in fp8, `pre` holds bytes of gelu'(pre)."""
+    """Write pre = inp @ w.T + b and out = gelu(pre as stored); in fp8, `pre`
+    holds bytes of gelu'(pre).
+    """
     _launch(out, inp, w, b, epilogue="gelu", pre=pre)
 
 
@@ -245,8 +298,12 @@ def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
 
 
 @contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")
-def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int) -> None:
-    """Write out = inp @ w.T, and rotate the heads in its first columns; row r is at position r % T."""
+def matmul_rope(
+    out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int
+) -> None:
+    """Write out = inp @ w.T, and rotate the heads in its first columns;
+    row r is at position r % T.
+    """
     _launch(out, inp, w, epilogue="rope", rope=rope, T=T, rotated_columns=rotated_columns)
 
 
@@ -267,10 +324,13 @@ def matmul_dx_dgelu(
     dpre: Operand, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
     dout: Operand, w: Operand, pre: Tensor, acc: bool,
 ) -> None:  # fmt: skip
-    """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and gelu_out = gelu(pre), with
-    the bits of matmul_gelu.  gelu_out may be pre: a program reads its elements of pre before it writes them.
+    """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and
+    gelu_out = gelu(pre), with the bits of matmul_gelu.  gelu_out may be pre: a program reads its
+    elements of pre before it writes them.
     """
-    rows = _launch(dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch)
+    rows = _launch(
+        dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch
+    )
     column_sums(dbias, None, None, scratch, rows, acc)
 
 
@@ -291,7 +351,14 @@ def matmul_dw(dw: Tensor, scratch: Tensor, dout: Operand, inp: Operand, acc: boo
 
 @contract("dw[N,K]+ dw2[M,J]+ scratch[*] <- dout[R,N] inp[R,K] dout2[R,M] inp2[R,J]")
 def matmul_dw_pair(
-    dw: Tensor, dw2: Tensor, scratch: Tensor, dout: Operand, inp: Operand, dout2: Operand, inp2: Operand, acc: bool
+    dw: Tensor,
+    dw2: Tensor,
+    scratch: Tensor,
+    dout: Operand,
+    inp: Operand,
+    dout2: Operand,
+    inp2: Operand,
+    acc: bool,
 ) -> None:
     """Write dw (+)= dout.T @ inp and dw2 (+)= dout2.T @ inp2, in fp32."""
     if hopper.takes("matmul_dw", *dw.shape, dtype_name(stored(dout)[0])):
@@ -301,14 +368,20 @@ def matmul_dw_pair(
 
 
 def _multiply_dw(
-    dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Operand], inps: Sequence[Operand], acc: bool
+    dws: Sequence[Tensor],
+    scratch: Tensor,
+    douts: Sequence[Operand],
+    inps: Sequence[Operand],
+    acc: bool,
 ) -> None:
     """Write each dw (+)= dout.T @ inp, in fp32; on Hopper there may be two."""
     (N, K), R = dws[0].shape, douts[0].shape[0]
     operands, scales = zip(*map(fp8_matmul.dw_operands, douts, inps))
     dtype = dtype_name(operands[0][0])
     row = _dw_row(N, K, R, dtype)
-    split = split_tiles([(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel())
+    split = split_tiles(
+        [(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel()
+    )
     kernel = hopper.takes("matmul_dw", N, K, dtype)
     if kernel and dtype == "fp8":
         hopper_fp8_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), scales, split, acc)
@@ -322,17 +395,20 @@ def _multiply_dw(
             continue
         rows, size = grid.rows if INTERPRET else 8, grid.rows * grid.columns
         _add_dw_partials_kernel[(count * grid.rows // rows,)](
-            dw, scratch[(first - split.whole_tiles) * size :], *dw.shape, first - grid.first, split.split_tiles,
-            split.k_parts, ACC=acc, BLOCK_M=grid.rows, BLOCK_N=grid.columns, GROUP_M=row["GROUP_M"], ROWS=rows,
+            dw, scratch[(first - split.whole_tiles) * size :], *dw.shape, first - grid.first,
+            split.split_tiles, split.k_parts, ACC=acc, BLOCK_M=grid.rows, BLOCK_N=grid.columns,
+            GROUP_M=row["GROUP_M"], ROWS=rows,
         )  # fmt: skip
 
 
 def _launch_dw(
-    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor | None, inp_scale: Tensor | None,
-    split: TileSplit, acc: bool, row: dict[str, int],
+    dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor | None,
+    inp_scale: Tensor | None, split: TileSplit, acc: bool, row: dict[str, int],
 ) -> None:  # fmt: skip
     (N, K), (block_m, block_n, _, _), block_k = dw.shape, split.grids[0], row["BLOCK_K"]
-    row = {name: value for name, value in row.items() if name != "PER_SM"} | dict(BLOCK_M=block_m, BLOCK_N=block_n)
+    row = {name: value for name, value in row.items() if name != "PER_SM"} | dict(
+        BLOCK_M=block_m, BLOCK_N=block_n
+    )
     part = dw  # not written where all tiles are whole
     if split.split_tiles:
         part = scratch[: split.scratch].view(-1, block_n)
@@ -341,11 +417,14 @@ def _launch_dw(
     else:  # stored transposed
         dout_desc, inp_desc = describe(dout, block_m, block_k), describe(inp, block_n, block_k)
     _matmul_dw_kernel[(programs(split.items),)](
-        describe_halves(dw, block_m, block_n), describe_halves(part, block_m, block_n), dout_desc, inp_desc,
-        dout_scale, inp_scale, N, K, split.whole_tiles, split.k_parts, split.steps, split.part_steps, ACC=acc, **row,
+        describe_halves(dw, block_m, block_n), describe_halves(part, block_m, block_n), dout_desc,
+        inp_desc, dout_scale, inp_scale, N, K, split.whole_tiles, split.k_parts, split.steps,
+        split.part_steps, ACC=acc, **row,
     )  # fmt: skip
 
 
 def matmul_dw_scratch(R: int, dtype: str, *sizes: tuple[int, int]) -> int:
-    """Return the fp32 elements of scratch: the partial sums of the split tiles of dw[N, K], or of a pair."""
+    """Return the fp32 elements of scratch: the partial sums of the split tiles
+    of dw[N, K], or of a pair.
+    """
     return split_tiles(sizes, R, _dw_row(*sizes[0], R, dtype), PLANNED_SMS).scratch

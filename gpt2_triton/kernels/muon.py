@@ -1,28 +1,41 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the weight matrices of the layers.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the
+weight matrices of the layers.
 
     g  = grad * clip factor
-    m += alpha * (g - m),    x = m + alpha * (g - m)     alpha = 1 - momentum; x is a step ahead (Nesterov)
-    x  = x / (1.02 * ||x||)                              Frobenius norm: no singular value is above 1
-    x  = a * x + (b * A + c * A A) x,    A = x x^T       repeated: an odd polynomial of each singular value
+    m += alpha * (g - m),    x = m + alpha * (g - m)     alpha = 1 - momentum; x is a step
+                                                         ahead (Nesterov)
+    x  = x / (1.02 * ||x||)                              Frobenius norm: no singular value
+                                                         is above 1
+    x  = a * x + (b * A + c * A A) x,    A = x x^T       repeated: an odd polynomial of each
+                                                         singular value
     w -= lr * (scale * x + decay * w)                    scale = 0.2 * sqrt(longer side)
 
-The polynomials (model/muon.py) bring all singular values close to 1: the update is nearly the polar factor U V^T of
-x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side).  The scale makes the rms 0.2, about AdamW's (Liu et al.
-2025, https://arxiv.org/abs/2502.16982).
+The polynomials (model/muon.py) bring all singular values close to 1: the update is nearly the polar
+factor U V^T of x = U S V^T.  Its elements have an rms of 1 / sqrt(longer side).  The scale makes
+the rms 0.2, about AdamW's (Liu et al.  2025, https://arxiv.org/abs/2502.16982).
 
-Each launch takes all matrices of one shape, [k, M, N], each of them contiguous, with any stride between them.  The bits
-of a matrix do not depend on the others.  If M > N, A is x^T x, and the polynomial is multiplied from the right.  A and
-b A + c A A are symmetric bit for bit: only tiles on and below the diagonal are computed, and each is also stored
-transposed.  Sums are fp32 in a fixed order, and none is split.
+Each launch takes all matrices of one shape, [k, M, N], each of them contiguous, with any stride
+between them.  The bits of a matrix do not depend on the others.  If M > N, A is x^T x, and the
+polynomial is multiplied from the right.  A and b A + c A A are symmetric bit for bit: only tiles
+on and below the diagonal are computed, and each is also stored transposed.  Sums are fp32 in a
+fixed order, and none is split.
 
-muon_momentum and muon_update take [L, n], the same n elements of each layer's matrices, with any stride between layers.
+muon_momentum and muon_update take [L, n], the same n elements of each layer's matrices,
+with any stride between layers.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, rounded, store_block
+from gpt2_triton.kernels.blocks import (
+    describe,
+    describe_halves,
+    load_block,
+    load_transposed,
+    rounded,
+    store_block,
+)
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import decayed_update, dot
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
@@ -30,15 +43,16 @@ from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import dtype_name, flat_block, next_power_of_2, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
 
-NORM_FACTOR = tl.constexpr(1.02)  # above 1, since rounding a matrix to bf16 may raise its singular values
+# above 1, since rounding a matrix to bf16 may raise its singular values
+NORM_FACTOR = tl.constexpr(1.02)
 SQUARES_BLOCK = 16384
 SMALLEST_NORM = tl.constexpr(1e-12)  # a matrix of zeros stays zeros
 
 
 @triton.jit(do_not_specialize=["first"])
 def _momentum_kernel(
-    x_ptr, m_ptr, g_ptr, step_out_ptr, step_key_ptr, n, x_stride, m_stride, g_stride, first, distance, alpha,
-    RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, m_ptr, g_ptr, step_out_ptr, step_key_ptr, n, x_stride, m_stride, g_stride, first,
+    distance, alpha, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -46,23 +60,36 @@ def _momentum_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK
     i = at + tl.arange(0, BLOCK)
     mask = i < n
-    g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0) * tl.load(step_out_ptr + CLIP_FACTOR)
+    g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0) * tl.load(
+        step_out_ptr + CLIP_FACTOR
+    )
     m = tl.load(m_ptr + layer * m_stride + i, mask=mask, other=0.0).to(tl.float32)
     m += alpha * (g - m)
     words = random_words(step_key_ptr, first + layer * distance + at, RANDOM, BLOCK)
     store_moment(m, m_ptr + layer * m_stride, i, mask, words)
-    tl.store(x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask
+    )
 
 
 @contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[*] step_key[4]")
 def muon_momentum(
-    x: Tensor, m: Tensor, g: Tensor, step_out: Tensor, step_key: Tensor, first: int, distance: int, momentum: float
+    x: Tensor,
+    m: Tensor,
+    g: Tensor,
+    step_out: Tensor,
+    step_key: Tensor,
+    first: int,
+    distance: int,
+    momentum: float,
 ) -> None:
-    """Update m, and write the matrices x to orthogonalise; `first`, `distance` are as in muon_update."""
+    """Update m, and write the matrices x to orthogonalise; `first`,
+    `distance` are as in muon_update.
+    """
     (L, n), row = x.shape, _flat_row(x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
-        x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance, 1.0 - momentum,
-        RANDOM=dtype_name(m) == "bf16", **row,
+        x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance,
+        1.0 - momentum, RANDOM=dtype_name(m) == "bf16", **row,
     )  # fmt: skip
 
 
@@ -80,7 +107,15 @@ def _squares_kernel(part_ptr, x_ptr, n, x_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _normalise_kernel(
-    out_ptr, x_ptr, part_ptr, n, parts, out_stride, x_stride, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr,
+    x_ptr,
+    part_ptr,
+    n,
+    parts,
+    out_stride,
+    x_stride,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     matrix = tl.program_id(1).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
@@ -99,7 +134,16 @@ def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
     parts = triton.cdiv(n, sums)
     _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=sums, num_warps=8)
     _normalise_kernel[(triton.cdiv(n, block), k)](
-        out, x, scratch, n, parts, out.stride(0), x.stride(0), BLOCK_P=next_power_of_2(parts), BLOCK=block, num_warps=4
+        out,
+        x,
+        scratch,
+        n,
+        parts,
+        out.stride(0),
+        x.stride(0),
+        BLOCK_P=next_power_of_2(parts),
+        BLOCK=block,
+        num_warps=4,
     )
 
 
@@ -112,7 +156,8 @@ def muon_normalise_scratch(k: int, M: int, N: int) -> int:
 def lower_tile(item, tiles):
     """Return row and column of tile number `item` on and below the diagonal of tiles x tiles.
 
-    The rows of tiles are taken in pairs, the last with the first, so that all pairs are equally long.
+    The rows of tiles are taken in pairs, the last with the first, so
+    that all pairs are equally long.
     """
     length = tiles | 1
     row = tiles - 1 - item // length
@@ -123,7 +168,16 @@ def lower_tile(item, tiles):
 
 @triton.jit
 def _symmetric_kernel(
-    out_desc, x_desc, add_desc, C, K, add_factor, factor, TALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+    out_desc,
+    x_desc,
+    add_desc,
+    C,
+    K,
+    add_factor,
+    factor,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Write out = add_factor * add + factor * (x x^T, or x^T x if TALL), [C, C], of one matrix."""
     tiles = tl.cdiv(C, BLOCK)
@@ -151,7 +205,9 @@ def _symmetric_kernel(
         store_block(out_desc, [i, n, m], mirrored)
 
 
-def _launch_symmetric(out: Tensor, x: Tensor, add: Tensor | None, add_factor: float, factor: float, tall: bool) -> None:
+def _launch_symmetric(
+    out: Tensor, x: Tensor, add: Tensor | None, add_factor: float, factor: float, tall: bool
+) -> None:
     k, C, _ = out.shape
     K = x.shape[1] if tall else x.shape[2]
     row = tuned("muon_symmetric", dtype_name(x), BLOCK=C, BLOCK_K=K)
@@ -168,7 +224,9 @@ def _launch_symmetric(out: Tensor, x: Tensor, add: Tensor | None, add_factor: fl
 def muon_gram(gram: Tensor, x: Tensor) -> None:
     """Write gram = x x^T, or x^T x if M > N: the smaller of the two."""
     M, N = x.shape[1:]
-    assert gram.shape[1] == min(M, N), f"muon_gram: gram has {gram.shape[1]} rows, expected {min(M, N)}"
+    assert gram.shape[1] == min(M, N), (
+        f"muon_gram: gram has {gram.shape[1]} rows, expected {min(M, N)}"
+    )
     _launch_symmetric(gram, x, None, 0.0, 1.0, M > N)
 
 
@@ -207,14 +265,15 @@ def muon_apply(out: Tensor, x: Tensor, poly: Tensor, a: float) -> None:
     left, right = (x, poly) if M > N else (poly, x)
     _apply_kernel[(k * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         describe_halves(out, 1, block_m, block_n), describe(left, 1, block_m, block_k),
-        describe(right, 1, block_k, block_n), describe_halves(x, 1, block_m, block_n), M, N, C, a, **row,
+        describe(right, 1, block_k, block_n), describe_halves(x, 1, block_m, block_n), M, N, C, a,
+        **row,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first"])
 def _update_kernel(
-    w_ptr, low_ptr, x_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, w_stride, low_stride, x_stride, first, distance,
-    decay, scale, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    w_ptr, low_ptr, x_ptr, step_out_ptr, step_in_ptr, step_key_ptr, n, w_stride, low_stride,
+    x_stride, first, distance, decay, scale, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(step_out_ptr + APPLY) == 0.0:
         return
@@ -237,10 +296,12 @@ def muon_update(
     w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
     first: int, distance: int, decay: float, scale: float,
 ) -> None:  # fmt: skip
-    """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat index first + l * distance."""
+    """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat
+    index first + l * distance.
+    """
     (L, n), dtype, row = w.shape, dtype_name(w), _flat_row(w)
     low_stride = 0 if low is None else low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
-        w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first, distance, decay, scale,
-        STOCHASTIC=dtype == "bf16" and low is None, **row,
+        w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first,
+        distance, decay, scale, STOCHASTIC=dtype == "bf16" and low is None, **row,
     )  # fmt: skip

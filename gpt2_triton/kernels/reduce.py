@@ -1,6 +1,8 @@
-"""Reductions in a fixed order, so that two runs agree bit for bit: programs sum parts, then a kernel adds the parts.
+"""Reductions in a fixed order, so that two runs agree bit for bit: programs sum parts,
+then a kernel adds the parts.
 
-column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm gradients, up to three at once
+column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm gradients, up
+                                                  to three at once
 sum_squares   out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
 clip_factor   norm, min(1, clip / norm), finite   AdamW multiplies gradients with the factor
 loss_sum      out = loss_scale * sum_r losses[r]
@@ -20,7 +22,15 @@ SUM_BLOCK = 16384
 
 @triton.jit(do_not_specialize=["P"])  # a count of rows: divisibility gains nothing
 def _column_sums_kernel(
-    out_ptr, second_ptr, third_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+    out_ptr,
+    second_ptr,
+    third_ptr,
+    part_ptr,
+    P,
+    N,
+    ACC: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     which = tl.program_id(1)
     if second_ptr is not None:
@@ -43,8 +53,12 @@ def _column_sums_kernel(
 
 
 @contract("out[*]+ second[*]?+ third[*]?+ <- part[*]")
-def column_sums(out: Tensor, second: Tensor | None, third: Tensor | None, part: Tensor, P: int, acc: bool) -> None:
-    """out[n] (+)= sum over p of part[0, p, n], second of part[1], third of part[2]; only launchers call it."""
+def column_sums(
+    out: Tensor, second: Tensor | None, third: Tensor | None, part: Tensor, P: int, acc: bool
+) -> None:
+    """out[n] (+)= sum over p of part[0, p, n], second of part[1], third of
+    part[2]; only launchers call it.
+    """
     N, outs = out.numel(), 1 + (second is not None) + (third is not None)
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
@@ -98,7 +112,9 @@ def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> N
     n, block = g.numel(), flat_block(g.numel(), SUM_BLOCK)
     blocks = triton.cdiv(n, block)
     _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
-    _sum_kernel[(1,)](out, scratch, None, blocks, ACC=acc, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8)
+    _sum_kernel[(1,)](
+        out, scratch, None, blocks, ACC=acc, BLOCK=min(next_power_of_2(blocks), 8192), num_warps=8
+    )
 
 
 def sum_squares_scratch(n: int) -> int:
@@ -111,13 +127,21 @@ def loss_sum(out: Tensor, losses: Tensor, step_in: Tensor) -> None:
     """out = loss scale * sum of losses."""
     R = losses.numel()
     _sum_kernel[(1,)](
-        out, losses, step_in[LOSS_SCALE.value :], R, ACC=False, BLOCK=min(next_power_of_2(R), 8192), num_warps=8
+        out,
+        losses,
+        step_in[LOSS_SCALE.value :],
+        R,
+        ACC=False,
+        BLOCK=min(next_power_of_2(R), 8192),
+        num_warps=8,
     )
 
 
 @contract("step_out[*] <- sumsq[1] step_in[8]")
 def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
-    """Write step_out's NORM, CLIP_FACTOR (1 if CLIP is 0) and APPLY (1 if norm and loss are finite, else 0)."""
+    """Write step_out's NORM, CLIP_FACTOR (1 if CLIP is 0) and APPLY (1 if norm and
+    loss are finite, else 0).
+    """
     _clip_factor_kernel[(1,)](step_out, sumsq, step_in)
 
 

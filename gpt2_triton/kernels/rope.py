@@ -1,9 +1,11 @@
-"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) of the pairs (i, i + HS/2) of a head:
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) of the
+pairs (i, i + HS/2) of a head:
 
     y1 = x1 * cos - x2 * sin,  y2 = x2 * cos + x1 * sin
 
-A table, fp32 [positions, HS], holds the HS/2 cosines of a position, then its sines.  The product that gives q and k
-rotates them in its epilogue.  Attention's backward pass rotates their gradients back, by -sin.
+A table, fp32 [positions, HS], holds the HS/2 cosines of a position, then its sines.  The
+product that gives q and k rotates them in its epilogue.  Attention's backward pass rotates
+their gradients back, by -sin.
 """
 
 import triton
@@ -13,19 +15,25 @@ import triton.language as tl
 @triton.jit
 def head_halves(x, HS: tl.constexpr):
     """Return the halves of the heads of x [rows, heads*HS], each [rows, heads, HS/2]."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // HS, 2, HS // 2)), (0, 1, 3, 2)))
+    return tl.split(
+        tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // HS, 2, HS // 2)), (0, 1, 3, 2))
+    )
 
 
 @triton.jit
 def rotated_halves(x1, x2, cos, sin):
-    """Return heads [rows, heads*HS], rotated, from their halves; cos and sin are [rows, 1, HS/2]."""
+    """Return heads [rows, heads*HS], rotated, from their halves; cos
+    and sin are [rows, 1, HS/2].
+    """
     y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
     return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (x1.shape[0], x1.shape[1] * x1.shape[2] * 2))
 
 
 @triton.jit
 def rotated(x, rope_ptr, position, BACK: tl.constexpr, HS: tl.constexpr):
-    """Return x [rows, heads*HS] with each row rotated to its position, or if BACK, from there; HS is a power of 2."""
+    """Return x [rows, heads*HS] with each row rotated to its position, or if BACK, from
+    there; HS is a power of 2.
+    """
     at = position[:, None] * HS + tl.arange(0, HS // 2)[None, :]
     cos = tl.load(rope_ptr + at)[:, None, :]
     sin = tl.load(rope_ptr + at + HS // 2)[:, None, :]

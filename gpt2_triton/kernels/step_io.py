@@ -1,11 +1,13 @@
-"""Indices into the small device rows through which the host and the kernels exchange the numbers of a step.
+"""Indices into the small device rows through which the host and the kernels
+exchange the numbers of a step.
 
 step_in   fp32[8], written by the host before the step
 step_out  fp32[6], read by the host after it
-step_key  int32[4], written by the host: the Philox key of rounding noise and dropout; ROW before each micro-step
+step_key  int32[4], written by the host: the Philox key of rounding noise and
+          dropout; ROW before each micro-step
 
-The indices are constexpr because kernels can read no other globals.  The host indexes numpy arrays and lists with them
-as they are, and tensors with their `.value`.
+The indices are constexpr because kernels can read no other globals.  The host indexes numpy arrays
+and lists with them as they are, and tensors with their `.value`.
 """
 
 import triton.language as tl

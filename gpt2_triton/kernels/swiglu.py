@@ -1,4 +1,5 @@
-"""SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) of a gate g and a value u, with s = sigmoid(g):
+"""SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) of a gate g and a
+value u, with s = sigmoid(g):
 
 forward    h  = g * s * u
 backward   dg = dh * u * s * (1 + g * (1 - s)),  du = dh * g * s
@@ -23,7 +24,8 @@ from gpt2_triton.kernels.tuning import flat_block
 @triton.jit
 def _swiglu_kernel(out_ptr, scale_ptr, amax_ptr, dout_ptr, pre_ptr, n, F, BLOCK: tl.constexpr):
     """Without dout, store swiglu of pre; with dout, the gradient of pre."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # a row: quantise takes rows
+    # a row: quantise takes rows
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     at = i // F * (2 * F) + i % F
     g = tl.load(pre_ptr + at, mask=i < n, other=0.0).to(tl.float32)
     u = tl.load(pre_ptr + at + F, mask=i < n, other=0.0).to(tl.float32)

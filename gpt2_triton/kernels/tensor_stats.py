@@ -1,11 +1,14 @@
-"""Statistics of tensors: sums and maxima over the elements, one partial result per program, finished on the host.
+"""Statistics of tensors: sums and maxima over the elements, one partial result per
+program, finished on the host.
 
-tensor_stats     sum of x^2, largest |x|, non-finite elements                                of an activation
-fp8_stats        elements at the largest number and at 0                                      of an fp8 operand
-parameter_stats  tensor_stats of a gradient, sum of w^2, sum of (the update AdamW is about to make)^2
+tensor_stats     sum of x^2, largest |x|, non-finite elements            of an activation
+fp8_stats        elements at the largest number and at 0                  of an fp8 operand
+parameter_stats  tensor_stats of a gradient, sum of w^2, sum of (the
+                 update AdamW is about to make)^2
 muon_stats       the same before an update by Muon
 
-Sums and maxima are over the finite elements.  Each kernel reads its tensors once; that bounds its time.
+Sums and maxima are over the finite elements.  Each kernel reads its
+tensors once; that bounds its time.
 """
 
 import torch
@@ -22,7 +25,9 @@ from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
 
 
 @triton.jit
-def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _tensor_stats_kernel(
+    out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
@@ -49,16 +54,16 @@ def _tensor_stats_kernel(out_ptr, x_ptr, scale_ptr, n, ACC: tl.constexpr, PARTS:
 
 @triton.jit
 def _parameter_stats_kernel(
-    out_ptr, w_ptr, m_ptr, v_ptr, x_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, lr_factor, scale,
-    alpha1, alpha2, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, w_ptr, m_ptr, v_ptr, x_ptr, g_ptr, step_out_ptr, step_in_ptr, n, decay, lr_factor,
+    scale, alpha1, alpha2, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     updates = tl.zeros((BLOCK,), tl.float32)
-    applied = tl.load(step_out_ptr + APPLY)  # 0: the step is skipped, and there is neither an update nor an x
+    # 0: the step is skipped, and there is neither an update nor an x
+    applied = tl.load(step_out_ptr + APPLY)
     written = tl.where(applied == 1.0, n, 0)  # elements of x
     lr = tl.load(step_in_ptr + LR) * lr_factor * applied
     factor = tl.load(step_out_ptr + CLIP_FACTOR)
@@ -95,7 +100,9 @@ def _parameter_stats_kernel(
 
 @contract("out[3,P]+ <- x[*]")
 def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
-    """out = partial sums of x^2, largest |x|, non-finite counts, of Fp8's value, else rows; acc: with the old out."""
+    """out = partial sums of x^2, largest |x|, non-finite counts, of Fp8's value, else
+    rows; acc: with the old out.
+    """
     scale = x.scale if isinstance(x, Fp8) and x.value is None else None
     x = full(x) if scale is None else x.rows
     P = out.shape[1]
@@ -104,7 +111,9 @@ def tensor_stats(out: Tensor, x: Operand, acc: bool) -> None:
 
 
 @triton.jit
-def _fp8_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _fp8_stats_kernel(
+    out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     largest = tl.zeros((BLOCK,), tl.float32)
     zero = tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
@@ -123,10 +132,14 @@ def _fp8_stats_kernel(out_ptr, x_ptr, n, ACC: tl.constexpr, PARTS: tl.constexpr,
 
 @contract("out[2,P]+ <- x[R,C]")
 def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
-    """out (+)= partial counts of an fp8 operand's elements: saturated ones (448, e4m3's largest number) and zeros."""
+    """out (+)= partial counts of an fp8 operand's elements: saturated ones (448, e4m3's
+    largest number) and zeros.
+    """
     P, n = out.shape[1], x.rows.numel()
     block = _block(n, 8192)
-    _fp8_stats_kernel[(P,)](out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4)
+    _fp8_stats_kernel[(P,)](
+        out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4
+    )
 
 
 @contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[8]")
@@ -134,10 +147,11 @@ def parameter_stats(
     out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
     decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """out = tensor_stats of g, then partial sums of w^2 and of the squared update: lr * (...) in adamw.py.
+    """out = tensor_stats of g, then partial sums of w^2 and of the squared
+    update: lr * (...) in adamw.py.
 
-    The update is taken before w is rounded.  With fp32 masters, w is the bf16 weight: the decay and the ratio of update
-    to weight use rounded weights.
+    The update is taken before w is rounded.  With fp32 masters, w is the bf16 weight: the decay and
+    the ratio of update to weight use rounded weights.
     """
     n, P = w.numel(), out.shape[1]
     alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
@@ -149,7 +163,14 @@ def parameter_stats(
 
 @contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[8]")
 def muon_stats(
-    out: Tensor, w: Tensor, x: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor, decay: float, scale: float
+    out: Tensor,
+    w: Tensor,
+    x: Tensor,
+    g: Tensor,
+    step_out: Tensor,
+    step_in: Tensor,
+    decay: float,
+    scale: float,
 ) -> None:
     """out = parameter_stats of weights that Muon updates: lr * (scale * x + decay * w)."""
     n, P = w.numel(), out.shape[1]
@@ -160,7 +181,9 @@ def muon_stats(
 
 
 def stats_parts() -> int:
-    """Return how many programs, and so partial results, a launcher has: eight for each of 132 multiprocessors."""
+    """Return how many programs, and so partial results, a launcher has: eight for
+    each of 132 multiprocessors.
+    """
     return 2 if INTERPRET else 1056
 
 

@@ -1,6 +1,8 @@
-"""Changes how Triton finds compiled kernels: sooner, launched in any order, and in a cache folder that was moved.
+"""Changes how Triton finds compiled kernels: sooner, launched in any order, and in a
+cache folder that was moved.
 
-The key of an entry is a hash of the kernel's source and options, and of Triton.  precompile.py imports this module.
+The key of an entry is a hash of the kernel's source and options, and of Triton.
+precompile.py imports this module.
 """
 
 import functools
@@ -17,12 +19,18 @@ from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import DependenciesFinder
 
 LIBRARY = "triton/_C/libtriton.so"
-_hash_triton, _update_hash, _compile = cache.triton_key, DependenciesFinder._update_hash, JITFunction._do_compile
+_hash_triton, _update_hash, _compile = (
+    cache.triton_key,
+    DependenciesFinder._update_hash,
+    JITFunction._do_compile,
+)
 
 
 @functools.cache
 def triton_key() -> str:
-    """Hash the wheel's list of its files and their hashes.  Triton reads all of them, 400 MB, which takes a second."""
+    """Hash the wheel's list of its files and their hashes.  Triton reads all of them, 400
+    MB, which takes a second.
+    """
     with suppress(PackageNotFoundError):  # AMD's has another name
         lines = (distribution("triton").read_text("RECORD") or "").splitlines()
         files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
@@ -32,13 +40,19 @@ def triton_key() -> str:
 
 
 def _hash_callee_first(finder: Any, function: Any) -> None:
-    """Hash a callee first: the key of Triton 3.6 depends on which callees earlier launches have hashed."""
+    """Hash a callee first: the key of Triton 3.6 depends on which callees
+    earlier launches have hashed.
+    """
     _ = function.cache_key
     _update_hash(finder, function)
 
 
-def _compile_once(function: JITFunction, key: str, signature: Any, device: int, *rest: Any, **options: Any) -> Any:
-    """Compile a kernel; its next launch finds it in memory while a thread still compiles it, as in Triton 3.9."""
+def _compile_once(
+    function: JITFunction, key: str, signature: Any, device: int, *rest: Any, **options: Any
+) -> Any:
+    """Compile a kernel; its next launch finds it in memory while a thread still
+    compiles it, as in Triton 3.9.
+    """
     kernel = _compile(function, key, signature, device, *rest, **options)
     if isinstance(kernel, FutureKernel):
         function.device_caches[device][0][key] = kernel
@@ -46,7 +60,9 @@ def _compile_once(function: JITFunction, key: str, signature: Any, device: int, 
 
 
 class MovableCache(FileCacheManager):
-    """A folder of Triton's cache that may have been copied from another place, where Triton notes absolute paths."""
+    """A folder of Triton's cache that may have been copied from another place, where
+    Triton notes absolute paths.
+    """
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Return the paths of a kernel's metadata, which is written last, and of its binary."""

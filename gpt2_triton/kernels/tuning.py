@@ -1,8 +1,10 @@
-"""Launch parameters as data: operation and dtype -> blocks, warps, stages.  Nothing is tuned at run time.
+"""Launch parameters as data: operation and dtype -> blocks, warps, stages.
+Nothing is tuned at run time.
 
-The rows are in the table in use (table_file.py).  PER_SM of a row is the number of programs that share a
-multiprocessor, where each program has partial sums in scratch.  Memory is planned before the GPU is known, for
-PLANNED_SMS multiprocessors.  On a GPU with more, a launcher takes as many programs as its scratch has room for.
+The rows are in the table in use (table_file.py).  PER_SM of a row is the number of programs that
+share a multiprocessor, where each program has partial sums in scratch.  Memory is planned before
+the GPU is known, for PLANNED_SMS multiprocessors.  On a GPU with more, a launcher takes as many
+programs as its scratch has room for.
 """
 
 import functools
@@ -20,12 +22,20 @@ PLANNED_SMS = 2 if INTERPRET else 132  # of H100 and H200
 
 @functools.cache
 def num_sms() -> int:
-    """Return the number of programs of a persistent kernel: one per multiprocessor; two in the interpreter."""
-    return 2 if INTERPRET else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    """Return the number of programs of a persistent kernel: one per
+    multiprocessor; two in the interpreter.
+    """
+    return (
+        2
+        if INTERPRET
+        else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    )
 
 
 def programs(tiles: int) -> int:
-    """Return the number of programs of a kernel of so many tiles: one on each multiprocessor, or a tile (`walk`)."""
+    """Return the number of programs of a kernel of so many tiles: one on each
+    multiprocessor, or a tile (`walk`).
+    """
     return min(num_sms(), tiles) if has_tma() else tiles
 
 
@@ -49,16 +59,18 @@ def next_power_of_2(n: int) -> int:
 
 
 def flat_block(n: int, on_gpu: int) -> int:
-    """Return the size of the blocks that cut n elements, a power of two; the interpreter takes large ones."""
+    """Return the size of the blocks that cut n elements, a power of two; the
+    interpreter takes large ones.
+    """
     return min(next_power_of_2(max(n, 4)), 1 << 18) if INTERPRET else on_gpu
 
 
 def tuned(op: str, dtype: str, **sizes: int) -> Row:
     """Return a new dict of the launch parameters of `op` for storage dtype "bf16", "fp32" or "fp8".
 
-    fp8 takes bf16's row with BLOCK_K doubled, so that a block has as many bytes.  `sizes` gives the dimension that each
-    block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`.  Only the interpreter uses `sizes`: a block
-    covers its dimension (a power of two, at least 16).
+    fp8 takes bf16's row with BLOCK_K doubled, so that a block has as many bytes.  `sizes` gives the
+    dimension that each block runs along, as in `tuned("matmul", "bf16", BLOCK_M=R, BLOCK_N=N)`.
+    Only the interpreter uses `sizes`: a block covers its dimension (a power of two, at least 16).
     """
     row = dict(table().rows[op, "bf16" if dtype == "fp8" else dtype])
     if dtype == "fp8":
@@ -70,7 +82,9 @@ def tuned(op: str, dtype: str, **sizes: int) -> Row:
 
 
 def product_row(dtype: str, M: int, N: int, K: int, rope: torch.Tensor | None) -> Row:
-    """Return a new row for a product [M, N].  If its epilogue rotates heads, each half of a tile has whole heads."""
+    """Return a new row for a product [M, N].  If its epilogue rotates heads, each half
+    of a tile has whole heads.
+    """
     row = tuned("matmul", dtype, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     heads = 0 if rope is None else 2 * rope.shape[1]
     wider = max(1, heads // row["BLOCK_N"])

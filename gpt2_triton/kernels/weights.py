@@ -1,11 +1,12 @@
-"""Loads and stores the weights of an update, for AdamW and Muon, in one of three storages, and moments in fp32 or bf16.
-Moments in bf16 are rounded like weights.
+"""Loads and stores the weights of an update, for AdamW and Muon, in one of three storages, and
+moments in fp32 or bf16.  Moments in bf16 are rounded like weights.
 
 fp32            as they are
-bf16            rounded stochastically: 16 random bits are added below the bits that stay.  The rounding error is then
-                0 on average, and updates below half an ulp are not lost.  Philox gives 32 bits for (seed, step,
-                element): the weight takes the lower half, the moments the upper half.  That both moments take the
-                same bits changes the mean of m / sqrt(v) by about 1e-6 of it.
+bf16            rounded stochastically: 16 random bits are added below the bits that stay.  The
+                rounding error is then 0 on average, and updates below half an ulp are not lost.
+                Philox gives 32 bits for (seed, step, element): the weight takes the lower half, the
+                moments the upper half.  That both moments take the same bits changes the mean of m
+                / sqrt(v) by about 1e-6 of it.
 bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
 """
 
@@ -29,7 +30,9 @@ def load_weights(w_ptr, low_ptr, i, mask):
 
 @triton.jit
 def random_words(step_key_ptr, first, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return random words, to round BLOCK elements from flat index `first`, a multiple of 4; zeros without USED."""
+    """Return random words, to round BLOCK elements from flat index `first`, a multiple
+    of 4; zeros without USED.
+    """
     if not USED:
         return tl.zeros((BLOCK,), tl.uint32)
     return philox_words(step_seed(step_key_ptr), first, tl.load(step_key_ptr + STEP), ROUND, BLOCK)

@@ -1,4 +1,5 @@
-"""What tells one model from another: its tables of buffers, its schedule, and the names of its weights elsewhere.
+"""What tells one model from another: its tables of buffers, its schedule, and the
+names of its weights elsewhere.
 
 It is the only module that imports a model.
 """
@@ -29,7 +30,8 @@ class Architecture(NamedTuple):
     Fp8Buffers: type
     schedule: ModuleType
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
-    fill: Callable[[Any, ModelConfig], None] = lambda a, m: None  # writes what Acts holds for a whole run
+    # writes what Acts holds for a whole run
+    fill: Callable[[Any, ModelConfig], None] = lambda a, m: None
 
 
 def _fill_rope(a: Any, m: ModelConfig) -> None:
@@ -37,9 +39,20 @@ def _fill_rope(a: Any, m: ModelConfig) -> None:
     a.rope.copy_(torch.from_numpy(rope.table(positions, HS, m.rope_theta, m.rope_factor)))
 
 
-GPT2 = Architecture(gpt2_buffers.Params, gpt2_buffers.Acts, gpt2_buffers.Fp8Buffers, gpt2_schedule, gpt2_names.by_name)
+GPT2 = Architecture(
+    gpt2_buffers.Params,
+    gpt2_buffers.Acts,
+    gpt2_buffers.Fp8Buffers,
+    gpt2_schedule,
+    gpt2_names.by_name,
+)
 LLAMA = Architecture(
-    llama_buffers.Params, llama_buffers.Acts, Fp8Operands, llama_schedule, llama_names.by_name, _fill_rope
+    llama_buffers.Params,
+    llama_buffers.Acts,
+    Fp8Operands,
+    llama_schedule,
+    llama_names.by_name,
+    _fill_rope,
 )
 
 
@@ -50,7 +63,9 @@ def of(m: ModelConfig) -> Architecture:
 
 
 def dimensions(m: ModelConfig) -> dict[str, int]:
-    """Return the symbols of tables.py that the shapes of parameters use, and the numbers of parameters."""
+    """Return the symbols of tables.py that the shapes of parameters use, and
+    the numbers of parameters.
+    """
     L, C = m.n_layer, m.n_embd
     d = dict(NH=m.n_head, HS=C // m.n_head, C=C, Ckv=m.kv_channels, D=C + 2 * m.kv_channels)
     d |= dict(F=m.inner, G=m.inner * (2 if m.arch == "llama" else 1))

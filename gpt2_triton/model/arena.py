@@ -1,8 +1,9 @@
 """Plans every buffer of a run into one allocation.
 
-A buffer is a field of a dataclass (tables.py) with a symbolic shape, a storage type and phases.  Phases are the parts
-of a step in which its bytes matter.  `resolve_buffers` fills in the sizes.  `place_buffers` gives offsets: the largest
-buffer comes first, at the first fit.  Two buffers share bytes only if no phase needs both.  `carve` cuts typed views.
+A buffer is a field of a dataclass (tables.py) with a symbolic shape, a storage type and phases.
+Phases are the parts of a step in which its bytes matter.  `resolve_buffers` fills in the sizes.
+`place_buffers` gives offsets: the largest buffer comes first, at the first fit.  Two buffers share
+bytes only if no phase needs both.  `carve` cuts typed views.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PHASES = ("embed", "block", "head", "block_bwd", "update", "between")  # one step, in order; block* loop over layers
+# one step, in order; block* loop over layers
+PHASES = ("embed", "block", "head", "block_bwd", "update", "between")
 ALIGN = 256
 GIB = 2**30
 
@@ -23,11 +25,17 @@ class BufferSpec:
     """One row of a table of buffers; dimensions are still symbols."""
 
     declared: str  # "R 4*C", or "L | R 4*C" for a list of L buffers
-    storage: str  # "act" (the run's dtype), "m" (optim.m), "v", "f32", "i32", "i16", "e4m3", "e5m2", "u8"
-    live: str  # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
+    # "act" (the run's dtype), "m" (optim.m), "v", "f32", "i32", "i16", "e4m3", "e5m2", "u8"
+    storage: str
+    # "head" | "block block_bwd" (two uses, free in between) | "block..block_bwd" (kept throughout)
+    live: str
     kind: str
-    drop: str = ""  # the first recompute level at which layers share one copy; "level:odd" if only odd entries share it
-    again: str = ""  # the first level at which the backward pass writes the shared copy again; "": the same as `drop`
+    # the first recompute level at which layers share one copy; "level:odd"
+    # if only odd entries share it
+    drop: str = ""
+    # the first level at which the backward pass writes the shared copy
+    # again; "": the same as `drop`
+    again: str = ""
     within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
     only: str = ""  # "bf16": only if the layers' operands are in bf16; see fp8.formats
     one_copy: bool = False  # all entries of the list use one copy
@@ -55,7 +63,8 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: torch.dtype
     live: str
-    copy_of: tuple[int, ...] | None  # the copy that each entry of a list uses; None: a single buffer
+    # the copy that each entry of a list uses; None: a single buffer
+    copy_of: tuple[int, ...] | None
     offset: int = 0
 
     @property
@@ -94,24 +103,30 @@ def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
     >>> eval_shape("R 4*C", dict(R=32, C=64))
     (32, 256)
     """
-    return tuple(math.prod(dims[t] if t in dims else int(t) for t in axis.split("*")) for axis in shape.split())
+    return tuple(
+        math.prod(dims[t] if t in dims else int(t) for t in axis.split("*"))
+        for axis in shape.split()
+    )
 
 
 def resolve_buffers(
-    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str], order: Sequence[str],
-    formats: Set[str] = frozenset({"bf16"}),
+    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str],
+    order: Sequence[str], formats: Set[str] = frozenset({"bf16"}),
 ) -> list[Buffer]:  # fmt: skip
-    """Return the table's buffers for these sizes, not yet placed; leave out empty buffers and other formats' buffers.
+    """Return the table's buffers for these sizes, not yet placed; leave out empty
+    buffers and other formats' buffers.
 
     levels   the recompute level of each layer; layers of the deeper level come first
     order    all levels, from the level that keeps most to the level that keeps least
     formats  the formats of operands, as `only` names them
 
-    Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again, so it shares layer 1's copy:
+    Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again,
+    so it shares layer 1's copy:
 
     >>> from gpt2_triton.model.gpt2.buffers import Acts
     >>> from gpt2_triton.model.tables import RECOMPUTE_LEVELS, layer_levels
-    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, D=12, F=16, G=16, NH=1, L=3, S=7, Vp=8, W=8)
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, D=12, F=16, G=16, NH=1, L=3,
+    ...             S=7, Vp=8, W=8)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
     >>> for b in buffers:
@@ -141,25 +156,33 @@ def resolve_buffers(
         dropped = sum(depth >= order.index(level) for depth in depths) if level else 0
         if spec.count:
             n = eval_shape(spec.count, dims)[0]
-            copy_of = (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, which == "odd")
+            copy_of = (
+                (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, which == "odd")
+            )
         if dropped and dropped == len(levels) and which != "odd":
             live = "block block_bwd" if depths[0] >= order.index(spec.again or level) else "block"
-        out.append(Buffer(field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of))
+        out.append(
+            Buffer(
+                field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of
+            )
+        )
     return [buffer for buffer in out if buffer.nbytes]
 
 
 def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...]:
     """Return the copy that each of a list's n entries uses.
 
-    The first `dropped` layers use the copy of layer `dropped`; every other entry has its own copy.  In the forward pass
-    the dropped layers end before layer `dropped` writes.  In the backward pass layer `dropped` ends before they write.
+    The first `dropped` layers use the copy of layer `dropped`; every other entry has its own copy.
+    In the forward pass the dropped layers end before layer `dropped` writes.  In the backward pass
+    layer `dropped` ends before they write.
 
     >>> _copies(4, 4, 2, odd_only=False)
     (0, 0, 0, 1)
     >>> _copies(9, 4, 2, odd_only=True)  # x[1] and x[3] use the copy of x[5]
     (0, 3, 1, 3, 2, 3, 4, 5, 6)
     """
-    shared = dropped * (n // layers) + odd_only if dropped else 0  # the first entry with a copy that others use
+    # the first entry with a copy that others use
+    shared = dropped * (n // layers) + odd_only if dropped else 0
     users = [shared if i < shared and (i % 2 or not odd_only) else i for i in range(n)]
     copies = {entry: copy for copy, entry in enumerate(sorted({*users}))}
     return tuple(copies[entry] for entry in users)
@@ -171,7 +194,8 @@ class MemoryPlan:
 
     buffers: dict[str, Buffer]
     total: int
-    between: "MemoryPlan | None" = None  # of a forward pass in bf16 between the steps of a run in fp8
+    # of a forward pass in bf16 between the steps of a run in fp8
+    between: "MemoryPlan | None" = None
 
     def by_kind(self) -> dict[str, int]:
         out: dict[str, int] = {}
@@ -181,7 +205,9 @@ class MemoryPlan:
 
 
 def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> MemoryPlan:
-    """Place each buffer, the largest first, at the lowest offset that is free in its phases; `fixed` ones stay."""
+    """Place each buffer, the largest first, at the lowest offset that is free in its
+    phases; `fixed` ones stay.
+    """
     placed = [b for b in fixed if not b.spec.within]
     for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
         offset = 0
@@ -195,19 +221,29 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
     for b in buffers:
         if b.spec.within:
             host = by_name[b.spec.within]
-            assert b.nbytes <= host.nbytes and b.phases <= host.phases, f"{b.name} does not fit in {host.name}"
+            assert b.nbytes <= host.nbytes and b.phases <= host.phases, (
+                f"{b.name} does not fit in {host.name}"
+            )
             b.offset = host.offset
     return MemoryPlan(by_name, max(b.offset + b.nbytes for b in by_name.values()))
 
 
 def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
-    """Return `table` with views of `arena`, shaped by `dims`, at most the planned sizes; None without a buffer."""
+    """Return `table` with views of `arena`, shaped by `dims`, at most the planned
+    sizes; None without a buffer.
+    """
 
     def view(buffer: Buffer, copy: int) -> Tensor:
         shape = eval_shape(buffer.spec.shape, dims)
-        assert math.prod(shape) <= math.prod(buffer.shape), f"{buffer.name} {shape} exceeds the planned {buffer.shape}"
+        assert math.prod(shape) <= math.prod(buffer.shape), (
+            f"{buffer.name} {shape} exceeds the planned {buffer.shape}"
+        )
         start = buffer.offset + copy * buffer.copy_bytes
-        return arena[start : start + math.prod(shape) * buffer.dtype.itemsize].view(buffer.dtype).view(shape)
+        return (
+            arena[start : start + math.prod(shape) * buffer.dtype.itemsize]
+            .view(buffer.dtype)
+            .view(shape)
+        )
 
     def views(name: str) -> Any:
         if name not in buffers:

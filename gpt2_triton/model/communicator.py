@@ -1,17 +1,21 @@
-"""Exchange of gradients and parameters between ranks, on a second stream that runs next to the computation.
+"""Exchange of gradients and parameters between ranks, on a second stream that
+runs next to the computation.
 
-gradients   A layer's gradients are reduced after its backward pass, alone or together with other layers' gradients: see
-            `send_schedule`.  The embedding, the largest bucket (sharding.py), is reduced with norms and biases while
-            layer 0's last product runs.  Layer 0 comes last, and the update waits for it.
-matrices    Muon orthogonalises each whole matrix on one rank.  Before that, the other ranks send their parts of it
-            (ZeRO-1 and 2).  After it, the result is sent to the ranks that update it.
-parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered while the layers are updated.  Layers are gathered
-            when the next step begins, each in time for its forward pass.
+gradients   A layer's gradients are reduced after its backward pass, alone or together with other
+            layers' gradients: see `send_schedule`.  The embedding, the largest bucket
+            (sharding.py), is reduced with norms and biases while layer 0's last product runs.
+            Layer 0 comes last, and the update waits for it.
+matrices    Muon orthogonalises each whole matrix on one rank.  Before that, the other
+            ranks send their parts of it (ZeRO-1 and 2).  After it, the result is sent
+            to the ranks that update it.
+parameters  (ZeRO-1 and 2) Embedding, norms and biases are gathered while the layers are updated.
+            Layers are gathered when the next step begins, each in time for its forward pass.
 
-There are two transports.  NcclCommunicator uses collectives.  PeerCopyCommunicator (peer_copies.py) serves ranks of one
-host that can read each other's arenas.
+There are two transports.  NcclCommunicator uses collectives.  PeerCopyCommunicator (peer_copies.py)
+serves ranks of one host that can read each other's arenas.
 
-Streams wait for each other through events, which CUDA graphs capture.  On a CPU every call is complete when it returns.
+Streams wait for each other through events, which CUDA graphs capture.  On a CPU every call
+is complete when it returns.
 """
 
 from collections.abc import Sequence
@@ -39,7 +43,9 @@ class Communicator:
         """Make the current stream wait until the layer's gradients may be written."""
 
     def reduce_grads(self, layer: int) -> None:
-        """Reduce the buckets that are due after the gradients of `layer`, which may be NOT_A_LAYER."""
+        """Reduce the buckets that are due after the gradients of `layer`,
+        which may be NOT_A_LAYER.
+        """
 
     def end_micro_step(self) -> None:
         """Make the current stream wait for all that was sent."""
@@ -54,7 +60,9 @@ class Communicator:
         """Fetch the other ranks' parts of the matrices that this rank will orthogonalise."""
 
     def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
-        """Fetch, from the matrices that other ranks have orthogonalised, the parts that this rank updates."""
+        """Fetch, from the matrices that other ranks have orthogonalised, the
+        parts that this rank updates.
+        """
 
     def gather_after_update(self, bucket: int) -> None:
         """Gather the buckets that are due after this rank's update of its shard of `bucket`."""
@@ -63,7 +71,9 @@ class Communicator:
         """Launch every kernel of the exchange once, to have it compiled."""
 
     def gather_params(self) -> None:
-        """Gather all parameters before something reads them between steps; all ranks call it together."""
+        """Gather all parameters before something reads them between steps;
+        all ranks call it together.
+        """
 
     def close(self) -> None:
         """Close this rank's access to the other ranks' memory."""
@@ -72,8 +82,9 @@ class Communicator:
 def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[int, list[int]]:
     """Return, for each layer, the buckets that are reduced together after its backward pass.
 
-    last        True in the last micro-step of a step, which sends everything that is not sent yet.  At ZeRO-2 each
-                micro-step sends each layer alone, because no buffer keeps the layer's gradients.
+    last        True in the last micro-step of a step, which sends everything that is not sent
+                yet.  At ZeRO-2 each micro-step sends each layer alone, because no buffer
+                keeps the layer's gradients.
     send_from   Layers above this layer wait and are sent with it; layers below it are sent at once.
 
     Three layers, the last micro-step, send_from 1; bucket 0 is the embedding, 4 norms and biases:
@@ -99,11 +110,15 @@ class BucketedCommunicator(Communicator):
         self._K = K
         self._s = state
         self._zero = dims["zero"]
-        self._buckets, self._shards = sharding.buckets(dims), sharding.owned_shards(dims, group.rank)
+        self._buckets, self._shards = (
+            sharding.buckets(dims),
+            sharding.owned_shards(dims, group.rank),
+        )
         self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._schedules = {
-            last: send_schedule(dims["L"], self._zero, last, self._send_from(dims)) for last in (False, True)
+            last: send_schedule(dims["L"], self._zero, last, self._send_from(dims))
+            for last in (False, True)
         }
         self._send_after = self._schedules[True]
         self._first = False
@@ -153,7 +168,8 @@ class BucketedCommunicator(Communicator):
                 self._barrier()
                 self._gather(0)
                 self._gather(self._rest)
-                self._barrier()  # a load of weights after the step must not overwrite what others still read
+                # a load of weights after the step must not overwrite what others still read
+                self._barrier()
         if self._zero and bucket == self._rest - 1:
             self._side.join()
 
@@ -204,11 +220,15 @@ class BucketedCommunicator(Communicator):
         raise NotImplementedError
 
     def _barrier(self) -> None:
-        """Barrier in stream order: writes before it are visible to all ranks after it, and reads before it are done."""
+        """Barrier in stream order: writes before it are visible to all ranks after it, and
+        reads before it are done.
+        """
         raise NotImplementedError
 
     def _reduce(self, buckets: Sequence[int]) -> None:
-        """Sum the gradients of these buckets over ranks: this rank's shard of each, at stage 0 the whole bucket."""
+        """Sum the gradients of these buckets over ranks: this rank's shard of each, at
+        stage 0 the whole bucket.
+        """
         raise NotImplementedError
 
     def _gather(self, bucket: int) -> None:
@@ -217,7 +237,9 @@ class BucketedCommunicator(Communicator):
 
 
 class NcclCommunicator(BucketedCommunicator):
-    """Collectives of NCCL, or of gloo on CPUs, each sent as soon as it can be.  They need no barrier."""
+    """Collectives of NCCL, or of gloo on CPUs, each sent as soon as it can
+    be.  They need no barrier.
+    """
 
     def _send_from(self, dims: dict[str, int]) -> int:
         return dims["L"]
@@ -242,14 +264,20 @@ class NcclCommunicator(BucketedCommunicator):
         self._group.all_gather(whole, self._own_shard(whole))
 
     def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
-        """Sum the ranks' parts; each rank has zeros in the others' parts.  At stage 0 each rank has all parts."""
+        """Sum the ranks' parts; each rank has zeros in the others' parts.  At stage
+        0 each rank has all parts.
+        """
         if not self._zero:
             return
         for c in classes:
             part = c.parts[self._group.rank]
             flat = c.whole.view(-1)
             layer = c.whole.numel() // len(c.w)
-            ends = [0, *(l * layer + end for l in range(len(c.w)) for end in (part.start, part.stop)), len(flat)]
+            ends = [
+                0,
+                *(l * layer + end for l in range(len(c.w)) for end in (part.start, part.stop)),
+                len(flat),
+            ]
             for start, stop in zip(ends[::2], ends[1::2], strict=True):
                 if stop > start:
                     self._K.fill(flat[start:stop], 0.0)
@@ -271,7 +299,9 @@ class NcclCommunicator(BucketedCommunicator):
                 self._group.all_reduce(rest)
 
     def _whole_groups(self, c: MatrixClass) -> Sequence[Tensor]:
-        """Return groups of one matrix per rank, as flat views; the matrices left over are in _rest_group."""
+        """Return groups of one matrix per rank, as flat views; the matrices
+        left over are in _rest_group.
+        """
         size = c.whole[0].numel() * self._group.size
         return c.whole.view(-1)[: len(c.whole) // self._group.size * size].split(size)
 

@@ -1,4 +1,6 @@
-"""Compiles a run's kernels before the run begins: it makes the run's calls without launches (kernels/precompile.py)."""
+"""Compiles a run's kernels before the run begins: it makes the run's calls without
+launches (kernels/precompile.py).
+"""
 
 from typing import Any
 
@@ -11,27 +13,36 @@ from gpt2_triton.model.communicator import Communicator
 def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
     """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
 
-    `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in fp8 too.  `answered` are the
-    shapes of HellaSwag's questions, which every run evaluates in bf16.  Kernels depend on shapes: they are specialised
-    on multiples of 16 and 32, and B*T selects among some kernels.
+    `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in
+    fp8 too.  `answered` are the shapes of HellaSwag's questions, which every run evaluates
+    in bf16.  Kernels depend on shapes: they are specialised on multiples of 16 and 32, and
+    B*T selects among some kernels.
     """
     model.train_view.comm = Communicator()
     try:
-        with Progress("compiling", None, "kernels") as progress, model.K.compiling(report=progress.show) as compiled:
+        with (
+            Progress("compiling", None, "kernels") as progress,
+            model.K.compiling(report=progress.show) as compiled,
+        ):
             _make_calls(model, validated, answered)
         return compiled
     finally:
         model.train_view.comm = model.comm
 
 
-def _make_calls(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> None:
+def _make_calls(
+    model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]
+) -> None:
     model.initialise(model.config.train.seed)
     for with_stats in (False, True) if model.stats_recorder else (False,):
         for acc in (False, True)[: model.shape.accumulation]:
             model._forward_backward(acc, with_stats, True)
         model._update(with_stats)
     model.comm.precompile()
-    for shapes, in_fp8 in ((validated | answered, False), (validated if model.has_fp8 else (), True)):
+    for shapes, in_fp8 in (
+        (validated | answered, False),
+        (validated if model.has_fp8 else (), True),
+    ):
         for shape in shapes:
             zeros = np.zeros(shape, np.int32)
             model.evaluate(zeros, zeros, in_fp8)

@@ -12,8 +12,11 @@ class DeviceEvent:
     """An event in the current stream, to wait for and to measure time from; on a CPU a moment."""
 
     def __init__(self, device: str):
-        # blocking: a waiting host thread sleeps, which frees its core for the prefetch and checkpoint threads
-        self._event = None if device == "cpu" else torch.cuda.Event(enable_timing=True, blocking=True)
+        # blocking: a waiting host thread sleeps, which frees its core for the
+        # prefetch and checkpoint threads
+        self._event = (
+            None if device == "cpu" else torch.cuda.Event(enable_timing=True, blocking=True)
+        )
         self._moment = 0.0
 
     def record(self) -> None:
@@ -35,9 +38,10 @@ class DeviceEvent:
 class GraphCache:
     """Runs functions as CUDA graphs; equal arguments must always give equal launches.
 
-    The first call launches kernel by kernel, which loads the kernels.  Then it captures the launches without running
-    them, and later calls replay the capture.  Addresses and descriptors in a capture stay valid: nothing in the arena
-    moves, and kernels read from the arena what changes from step to step.
+    The first call launches kernel by kernel, which loads the kernels.  Then it captures the
+    launches without running them, and later calls replay the capture.  Addresses and
+    descriptors in a capture stay valid: nothing in the arena moves, and kernels read from the
+    arena what changes from step to step.
     """
 
     def __init__(self) -> None:
@@ -61,7 +65,8 @@ class GraphCache:
 def capture(function: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
     """Return the launches of a call as a graph, without running them."""
     graph = torch.cuda.CUDAGraph()
-    gc.disable()  # a collection could destroy another model's graphs, which CUDA forbids during a capture
+    # a collection could destroy another model's graphs, which CUDA forbids during a capture
+    gc.disable()
     try:
         # thread_local: a global capture treats the prefetch thread's wait for an event as an error
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

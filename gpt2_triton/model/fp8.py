@@ -1,9 +1,11 @@
 """Operands of matrix products in fp8, and their places in the schedule's view.
 
-With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers' products, forward and
-backward.  Unless fp8.keep_bf16 is head, they also replace the head's operands.  Everything else is as in bf16.
+With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers'
+products, forward and backward.  Unless fp8.keep_bf16 is head, they also replace the head's
+operands.  Everything else is as in bf16.
 
-A scale belongs to one tensor of one layer.  State.scale has the SCALES of each layer, then HEAD_SCALES.
+A scale belongs to one tensor of one layer.  State.scale has the SCALES of
+each layer, then HEAD_SCALES.
 """
 
 import math
@@ -22,7 +24,8 @@ WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", *WEIGHTS)
 HEAD_SCALES = ("lnf", "wte")
 HISTORY = 16  # steps, the columns of State.history
-# name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale datt, fcproj's at scale dfcg
+# name: field, entries per layer, first entry.  attproj's backward pass reads dx at scale
+# datt, fcproj's at scale dfcg
 PLACES = dict(ln1=("ln", 2, 0), ln2=("ln", 2, 1), datt=("dx", 2, 1), dfcg=("dx", 2, 2))
 
 
@@ -40,46 +43,63 @@ def scales(dims: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def place(name: str, layer: int) -> tuple[str, int]:
-    """Return the field of Acts or Params, and the entry in it, that the scale of this name and layer belongs to."""
+    """Return the field of Acts or Params, and the entry in it, that the scale of this
+    name and layer belongs to.
+    """
     field, per_layer, first = PLACES.get(name, (name, 1, 0))
     return field, per_layer * layer + first
 
 
 def formats(dims: Mapping[str, int]) -> set[str]:
-    """Return the `only` values that hold: bf16 for the layers' operands, and the head in bf16 or fp8."""
+    """Return the `only` values that hold: bf16 for the layers' operands,
+    and the head in bf16 or fp8.
+    """
     return {"fp8 head" if dims["head8"] else "bf16 head"} | ({"bf16"} if dims["A"] == 0 else set())
 
 
-def place_operands(K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool) -> list[list[Any]]:
-    """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8 weights, then the head's."""
+def place_operands(
+    K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
+) -> list[list[Any]]:
+    """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8
+    weights, then the head's.
+    """
     L, index = dims["L"], {scale: i for i, scale in enumerate(scales(dims))}
 
-    def operand(name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None) -> Any:
+    def operand(
+        name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None
+    ) -> Any:
         i = index[name, layer]
         written = columns is not None and len(columns) > 0  # together with the rows
         if columns is None:  # made by matmul_dw, in memory that operands share
             columns = q.dout8t if name[0] == "d" else q.ln8t
-        return K.Fp8(rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value)
+        return K.Fp8(
+            rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value
+        )
 
     a.ln = [operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i]) for i in range(2 * L)]
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
     a.dqkv = [operand("dqkv", l, q.dqkv8, q.dqkv8t) for l in range(L)]
-    a.att = [operand("att", l, q.att8[l], q.att8t, a.att[l]) for l in range(L)]  # attention_bwd writes the columns
+    # attention_bwd writes the columns
+    a.att = [operand("att", l, q.att8[l], q.att8t, a.att[l]) for l in range(L)]
     a.dx[1:] = [
-        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx) for i, dx in enumerate(a.dx[1:])
+        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx)
+        for i, dx in enumerate(a.dx[1:])
     ]
     if hasattr(q, "slope"):  # GPT-2 keeps gelu' in the place of GELU's input
         a.fch = q.slope
     for name in WEIGHTS:
-        tensors = zip(getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True)
+        tensors = zip(
+            getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True
+        )
         setattr(w, name, [operand(name, l, *forms) for l, forms in enumerate(tensors)])
     weights = [[getattr(w, name)[l] for name in WEIGHTS] for l in range(L)]
     if ("wte", L) not in index:
         return [*weights, []]
     a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf)
     w.wte = operand("wte", L, q.wte8, q.wte8t, w.wte)
-    a.p = K.Fp8(q.p8, q.p8t, q.p_scale, None, True)  # the kernels that write these two also write their scales
+    # the kernels that write these two also write their scales
+    a.p = K.Fp8(q.p8, q.p8t, q.p_scale, None, True)
     a.lns = K.Fp8(q.lnf8[:0], q.lns8t, q.lns_scale, None, True)
     return [*weights, [w.wte]]
 
@@ -91,10 +111,13 @@ def clear(row: Tensor | None) -> None:
 
 
 def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> None:
-    """Set scales by two passes over a step's micro-batches, the first with guessed scales; all ranks call it."""
+    """Set scales by two passes over a step's micro-batches, the first with guessed
+    scales; all ranks call it.
+    """
     s = model.state
     s.step_in.copy_(torch.from_numpy(step_in))
-    s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))  # APPLY = 1: roll_scales sets scales
+    # APPLY = 1: roll_scales sets scales
+    s.step_out.copy_(torch.from_numpy(np.ones(len(s.step_out), np.float32)))
     clear(s.step_key)
     guess_scales(s, model.dims, float(step_in[model.K.step_io.LOSS_SCALE.value]))
     for _ in range(2):
@@ -108,7 +131,9 @@ def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> Non
 
 
 def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> None:
-    """Set first scales, for activations of about 1, weights of about 1/64, gradients times loss_scale."""
+    """Set first scales, for activations of about 1, weights of about 1/64,
+    gradients times loss_scale.
+    """
     gradient = 2.0 ** round(math.log2(4 / loss_scale))
     kinds = dict.fromkeys((*WEIGHTS, "wte"), 64.0)
     guess = [gradient if name[0] == "d" else kinds.get(name, 8.0) for name, _ in scales(dims)]
@@ -121,11 +146,22 @@ def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the scales in a checkpoint of this configuration, on "meta"; versions without fp8 saved none."""
-    precision, keep = saved["train"].get("precision", "bf16"), saved.get("fp8", {}).get("keep_bf16", "head") or "none"
+    """Return the scales in a checkpoint of this configuration, on "meta";
+    versions without fp8 saved none.
+    """
+    precision, keep = (
+        saved["train"].get("precision", "bf16"),
+        saved.get("fp8", {}).get("keep_bf16", "head") or "none",
+    )
     if precision == "fp8" and keep not in ("head", "none"):
-        raise ConfigError(f"fp8.keep_bf16: the run had {keep!r}, only head and none exist; export its weights instead")
+        raise ConfigError(
+            f"fp8.keep_bf16: the run had {keep!r}, only head and none "
+            "exist; export its weights instead"
+        )
     count = scale_count(saved["model"]["n_layer"], precision, keep)
     if count == 0:
         return {}
-    return {"scale": torch.empty(count, device="meta"), "history": torch.empty(count, HISTORY, device="meta")}
+    return {
+        "scale": torch.empty(count, device="meta"),
+        "history": torch.empty(count, HISTORY, device="meta"),
+    }

@@ -1,4 +1,6 @@
-"""Initial weights as GPT-2's, drawn with Philox by flat index, so that they do not depend on the number of ranks."""
+"""Initial weights as GPT-2's, drawn with Philox by flat index, so that they do not
+depend on the number of ranks.
+"""
 
 import itertools
 import math
@@ -11,9 +13,11 @@ from gpt2_triton.model.tables import ParamEntry, State
 INIT_STD = 0.02
 
 
-def init_weights(K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int) -> None:
-    """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.  Everything else is 0:
-    biases, the padded rows of wte and lmhead, and the rest of the state.
+def init_weights(
+    K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int
+) -> None:
+    """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.
+    Everything else is 0: biases, the padded rows of wte and lmhead, and the rest of the state.
     """
     std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
     for flat in state_io.state_buffers(s).values():
@@ -24,7 +28,11 @@ def init_weights(K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str
             continue
         w = s.params[p.param :][first - p.first : stop - p.first]
         if e.init in std:
-            low = None if s.master_low is None else s.master_low[p.moment :][first - p.first : stop - p.first]
+            low = (
+                None
+                if s.master_low is None
+                else s.master_low[p.moment :][first - p.first : stop - p.first]
+            )
             K.normal_init(w, low, seed, first, std[e.init])
         elif e.init == "one":
             K.fill(w, 1.0)

@@ -42,8 +42,10 @@ FIXED_DTYPES = dict(
 CONTEXT_BYTES = int(0.6 * GIB)  # of the CUDA context: 0.514 GiB (H200, driver 580), rounded up
 # the kernels' code and the CUDA graphs, 0.16 GiB at 12 layers; on a CPU the interpreter's arrays
 MODULE_BYTES = int(0.25 * GIB)
-LOGITS_ROWS = 16  # computed at once for one text; with at most 16 rows, their number does not change a row's bits
-FORWARD_ONLY = "block"  # the level at which layers share all buffers that only a backward pass would read
+# computed at once for one text; with at most 16 rows, their number does not change a row's bits
+LOGITS_ROWS = 16
+# the level at which layers share all buffers that only a backward pass would read
+FORWARD_ONLY = "block"
 
 
 def forward_shape(batch: int) -> StepShape:
@@ -51,12 +53,19 @@ def forward_shape(batch: int) -> StepShape:
     return StepShape(gpus=1, micro_batch=batch, accumulation=1, zero=0)
 
 
-def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, sequences: int = 0) -> dict[str, int]:
+def dimensions(
+    config: Config, K: Any, shape: StepShape, training: bool = True, sequences: int = 0
+) -> dict[str, int]:
     """Return every symbol that tables.py uses, in numbers."""
     B, T = shape.micro_batch, config.train.seq_len
-    d = dict(B=B, T=T, R=B * T, ranks=shape.gpus, zero=shape.zero) | architecture.dimensions(config.model)
+    d = dict(B=B, T=T, R=B * T, ranks=shape.gpus, zero=shape.zero) | architecture.dimensions(
+        config.model
+    )
     d["Tr"] = min(d["R"], d["Tmax"])
-    d["Rc"] = min(d["R"], config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16)
+    d["Rc"] = min(
+        d["R"],
+        config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16,
+    )
     rows = config.model.head_row + d["V"]
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows)
     d["Np"] = packed_size(d["R"], rows)
@@ -85,8 +94,8 @@ def dimensions(config: Config, K: Any, shape: StepShape, training: bool = True, 
 
 
 def plan_memory(
-    config: Config, K: Any, shape: StepShape, training: bool = True, dtypes: dict[str, torch.dtype] | None = None,
-    sequences: int = 0,
+    config: Config, K: Any, shape: StepShape, training: bool = True,
+    dtypes: dict[str, torch.dtype] | None = None, sequences: int = 0,
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
     """Return the plan and its dimensions; `sequences` are decoded at once, 0: for samples."""
     dims = dimensions(config, K, shape, training, sequences)
@@ -109,11 +118,21 @@ def plan_memory(
 def _plan_between_steps(
     table: type, plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]
 ) -> MemoryPlan:
-    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in bytes that are free there."""
-    forward, names = {"embed", "block", "head"}, {f.name for table in (State, Decoding) for f in fields(table)}
-    fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}  # the latter: rope
+    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in
+    bytes that are free there.
+    """
+    forward, names = (
+        {"embed", "block", "head"},
+        {f.name for table in (State, Decoding) for f in fields(table)},
+    )
+    # the latter: rope
+    fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}
     levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
-    acts = [b for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS) if b.spec.kind != "backward"]
+    acts = [
+        b
+        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
+        if b.spec.kind != "backward"
+    ]
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
     return place_buffers([b for b in acts if b.live and b.name not in fixed], [*fixed.values()])
@@ -128,11 +147,15 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
 
 def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) -> int:
     """Return the bytes of the plan with micro-batch B, by default the shape's."""
-    return plan_memory(config, K, dataclasses.replace(shape, micro_batch=B or shape.micro_batch))[0].total
+    return plan_memory(config, K, dataclasses.replace(shape, micro_batch=B or shape.micro_batch))[
+        0
+    ].total
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
-    """Return the largest B with total_bytes(B) of at most `budget`, or 0; total_bytes grows with B."""
+    """Return the largest B with total_bytes(B) of at most `budget`, or 0;
+    total_bytes grows with B.
+    """
     low, high = 0, 1
     while total_bytes(high) <= budget:
         low, high = high, high * 2
@@ -143,7 +166,9 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
 
 
 def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape) -> Config:
-    """Replace memory.recompute `auto` by the fastest level that fits `budget`, in as few layers as it needs."""
+    """Replace memory.recompute `auto` by the fastest level that fits `budget`, in
+    as few layers as it needs.
+    """
     if config.memory.recompute != "auto":
         return config
 
@@ -152,7 +177,8 @@ def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape) -> C
 
     level = next(filter(fits, RECOMPUTE_LEVELS), RECOMPUTE_LEVELS[-1])
     if level != RECOMPUTE_LEVELS[0]:
-        some = range(1, config.model.n_layer)  # with the number of layers at `level`, the bytes stay equal or shrink
+        # with the number of layers at `level`, the bytes stay equal or shrink
+        some = range(1, config.model.n_layer)
         n = bisect.bisect_left(some, True, key=lambda n: fits(f"{level}:{n}"))
         level = f"{level}:{some[n]}" if n < len(some) else level
     return config.replace(memory={"recompute": level})
@@ -172,7 +198,9 @@ def used_bytes(device: str) -> int:
 
 
 def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
-    """Return one line that compares the plan with the memory in use; `before` bytes were in use before the run."""
+    """Return one line that compares the plan with the memory in use; `before` bytes
+    were in use before the run.
+    """
     use = f"planned {format_bytes(plan.total)}, in use {format_bytes(used_bytes('cuda') - before)}"
     return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
 
@@ -188,17 +216,31 @@ class Forecast(NamedTuple):
     stages: dict[int, int]  # parallel.zero: bytes; empty on one GPU
 
     def usable_batch(self, level: str) -> int:
-        """Return the largest micro-batch that fits at a level and divides a GPU's sequences of a step, or 0."""
+        """Return the largest micro-batch that fits at a level and divides a GPU's
+        sequences of a step, or 0.
+        """
         rows = self.shape.micro_batch * self.shape.accumulation
-        return next((batch for batch in range(min(self.levels[level][1], rows), 0, -1) if rows % batch == 0), 0)
+        return next(
+            (
+                batch
+                for batch in range(min(self.levels[level][1], rows), 0, -1)
+                if rows % batch == 0
+            ),
+            0,
+        )
 
     @property
     def todo(self) -> str:
-        """What makes a step of the same tokens fit: the first that does of recomputation, batch and stage."""
-        batch, deepest = map(self.usable_batch, (self.config.memory.recompute, RECOMPUTE_LEVELS[-1]))
+        """What makes a step of the same tokens fit: the first that does of
+        recomputation, batch and stage.
+        """
+        batch, deepest = map(
+            self.usable_batch, (self.config.memory.recompute, RECOMPUTE_LEVELS[-1])
+        )
         stage = next((stage for stage, nbytes in self.stages.items() if nbytes <= self.budget), 0)
         given, total = self.config.train.total_batch_tokens, self.config.train.step_tokens
-        tokens = "" if given else f" and train.total_batch_tokens to {total}"  # which a smaller batch would change
+        # which a smaller batch would change
+        tokens = "" if given else f" and train.total_batch_tokens to {total}"
         choices = {
             "set memory.recompute to auto": deepest >= self.shape.micro_batch,
             f"set train.batch_size to {batch}{tokens}": batch,
@@ -216,18 +258,28 @@ def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
     taken, levels = config.memory.recompute, dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
-        total = functools.partial(_plan_bytes, config.replace(memory={"recompute": level}), K, shape)
+        total = functools.partial(
+            _plan_bytes, config.replace(memory={"recompute": level}), K, shape
+        )
         levels[level] = total(), largest_batch(total, budget)
-    stages = {z: _plan_bytes(config, K, dataclasses.replace(shape, zero=z)) for z in (0, 1, 2) if shape.gpus > 1}
+    stages = {
+        z: _plan_bytes(config, K, dataclasses.replace(shape, zero=z))
+        for z in (0, 1, 2)
+        if shape.gpus > 1
+    }
     return Forecast(config, shape, plan, budget, levels, stages)
 
 
 def out_of_memory(
     plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool
 ) -> OutOfMemoryError:
-    """Return the error for a plan that does not fit the device; it names the free memory and what would fit."""
+    """Return the error for a plan that does not fit the device; it names the free
+    memory and what would fit.
+    """
     free, total = free_and_total_bytes(device)
-    owner, rest = ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
+    owner, rest = (
+        ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
+    )
     has = (
         f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, "
         f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"

@@ -1,7 +1,8 @@
-"""A model in one arena: its buffers, its initial weights, and the calls that train, evaluate and decode with it.
+"""A model in one arena: its buffers, its initial weights, and the calls that train,
+evaluate and decode with it.
 
-`K` is the kernel package.  It is an argument so that tests can pass tests/support/reference.py, the same launchers in
-plain torch.
+`K` is the kernel package.  It is an argument so that tests can pass tests/support/reference.py, the
+same launchers in plain torch.
 """
 
 import itertools
@@ -23,7 +24,13 @@ from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
-from gpt2_triton.model.memory_plan import forward_shape, free_bytes, out_of_memory, plan_memory, recompute_levels
+from gpt2_triton.model.memory_plan import (
+    forward_shape,
+    free_bytes,
+    out_of_memory,
+    plan_memory,
+    recompute_levels,
+)
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tables import Decoding, Part, Recompute, Span, State, param_entries
@@ -40,33 +47,47 @@ class Model:
     ):  # fmt: skip
         """Plan and allocate the arena.  `sequences` is how many are decoded at once.
 
-        batch   sequences at once, for a model that only runs forward; None: the micro-batch of StepShape, for training
-        group   the ranks that train the model together; None: a single rank, whatever started the process
+        batch   sequences at once, for a model that only runs forward; None: the
+                micro-batch of StepShape, for training
+        group   the ranks that train the model together; None: a single rank,
+                whatever started the process
         """
         self.config = config
         self.K = K
         self.A = architecture.of(config.model)
         training = batch is None
-        self.shape = StepShape.of(config, group.size if group else None) if batch is None else forward_shape(batch)
+        self.shape = (
+            StepShape.of(config, group.size if group else None)
+            if batch is None
+            else forward_shape(batch)
+        )
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)
         self.has_fp8 = self.dims["A"] > 0
-        self.recompute = [Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)]
-        self.calibrated = False  # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales
+        self.recompute = [
+            Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)
+        ]
+        # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales
+        self.calibrated = False
         if self.plan.total > free_bytes(device):
             raise out_of_memory(self.plan, config, K, self.shape, device, training)
         try:
             if group:
                 self.arena, arenas = group.allocate_shared(self.plan.total)
             else:
-                self.arena, arenas = torch.empty(self.plan.total, dtype=torch.uint8, device=device), []
-        except RuntimeError:  # on a CPU: a limit of the process, or a system that overcommits nothing
+                self.arena, arenas = (
+                    torch.empty(self.plan.total, dtype=torch.uint8, device=device),
+                    [],
+                )
+        except RuntimeError:
+            # on a CPU: a limit of the process, or a system that overcommits nothing
             if device != "cpu":
                 raise
             raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
-        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)  # Llama's rotations
+        # Llama's rotations
+        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.rank = group.rank if group else 0
         self.comm = Communicator()
@@ -77,54 +98,85 @@ class Model:
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = make_view(self, self.B, self.T, self.has_fp8, train=True)
         has_stats = self.state.act_stats is not None
-        self.stats_recorder = StatsRecorder(K, self.A, self.train_view, self.dims) if has_stats else None
+        self.stats_recorder = (
+            StatsRecorder(K, self.A, self.train_view, self.dims) if has_stats else None
+        )
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
-        self._with_stats, self._micro = False, 0  # whether this step takes statistics; index of the micro-step
-        rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims["R"]
+        # whether this step takes statistics; index of the micro-step
+        self._with_stats, self._micro = False, 0
+        rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims[
+            "R"
+        ]
         self._first_rows = torch.empty(len(rows), dtype=torch.int32, pin_memory=device != "cpu")
         self._first_rows.numpy()[:] = rows
 
     def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the view for B sequences of T tokens, B*T at most the plan's, between steps; `fp8`: as in a step."""
+        """Return the view for B sequences of T tokens, B*T at most the plan's, between
+        steps; `fp8`: as in a step.
+        """
         if (B, T, fp8) not in self._views:
             self._views[B, T, fp8] = make_view(self, B, T, fp8 and self.has_fp8)
         return self._views[B, T, fp8]
 
     def initialise(self, seed: int) -> None:
         """Set initial weights and zero moments."""
-        init_weights(self.K, self.state, list(param_entries(self.A.Params, self.dims)), self.dims, self.rank, seed)
+        init_weights(
+            self.K,
+            self.state,
+            list(param_entries(self.A.Params, self.dims)),
+            self.dims,
+            self.rank,
+            seed,
+        )
         self.train_view.comm.gather_params()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
 
-    def begin_step(self, step_in: np.ndarray, step: int, seed: int, with_stats: bool = False) -> None:
-        """Copy a step's inputs and the key of its noise to the device; `with_stats`: end_step returns statistics."""
-        assert self.stats_recorder or not with_stats, "statistics have no memory: log.stats_every is 0"
+    def begin_step(
+        self, step_in: np.ndarray, step: int, seed: int, with_stats: bool = False
+    ) -> None:
+        """Copy a step's inputs and the key of its noise to the device; `with_stats`:
+        end_step returns statistics.
+        """
+        assert self.stats_recorder or not with_stats, (
+            "statistics have no memory: log.stats_every is 0"
+        )
         self._with_stats = with_stats
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, step_in, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.step_in.copy_(self._step.step_in, non_blocking=True)
         io = self.K.step_io
-        self.state.step_out[io.STOPPING.value].copy_(self._step.step_in[io.STOP.value], non_blocking=True)
+        self.state.step_out[io.STOPPING.value].copy_(
+            self._step.step_in[io.STOP.value], non_blocking=True
+        )
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
-        """Run a packed micro-batch: the `first` replaces the gradients, others add, the `last` sends them."""
+        """Run a packed micro-batch: the `first` replaces the gradients, others
+        add, the `last` sends them.
+        """
         self._micro = 0 if first else self._micro + 1
         self.copy_batch(packed, self._micro)
-        single = self.dims["ranks"] == 1  # nothing is sent: the last micro-step uses the graph of the others
+        # nothing is sent: the last micro-step uses the graph of the others
+        single = self.dims["ranks"] == 1
         self._run(self._forward_backward, not first, self._with_stats, last or single)
 
     def copy_batch(self, packed: Tensor, micro: int) -> None:
-        """Copy a packed micro-batch to the device; with dropout, also its first row's index in the step."""
+        """Copy a packed micro-batch to the device; with dropout, also its
+        first row's index in the step.
+        """
         self.state.batch.copy_(packed, non_blocking=True)
         if self.train_view.dropout:
-            self.state.step_key[self.K.step_io.ROW.value].copy_(self._first_rows[micro], non_blocking=True)
+            self.state.step_key[self.K.step_io.ROW.value].copy_(
+                self._first_rows[micro], non_blocking=True
+            )
 
     def end_step(self) -> InFlightStep:
-        """Update the parameters; result() of the returned value waits for the step's loss, gradient norm and time."""
+        """Update the parameters; result() of the returned value waits for the step's
+        loss, gradient norm and time.
+        """
         self._run(self._update, self._with_stats)
         self._step.step_out.copy_(self.state.step_out, non_blocking=True)
         self._step.z.copy_(self.state.z, non_blocking=True)
@@ -135,7 +187,9 @@ class Model:
         return self._step
 
     def first_non_finite(self, batches: Iterable[Tensor], control: ControlGroup) -> str:
-        """Compute these batches' gradients; name the first tensor that is not finite.  All ranks call it."""
+        """Compute these batches' gradients; name the first tensor that is not
+        finite.  All ranks call it.
+        """
         assert self.stats_recorder, "statistics have no memory: log.stats_every is 0"
         self._with_stats, n = True, 0
         for n, packed in enumerate(batches, start=1):
@@ -169,7 +223,9 @@ class Model:
     # ---- evaluation and decoding, between steps ----
 
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
-        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8` from a step's fp8 operands."""
+        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8`
+        from a step's fp8 operands.
+        """
         B, T = ids.shape
         v = self.view(B, T, fp8)
         v.ids.copy_(torch.from_numpy(ids))
@@ -180,7 +236,9 @@ class Model:
         return v.a.losses.cpu()
 
     def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Return the logits of positions start to stop, fp32 [B, stop - start, V], a few rows at once."""
+        """Return the logits of positions start to stop, fp32 [B, stop -
+        start, V], a few rows at once.
+        """
         v, (B, T) = self.view(*ids.shape), ids.shape
         v.ids.copy_(torch.from_numpy(ids))
         self.A.schedule.embed(self.K, v)
@@ -190,20 +248,25 @@ class Model:
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]
-            self.K.decode_matmul(chunk, v.a.lnf[b * T + t : b * T + t + n], v.head_w, None, None, None, None)
+            self.K.decode_matmul(
+                chunk, v.a.lnf[b * T + t : b * T + t + n], v.head_w, None, None, None, None
+            )
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
         v = self.view(1, self.T)
-        ids = np.zeros((1, self.T), np.int32)  # rows after the window: decoding overwrites each before reading it
+        # rows after the window: decoding overwrites each before reading it
+        ids = np.zeros((1, self.T), np.int32)
         ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
         schedule.prefill(self.K, self.A.schedule, v, self.decoding, sequences)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
-        """Sample the next token of each sequence into decoding.seq; the next call writes it into the cache."""
+        """Sample the next token of each sequence into decoding.seq; the next call
+        writes it into the cache.
+        """
         self._run(self._decode, temperature, top_k, top_p)
 
     def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
@@ -212,19 +275,27 @@ class Model:
 
     # ---- kernels and graphs ----
 
-    def compile(self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()) -> Any:
-        """Compile the kernels of a whole run that evaluates batches of these shapes; see compiling.py."""
+    def compile(
+        self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()
+    ) -> Any:
+        """Compile the kernels of a whole run that evaluates batches of these
+        shapes; see compiling.py.
+        """
         return compile_run(self, {*validated}, {*answered})
 
     def release_graphs(self) -> None:
-        """Destroy the graphs, for which NCCL waits, and close other ranks' memory, before the process group ends."""
+        """Destroy the graphs, for which NCCL waits, and close other ranks' memory,
+        before the process group ends.
+        """
         self._graphs.reset()
         self.comm.close()  # CUDA reports an error if a rank ends while others have its memory open
 
     # ---- checkpoints ----
 
     def checkpoint_spec(self) -> dict[str, Tensor]:
-        """Return shapes and dtypes of a checkpoint's tensors, which do not depend on the number of ranks."""
+        """Return shapes and dtypes of a checkpoint's tensors, which do not
+        depend on the number of ranks.
+        """
         return state_io.checkpoint_spec(self.state, self.dims)
 
     def local_shards(self) -> dict[str, list[Tensor]]:
@@ -232,16 +303,24 @@ class Model:
         return state_io.local_shards(self.state, self.dims, self.rank)
 
     def shard_spans(self) -> dict[str, list[list[int]]]:
-        """Return, for a checkpoint's state.json, (flat index, elements) of each slice; empty for a single rank."""
+        """Return, for a checkpoint's state.json, (flat index, elements) of each
+        slice; empty for a single rank.
+        """
         return state_io.shard_spans(self.dims, self.rank)
 
     def held_spans(self) -> dict[str, list[Span]]:
-        """Return (flat index, elements) of what this rank holds of each of a checkpoint's tensors."""
+        """Return (flat index, elements) of what this rank holds of each
+        of a checkpoint's tensors.
+        """
         held = state_io.held(self.state, self.dims, self.rank)
-        return {name: [(place.first, place.length) for place in places] for name, places in held.items()}
+        return {
+            name: [(place.first, place.length) for place in places] for name, places in held.items()
+        }
 
     def load(self, parts: Iterable[Part]) -> None:
-        """Fill the buffers from parts of a checkpoint's tensors, of which this rank needs its `held_spans`."""
+        """Fill the buffers from parts of a checkpoint's tensors, of which this
+        rank needs its `held_spans`.
+        """
         fp8.clear(self.state.amax)
         fp8.clear(self.state.history)
         state_io.load(self.state, self.dims, self.rank, parts)
@@ -252,9 +331,13 @@ class Model:
         return state_io.state_digest(self.state, self.dims)
 
     def require_equal_replicas(self, control: ControlGroup, step: int) -> str:
-        """Return the state digest of all ranks; raise ReplicaMismatchError with the ranks that differ from rank 0."""
+        """Return the state digest of all ranks; raise ReplicaMismatchError with the
+        ranks that differ from rank 0.
+        """
         found = control.all_gather(self.state_digest())
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
-            raise ReplicaMismatchError(f"step {step}: the weights of ranks {others} differ from rank 0's")
+            raise ReplicaMismatchError(
+                f"step {step}: the weights of ranks {others} differ from rank 0's"
+            )
         return found[0]

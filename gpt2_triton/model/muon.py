@@ -1,4 +1,5 @@
-"""Muon's polynomials, and its views of the arena: the layers' matrices in classes of one shape each.
+"""Muon's polynomials, and its views of the arena: the layers' matrices
+in classes of one shape each.
 
 kernels/muon.py has the arithmetic, and schedule.update_matrices has its order.
 """
@@ -12,10 +13,11 @@ from torch import Tensor
 from gpt2_triton.model import sharding
 from gpt2_triton.model.tables import State
 
-# Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar Express (Amsel et al.
-# 2025, https://arxiv.org/abs/2505.16932).  The rows before a row map [LOWEST, 1] into an interval, and on this interval
-# the row is the odd quintic nearest to 1.  So no other five rows end nearer to 1.  All rows but the last take
-# s / 1.01: rounding to bf16 may lift a singular value above its interval, where the next polynomial grows.
+# Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar
+# Express (Amsel et al.  2025, https://arxiv.org/abs/2505.16932).  The rows before a row map
+# [LOWEST, 1] into an interval, and on this interval the row is the odd quintic nearest to 1.  So
+# no other five rows end nearer to 1.  All rows but the last take s / 1.01: rounding to bf16 may
+# lift a singular value above its interval, where the next polynomial grows.
 # tests/model/test_muon.py derives them again.
 LOWEST = 1e-3 / 1.02 / 1.01  # of a singular value 1e-3 ||x||, after division by 1.02 ||x|| and 1.01
 POLAR_EXPRESS = (
@@ -28,7 +30,9 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """A class of tables.matrix_shapes in all layers; `parts`: the elements in a layer that each rank updates."""
+    """A class of tables.matrix_shapes in all layers; `parts`: the elements in a
+    layer that each rank updates.
+    """
 
     w: Tensor  # [L, n], with a stride between layers; so are the next four
     low: Tensor | None
@@ -36,7 +40,8 @@ class MatrixClass(NamedTuple):
     g: Tensor
     x: Tensor  # a part of `whole`
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
-    owned: Tensor  # [k, rows, columns], the matrices that this rank orthogonalises: rank, rank + ranks, ...
+    # [k, rows, columns], the matrices that this rank orthogonalises: rank, rank + ranks, ...
+    owned: Tensor
     next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, c, c], c the smaller of rows and columns
     poly: Tensor  # [k, c, c]
@@ -50,9 +55,16 @@ class MatrixClass(NamedTuple):
 
 
 def matrix_classes(
-    shapes: list[tuple[int, int, int]], state: State, dims: dict[str, int], rank: int, momentum: float, decay: float
+    shapes: list[tuple[int, int, int]],
+    state: State,
+    dims: dict[str, int],
+    rank: int,
+    momentum: float,
+    decay: float,
 ) -> Iterator[MatrixClass]:
-    """Yield the classes of the layers' matrices, in the flat order; `orth` has each directly after the one before."""
+    """Yield the classes of the layers' matrices, in the flat order; `orth` has each
+    directly after the one before.
+    """
     L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
     layer, before = sharding.buckets(dims)[1], 0
     share = layer.padded // ranks if zero else layer.length
@@ -61,7 +73,10 @@ def matrix_classes(
     for rows, columns, count in shapes:
         size, c = rows * columns * count, min(rows, columns)
         parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
-        part, whole = parts[rank], state.orth[L * before : L * (before + size)].view(-1, rows, columns)
+        part, whole = (
+            parts[rank],
+            state.orth[L * before : L * (before + size)].view(-1, rows, columns),
+        )
         n, at = len(part), before + part.start  # in the layer's bucket
         within = at - (rank * share if zero else 0)  # in this rank's shard of it
         moment = (moments + within, share if zero else layer.padded, n)
@@ -71,24 +86,29 @@ def matrix_classes(
         yield MatrixClass(
             w=_layers(state.params, L, layer.start + at, layer.padded, n),
             low=None if state.master_low is None else _layers(state.master_low, L, *moment),
-            m=_layers(state.m, L, *moment), g=_layers(sharding.reduced_gradients(state), L, *gradient),
+            m=_layers(state.m, L, *moment),
+            g=_layers(sharding.reduced_gradients(state), L, *gradient),
             x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
             gram=state.gram[: k * c * c].view(k, c, c), poly=state.poly[: k * c * c].view(k, c, c),
-            first=layer.first + at, distance=layer.length,
-            decay=decay, scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
+            first=layer.first + at, distance=layer.length, decay=decay,
+            scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
         )  # fmt: skip
         before += size
 
 
 def _common(start: int, length: int, other: int, size: int) -> range:
-    """Return what [start, start + length) and [other, other + size) have in common, counted from `other`."""
+    """Return what [start, start + length) and [other, other + size) have in
+    common, counted from `other`.
+    """
     first = min(max(start - other, 0), size)
     return range(first, max(first, min(start + length - other, size)))
 
 
 def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
-    """Yield the contiguous pieces of the class's matrices that `rank` orthogonalises and `holder` updates."""
+    """Yield the contiguous pieces of the class's matrices that `rank`
+    orthogonalises and `holder` updates.
+    """
     flat = c.whole.view(-1)
     part = c.parts[holder]
     matrix = c.whole[0].numel()
@@ -101,5 +121,7 @@ def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
 
 
 def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:
-    """Return [L, n]: n elements of each layer, at `offset` for the first layer and `distance` further for each next."""
+    """Return [L, n]: n elements of each layer, at `offset` for the first layer and
+    `distance` further for each next.
+    """
     return flat.as_strided((L, n), (distance, 1), flat.storage_offset() + offset)

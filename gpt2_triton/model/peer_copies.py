@@ -1,13 +1,15 @@
-"""The transport of ranks on one host: copy engines read the other ranks' arenas, and each rank adds up its shard.
+"""The transport of ranks on one host: copy engines read the other ranks' arenas, and
+each rank adds up its shard.
 
-Collectives would take some multiprocessors from the computation.  Of the throughput without exchange, this transport
-keeps 99.4% and NcclCommunicator 98.4%.  Of four times the slowest GPU's throughput, this transport keeps 98.9% and
-NcclCommunicator 97.4% (124M, four H200s).  This file and distributed/shared_memory.py are kept for that gain.  Where
-memory cannot be shared, the run falls back to NCCL with a warning.
+Collectives would take some multiprocessors from the computation.  Of the throughput without
+exchange, this transport keeps 99.4% and NcclCommunicator 98.4%.  Of four times the slowest GPU's
+throughput, this transport keeps 98.9% and NcclCommunicator 97.4% (124M, four H200s).  This file and
+distributed/shared_memory.py are kept for that gain.  Where memory cannot be shared, the run falls
+back to NCCL with a warning.
 
-Most layers' gradients are sent together, in the backward pass of the last layers.  NVLink sleeps after 50 ms without
-work.  Awake, NVLink takes about 29 W from the computation, if the GPU runs at its power limit of 700 W.  A transfer
-after each layer would keep NVLink awake for the whole step.
+Most layers' gradients are sent together, in the backward pass of the last layers.  NVLink sleeps
+after 50 ms without work.  Awake, NVLink takes about 29 W from the computation, if the GPU runs at
+its power limit of 700 W.  A transfer after each layer would keep NVLink awake for the whole step.
 """
 
 from collections import deque
@@ -20,22 +22,25 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.muon import MatrixClass, pieces
 
-# A layer's gradients are 48 C^2 bytes, and its backward pass takes about 48 C^2 operations per token.  At 370 GB/s and
-# 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400 tokens.  Sums also wait for multiprocessors,
-# so 4096 tokens are allowed.  All L layers arrive in time if they are sent 4096 L / R layers before the end.
+# A layer's gradients are 48 C^2 bytes, and its backward pass takes about 48 C^2 operations per
+# token.  At 370 GB/s and 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400
+# tokens.  Sums also wait for multiprocessors, so 4096 tokens are allowed.  All L layers arrive in
+# time if they are sent 4096 L / R layers before the end.
 TOKENS_TO_HIDE_A_LAYER = 4096
 
 
 class PeerCopyCommunicator(BucketedCommunicator):
     """Reads the arenas of the other ranks.
 
-    Invariant: a rank never overwrites memory that another rank may still be reading.  Gradients and parameters are
-    overwritten after the next all-reduce of losses and norms, which a rank joins once its copies are done.  At stages 0
-    and 2 gradients are overwritten earlier, after a second barrier.  Updates and `gather_params` end with a barrier, so
-    that no rank reads between steps.
+    Invariant: a rank never overwrites memory that another rank may still be reading.  Gradients and
+    parameters are overwritten after the next all-reduce of losses and norms, which a rank joins
+    once its copies are done.  At stages 0 and 2 gradients are overwritten earlier, after a second
+    barrier.  Updates and `gather_params` end with a barrier, so that no rank reads between steps.
     """
 
-    def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]):
+    def __init__(
+        self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
+    ):
         super().__init__(group, K, state, dims)
         self._arenas = arenas
         # each rank begins with the next rank, so that no two read the same rank at a time
@@ -60,11 +65,14 @@ class PeerCopyCommunicator(BucketedCommunicator):
         queue = deque(buckets)
         while queue:
             offset, received = 0, list[tuple[int, Tensor]]()
-            while queue and offset + self._shard_length(queue[0]) * len(self._peers) <= len(self._s.received):
+            while queue and offset + self._shard_length(queue[0]) * len(self._peers) <= len(
+                self._s.received
+            ):
                 received.append((queue[0], self._receive(queue.popleft(), offset)))
                 offset += received[-1][1].numel()
             assert received, "a bucket has more than `received` has room for"
-            for bucket, parts in received:  # after all copies, since a sum may have to wait for a multiprocessor
+            # after all copies, since a sum may have to wait for a multiprocessor
+            for bucket, parts in received:
                 self._add(bucket, parts)
         if self._zero != 1:
             self._barrier()
@@ -73,7 +81,9 @@ class PeerCopyCommunicator(BucketedCommunicator):
                 self._copy_from_owners(self._grads(bucket))
 
     def _receive(self, bucket: int, offset: int) -> Tensor:
-        """Copy the peers' gradients of this rank's shard to `offset` in `received`: [ranks - 1, shard]."""
+        """Copy the peers' gradients of this rank's shard to `offset` in
+        `received`: [ranks - 1, shard].
+        """
         own = self._own_shard(self._grads(bucket))
         parts = self._s.received[offset : offset + len(own) * len(self._peers)].view(-1, len(own))
         for part, rank in zip(parts, self._peers, strict=True):
@@ -98,7 +108,9 @@ class PeerCopyCommunicator(BucketedCommunicator):
             self._barrier()  # after it a rank may overwrite what others have read
         self._side.join()
 
-    def _exchange(self, classes: Sequence[MatrixClass], owner_and_holder: Callable[[int], tuple[int, int]]) -> None:
+    def _exchange(
+        self, classes: Sequence[MatrixClass], owner_and_holder: Callable[[int], tuple[int, int]]
+    ) -> None:
         with self._side.after_current():
             self._barrier()
             for peer in self._peers:

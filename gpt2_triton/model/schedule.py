@@ -1,19 +1,24 @@
-"""What every model runs: its layers in order, the head, sampling, and the update, one launch per line.
+"""What every model runs: its layers in order, the head, sampling, and the
+update, one launch per line.
 
-K is the kernel package (or tests/support/reference.py, to check the mathematics), A the schedule of the model's layers,
-such as gpt2/schedule.py, and m a ModelView: w parameters, g gradients, a activations, s state,
-ids/targets/order/segments/split_tokens the batch.  tables.py explains the names.
-With train.precision fp8 the launchers get the operands of products as Fp8 (kernels/fp8.py) instead of tensors.
-`acc` is False in a step's first micro-step, which overwrites the gradients, and True in the others, which add to them.
-m.comm exchanges parameters and gradients with other ranks: it is called before a layer's parameters are read and after
-its gradients are complete.  On one rank it does nothing (communicator.py).
-m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w, and of updates just before
-they are made.  The head's tensors are number L.  In most steps it does nothing (tensor_stats.py).
+K is the kernel package (or tests/support/reference.py, to check the mathematics), A the
+schedule of the model's layers, such as gpt2/schedule.py, and m a ModelView: w parameters, g
+gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.
+tables.py explains the names.
+With train.precision fp8 the launchers get the operands of products as Fp8 (kernels/fp8.py) instead
+of tensors.  `acc` is False in a step's first micro-step, which overwrites the gradients, and True
+in the others, which add to them.  m.comm exchanges parameters and gradients with other ranks: it is
+called before a layer's parameters are read and after its gradients are complete.  On one rank it
+does nothing (communicator.py).
+m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w,
+and of updates just before they are made.  The head's tensors are number L.  In most steps it
+does nothing (tensor_stats.py).
 """
 
 from typing import Any
 
-NOT_A_LAYER = -1  # m.comm's number for everything outside the layers' matrices: embeddings, norms and biases
+# m.comm's number for everything outside the layers' matrices: embeddings, norms and biases
+NOT_A_LAYER = -1
 
 
 def cast(K: Any, operands: list[Any]) -> None:
@@ -39,7 +44,9 @@ def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
 
 
 def head(K: Any, A: Any, m: Any, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; head_g (+)= that of head_w, to which embed_bwd adds ks * lnf."""
+    """losses += cross entropy; dx = gradient at x[2L]; head_g (+)= that of head_w, to
+    which embed_bwd adds ks * lnf.
+    """
     a = m.a
     A.final_norm(K, m)
     if not acc:
@@ -50,7 +57,9 @@ def head(K: Any, A: Any, m: Any, acc: bool) -> None:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
         K.classifier_fwd(p, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
-        K.classifier_loss(a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc)
+        K.classifier_loss(
+            a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc
+        )
         K.classifier_dx(a.dln[r], p, m.head_w, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(m.head_g, a.scratch, p, lns, acc or r.start > 0)
     A.final_norm_bwd(K, m, acc)
@@ -65,7 +74,9 @@ def head_loss(K: Any, A: Any, m: Any) -> None:
     K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
     for r in m.head_chunks():
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
-        K.classifier_loss(a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False)
+        K.classifier_loss(
+            a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False
+        )
 
 
 def prefill(K: Any, A: Any, m: Any, d: Any, sequences: slice) -> None:
@@ -78,9 +89,12 @@ def prefill(K: Any, A: Any, m: Any, d: Any, sequences: slice) -> None:
 
 
 def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
-    """Sample the next token of each sequence of d.seq; each sequence's last token goes through the model as one row."""
+    """Sample the next token of each sequence of d.seq; each sequence's last token goes
+    through the model as one row.
+    """
     A.decode(K, m, d)
-    A.final_norm(K, m)  # separately: each of the head's 3144 programs would have to normalise its input again
+    # separately: each of the head's 3144 programs would have to normalise its input again
+    A.final_norm(K, m)
     logits = d.logits[: len(d.seq)]
     K.decode_matmul(logits, m.a.lnf, m.head_w, None, None, None, None)
     K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
@@ -93,7 +107,9 @@ def roll_scales(K: Any, m: Any) -> None:
 
 
 def update(K: Any, m: Any) -> None:
-    """Sum loss and squared gradients over ranks, clip, skip outliers, and update this rank's spans."""
+    """Sum loss and squared gradients over ranks, clip, skip outliers, and
+    update this rank's spans.
+    """
     s, a = m.s, m.a
     loss, squares = (s.step_out[i.value :][:1] for i in (K.step_io.LOSS, K.step_io.SUM_SQUARES))
     K.loss_sum(loss, a.losses, s.step_in)
@@ -118,7 +134,9 @@ def update(K: Any, m: Any) -> None:
 
 
 def update_matrices(K: Any, m: Any) -> None:
-    """Update the layers' matrices by Muon: write their momentum to x, nearly orthogonalise x, and update w with x."""
+    """Update the layers' matrices by Muon: write their momentum to x, nearly
+    orthogonalise x, and update w with x.
+    """
     s, a = m.s, m.a
     for c in m.matrices:
         if c.x.numel():
@@ -127,7 +145,8 @@ def update_matrices(K: Any, m: Any) -> None:
     for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
         x, y = c.next, c.owned
-        for p in c.polynomials:  # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
+        # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
+        for p in c.polynomials:
             K.muon_gram(c.gram, x)
             K.muon_poly(c.poly, c.gram, *p[1:])
             K.muon_apply(y, x, c.poly, p[0])

@@ -1,15 +1,17 @@
-"""Layout of the flat buffers on each rank, for any number of ranks and ZeRO stage (Rajbhandari et al. 2020,
-https://arxiv.org/abs/1910.02054).
+"""Layout of the flat buffers on each rank, for any number of ranks and ZeRO stage (Rajbhandari et
+al. 2020, https://arxiv.org/abs/1910.02054).
 
-A bucket is a contiguous part of the flat order; its gradients are complete at about the same time.  Bucket 0 is the
-embedding (wte, and wpe or lmhead), 1 + l is layer l, and the last holds norms and biases.  Each bucket is padded to a
-multiple of the number of ranks, and its r-th part is rank r's shard.  The padding is never read.  Flat indices leave
-the padding out; rounding noise and checkpoints use flat indices.  A single rank has no padding.
+A bucket is a contiguous part of the flat order; its gradients are complete at about the same time.
+Bucket 0 is the embedding (wte, and wpe or lmhead), 1 + l is layer l, and the last holds norms and
+biases.  Each bucket is padded to a multiple of the number of ranks, and its r-th part is rank r's
+shard.  The padding is never read.  Flat indices leave the padding out; rounding noise and
+checkpoints use flat indices.  A single rank has no padding.
 
 stage   m, v, low     gradients
 0       all           all, summed over ranks in place
 1       own shards    all; the rank's own shards are summed in place
-2       own shards    embedding, norms and biases, and two layers; the sums of own shards go to `reduced`
+2       own shards    embedding, norms and biases, and two layers; the sums of own shards
+                      go to `reduced`
 """
 
 from collections.abc import Iterable
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from gpt2_triton.model.tables import State
 
-ALIGNMENT = 64  # divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
+# divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
+ALIGNMENT = 64
 
 
 class Bucket(NamedTuple):
@@ -39,7 +42,8 @@ class Shard(NamedTuple):
     length: int
     param: int  # offset in `params`
     moment: int  # in `m` and `low`
-    second: int | None  # in `v`; None for the layers' matrices with Muon, which has no second moments
+    # in `v`; None for the layers' matrices with Muon, which has no second moments
+    second: int | None
     grad: int  # in `grads`, at stage 2 in `reduced`
     decay: bool
 
@@ -55,7 +59,9 @@ def buckets(dims: dict[str, int]) -> list[Bucket]:
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
-    """Return each bucket's offset in `grads`; at stage 2 even layers share one place and odd layers another."""
+    """Return each bucket's offset in `grads`; at stage 2 even layers share one
+    place and odd layers another.
+    """
     all_buckets = buckets(dims)
     if dims["zero"] < 2:
         return [b.start for b in all_buckets]
@@ -64,13 +70,21 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
     return [0, *layers, embed.padded]
 
 
-def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool, muon: bool = False) -> dict[str, int]:
-    """Return the elements of the flat buffers; Nx: a shard of the largest bucket from each other rank."""
+def flat_buffer_sizes(
+    dims: dict[str, int], training: bool, master: bool, muon: bool = False
+) -> dict[str, int]:
+    """Return the elements of the flat buffers; Nx: a shard of the largest
+    bucket from each other rank.
+    """
     all_buckets, zero = buckets(dims), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
     own = full // dims["ranks"]
     moments = own if zero else full
-    grads = full if zero < 2 else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
+    grads = (
+        full
+        if zero < 2
+        else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
+    )
     out = dict(Nf=full, Nt=moments, Nm=moments * master, Ng=grads, Nr=own * (zero == 2))
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
     out["Nv"] = moments - muon * _layers_in_moments(dims)
@@ -91,7 +105,9 @@ def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return `rank`'s shards, one per bucket, maybe empty: for norms, checkpoints, and the update at stages 1, 2."""
+    """Return `rank`'s shards, one per bucket, maybe empty: for norms, checkpoints, and
+    the update at stages 1, 2.
+    """
     out = []
     own = 0  # offset of this bucket's shard among the rank's shards
     zero = dims["zero"]
@@ -102,23 +118,39 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
         n = min(part, b.length - begin)
         moment = own if zero else offset
         grad = own if zero == 2 else offset
-        out.append(Shard(i, b.first + begin, n, offset, moment, _second(dims, i, moment), grad, b.decay))
+        out.append(
+            Shard(i, b.first + begin, n, offset, moment, _second(dims, i, moment), grad, b.decay)
+        )
         own += part
     return out
 
 
 def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
-    """Return what `rank` updates: its own shards, or at stage 0 all parameters: the embedding, the layers, the rest."""
+    """Return what `rank` updates: its own shards, or at stage 0 all parameters: the
+    embedding, the layers, the rest.
+    """
     if dims["zero"]:
         shards = owned_shards(dims, rank)
-        return [shards[0], shards[-1], *shards[1:-1]]  # the order in which the next forward pass needs them
+        # the order in which the next forward pass needs them
+        return [shards[0], shards[-1], *shards[1:-1]]
     out: list[Shard] = []
     for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
         if last and last.bucket and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            out.append(Shard(i, b.first, b.length, b.start, b.start, _second(dims, i, b.start), b.start, b.decay))
+            out.append(
+                Shard(
+                    i,
+                    b.first,
+                    b.length,
+                    b.start,
+                    b.start,
+                    _second(dims, i, b.start),
+                    b.start,
+                    b.decay,
+                )
+            )
     return out
 
 

@@ -1,4 +1,6 @@
-"""A second CUDA stream, for the exchange with other ranks.  On a CPU the same calls run at once and in order."""
+"""A second CUDA stream, for the exchange with other ranks.  On a CPU the same calls
+run at once and in order.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ class SideStream:
     def __init__(self, device: str):
         # high priority: between two kernels that fill the GPU the side stream's work starts first
         self._stream = None if device == "cpu" else torch.cuda.Stream(priority=-1)
-        self._used = False  # during a capture a stream may only wait for a stream that is captured too
+        # during a capture a stream may only wait for a stream that is captured too
+        self._used = False
 
     @contextlib.contextmanager
     def after_current(self) -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""Maps a model's state buffers to the tensors of a checkpoint.  Their names, shapes and order do not depend on the
-number of ranks.
+"""Maps a model's state buffers to the tensors of a checkpoint.  Their names, shapes and order do
+not depend on the number of ranks.
 
 tensor   elements  buffer
 params   N         State.params, without the padding between buckets
@@ -26,20 +26,32 @@ EQUAL = {"window", "scale", "history"}  # on all ranks
 
 def state_buffers(s: State) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by the names of its tensors."""
-    buffers = dict(params=s.params, m=s.m, v=s.v, low=s.master_low, window=s.window, scale=s.scale, history=s.history)
+    buffers = dict(
+        params=s.params,
+        m=s.m,
+        v=s.v,
+        low=s.master_low,
+        window=s.window,
+        scale=s.scale,
+        history=s.history,
+    )
     return {name: flat for name, flat in buffers.items() if flat is not None}
 
 
 def checkpoint_spec(s: State, dims: dict[str, int]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors without memory, on the device "meta"."""
     return {
-        name: torch.empty(t.shape if name in EQUAL else (_elements(name, dims),), dtype=t.dtype, device="meta")
+        name: torch.empty(
+            t.shape if name in EQUAL else (_elements(name, dims),), dtype=t.dtype, device="meta"
+        )
         for name, t in state_buffers(s).items()
     }
 
 
 def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Tensor]]:
-    """Return the slices of the buffers that this rank saves, in the order of `shard_spans`; a single rank saves all."""
+    """Return the slices of the buffers that this rank saves, in the order of
+    `shard_spans`; a single rank saves all.
+    """
     buffers, owned = state_buffers(s), sharding.owned_shards(dims, rank)
     equal = {name: [buffers.pop(name)] for name in EQUAL & buffers.keys()}
     out = equal if rank == 0 else {}
@@ -50,13 +62,17 @@ def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Te
 
 
 def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return (flat index, elements) of this rank's slices, `second_shares` of Muon's `v`; empty for one rank."""
+    """Return (flat index, elements) of this rank's slices, `second_shares` of
+    Muon's `v`; empty for one rank.
+    """
     if dims["ranks"] == 1:
         return {}
     shards = sharding.owned_shards(dims, rank)
     spans = {"shares": [[p.first, p.length] for p in shards]}
     if dims["No"]:
-        spans["second_shares"] = [[_first("v", p, dims), p.length] for p in shards if p.second is not None]
+        spans["second_shares"] = [
+            [_first("v", p, dims), p.length] for p in shards if p.second is not None
+        ]
     return spans
 
 
@@ -69,7 +85,9 @@ class Held(NamedTuple):
 
 
 def held(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Held]]:
-    """Return what this rank holds of each tensor: all of `params`, and what it updates of m, v and low."""
+    """Return what this rank holds of each tensor: all of `params`, and what
+    it updates of m, v and low.
+    """
     updated = sharding.updated_shards(dims, rank)
     everything = sharding.updated_shards(dims | dict(zero=0), rank)
     out = {}
@@ -79,14 +97,19 @@ def held(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Held]]:
         else:
             shards = everything if name == "params" else updated
             starts = [(p, _start(name, p)) for p in shards]
-            out[name] = [Held(_first(name, p, dims), p.length, start) for p, start in starts if start is not None]
+            out[name] = [
+                Held(_first(name, p, dims), p.length, start)
+                for p, start in starts
+                if start is not None
+            ]
     return out
 
 
 def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> None:
     """Fill the buffers from parts of a checkpoint's tensors.  A rank copies what it holds.
 
-    A checkpoint of the head in bf16 has fewer scales of fp8 than this model may need: then none is loaded.
+    A checkpoint of the head in bf16 has fewer scales of fp8 than this model
+    may need: then none is loaded.
     """
     buffers = {name: flat.view(-1) for name, flat in state_buffers(s).items()}
     places = held(s, dims, rank)
@@ -98,18 +121,24 @@ def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> No
             end = min(first + len(elements), place.first + place.length)
             if begin < end:
                 start = place.start + begin - place.first
-                buffers[name][start : start + end - begin].copy_(elements[begin - first : end - first])
+                buffers[name][start : start + end - begin].copy_(
+                    elements[begin - first : end - first]
+                )
 
 
 def state_digest(s: State, dims: dict[str, int]) -> str:
-    """Return the sha256 of the weights in flat order, and of the moments if every rank holds all of them."""
+    """Return the sha256 of the weights in flat order, and of the moments if
+    every rank holds all of them.
+    """
     digest, buffers = hashlib.sha256(), state_buffers(s)
     names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
     for name in (name for name in names if name in buffers):
         for p in sharding.updated_shards(dims | dict(zero=0), 0):
             at = _start(name, p)
             if at is not None:
-                digest.update(buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data)
+                digest.update(
+                    buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data
+                )
     return digest.hexdigest()
 
 
@@ -124,5 +153,7 @@ def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:
 
 
 def _start(name: str, p: sharding.Shard) -> int | None:
-    """Return the offset of a shard in the buffer of this tensor; None if the buffer does not have it."""
+    """Return the offset of a shard in the buffer of this tensor; None if
+    the buffer does not have it.
+    """
     return {"params": p.param, "v": p.second}.get(name, p.moment)

@@ -30,10 +30,14 @@ class StepResult(NamedTuple):
 
 
 class InFlightStep:
-    """One step's inputs and results, copied asynchronously: written again only after `result` has waited."""
+    """One step's inputs and results, copied asynchronously: written again only
+    after `result` has waited.
+    """
 
     def __init__(self, device: str, io: Any, stats: Sequence[torch.Tensor] = ()):
-        """`io` is kernels/step_io.py, which names the elements of the rows; `stats` are the recorder's buffers."""
+        """`io` is kernels/step_io.py, which names the elements of the rows; `stats`
+        are the recorder's buffers.
+        """
         self._io, pinned = io, device != "cpu"
         self.stats = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in stats]
         self.step_in = torch.empty(io.STEP_IN, dtype=torch.float32, pin_memory=pinned)

@@ -1,23 +1,29 @@
-"""Declares the buffers that every model has; a model adds its Params and Acts, as gpt2/buffers.py does.  A buffer is a
-row whose columns BufferSpec explains (arena.py).
+"""Declares the buffers that every model has; a model adds its Params and Acts, as gpt2/buffers.py
+does.  A buffer is a row whose columns BufferSpec explains (arena.py).
 
 Symbols of shapes:
 
-B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the head takes Rc rows at a time;
+B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the
+           head takes Rc rows at a time;
            Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
 C, NH, HS  channels, heads, head size = C / NH
-D, Ckv     columns of qkv, and of k or v in it: D = C + 2*Ckv, and Ckv is C unless heads of q share heads of k and v
+D, Ckv     columns of qkv, and of k or v in it: D = C + 2*Ckv, and Ckv is C unless
+           heads of q share heads of k and v
 F, G       width of the MLP; rows of fcw, 2F with a gate, else F
 Tr         positions that q and k are rotated to, at most block_size
-L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves its attention, x[2L]
-           is the last.  The norm of x[i] has weights lnw[i], lnb[i] and output ln[i]; its output for x[2L] is lnf
+L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves
+           its attention, x[2L] is the last.  The norm of x[i] has weights lnw[i], lnb[i] and output
+           ln[i]; its output for x[2L] is lnf
 V, Vp      vocabulary, padded vocabulary
 Tmax       the longest sequence, model.block_size
-N, Ne, Nl  parameters: all, of the bucket `embed`, of a layer.  Flat buffers (sharding.py) hold Nf parameters, Nt first
-           and Nv second moments, Nm low halves of fp32 masters, and Ng, Nr and Nx gradients.  On one rank each is N, or
-           0 if not needed.  Muon's Nv leaves out the layers' matrices
-No, Nc     elements of the layers' matrices, and of what a rank orthogonalises at once (muon.py); 0 without Muon
-Np, W, Nw  elements of the packed batch (data/packing.py), the scratch, and a row of `window`: WINDOW + 1 in training
+N, Ne, Nl  parameters: all, of the bucket `embed`, of a layer.  Flat buffers (sharding.py) hold
+           Nf parameters, Nt first and Nv second moments, Nm low halves of fp32 masters, and
+           Ng, Nr and Nx gradients.  On one rank each is N, or 0 if not needed.  Muon's Nv
+           leaves out the layers' matrices
+No, Nc     elements of the layers' matrices, and of what a rank orthogonalises at
+           once (muon.py); 0 without Muon
+Np, W, Nw  elements of the packed batch (data/packing.py), the scratch, and a row of
+           `window`: WINDOW + 1 in training
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
@@ -39,22 +45,33 @@ WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in l
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Says what a layer's backward pass computes again instead of reading, from memory.recompute."""
+    """Says what a layer's backward pass computes again instead of
+    reading, from memory.recompute.
+    """
 
     gelu: bool
-    ln: bool  # also the fp8 casts of weights and att; True at `block` too, where a layer's two norms share ln
+    # also the fp8 casts of weights and att; True at `block` too, where a layer's two norms share ln
+    ln: bool
     qkv: bool
     block: bool
 
     @classmethod
     def at(cls, level: str, fp8: bool) -> "Recompute":
-        """Return what a level computes again; in fp8 GELU's output is kept, and its input is not."""
+        """Return what a level computes again; in fp8 GELU's output is
+        kept, and its input is not.
+        """
         block, parts = level == "block", level.split("+")
-        return cls(gelu="gelu" in parts and not fp8, ln="ln" in parts or block, qkv="qkv" in parts, block=block)
+        return cls(
+            gelu="gelu" in parts and not fp8,
+            ln="ln" in parts or block,
+            qkv="qkv" in parts,
+            block=block,
+        )
 
 
 def layer_levels(recompute: str, L: int) -> list[str]:
-    """Return each layer's level.  LEVEL is for all; LEVEL:N is for the first N, and the level before it for the others.
+    """Return each layer's level.  LEVEL is for all; LEVEL:N is for the first N, and the
+    level before it for the others.
 
     >>> layer_levels("gelu:1", 3)
     ['gelu', 'none', 'none']
@@ -66,7 +83,8 @@ def layer_levels(recompute: str, L: int) -> list[str]:
 
 Tensors = list[Tensor]
 Span = tuple[int, int]  # of a checkpoint's tensor: flat index, elements
-Part = tuple[str, int, Tensor]  # of a checkpoint's tensor: its name, index of the part's first element, elements
+# of a checkpoint's tensor: its name, index of the part's first element, elements
+Part = tuple[str, int, Tensor]
 
 
 def param(shape: str, group: str, init: str, decay: bool = False, matrices: str = "") -> Any:
@@ -74,9 +92,12 @@ def param(shape: str, group: str, init: str, decay: bool = False, matrices: str 
 
     group    "embed", "layer" (one tensor per layer) or "rest"
     init     "normal", "residual" (normal / sqrt(2L)), "zero", "one"
-    matrices shapes of the matrices, one below the other, that Muon takes apart; "": the parameter is one
+    matrices shapes of the matrices, one below the other, that Muon takes
+    apart; "": the parameter is one
     """
-    return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, decay=decay, matrices=matrices))
+    return dataclasses.field(
+        metadata=dict(shape=shape, group=group, init=init, decay=decay, matrices=matrices)
+    )
 
 
 # fmt: off
@@ -85,62 +106,100 @@ class State:
     """Buffers that keep their contents from step to step, and the inputs and results of a step."""
 
     params:     Tensor = buf("Nf",     "act", "embed..between",   "parameters")
-    master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")   # the 16 lower bits of fp32 masters
+    # the 16 lower bits of fp32 masters
+    master_low: Tensor = buf("Nm",     "i16", "embed..between",   "optimizer")
     m:          Tensor = buf("Nt",     "m",   "embed..between",   "optimizer")
     v:          Tensor = buf("Nv",     "v",   "embed..between",   "optimizer")
-    orth:       Tensor = buf("No",     "act", "update",           "optimizer")   # Muon's x of each class: muon.py
-    orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")   # the next x, of one class
+    # Muon's x of each class: muon.py
+    orth:       Tensor = buf("No",     "act", "update",           "optimizer")
+    # the next x, of one class
+    orth_next:  Tensor = buf("Nc",     "act", "update",           "optimizer")
     gram:       Tensor = buf("Nc",     "act", "update",           "optimizer")
     poly:       Tensor = buf("Nc",     "act", "update",           "optimizer")
-    grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")   # of this rank's batches, then sums
-    reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")   # ZeRO-2: this rank's shard of the sums
-    received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")   # of other ranks, to be summed
-    window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")   # recent losses, norms: outlier.py
-    scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")   # of fp8 tensors: kernels/fp8.py
-    history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")   # their amax in the last steps
-    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")   # this step's amax, in 32 cells each
-    step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")      # see kernels/step_io.py
-    z:          Tensor = buf("2",      "f32", "update..between",  "inputs")      # z-scores of loss and gradient norm
-    act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")  # see tensor_stats.py
+    # of this rank's batches, then sums
+    grads:      Tensor = buf("Ng",     "f32", "embed..update",    "gradients")
+    # ZeRO-2: this rank's shard of the sums
+    reduced:    Tensor = buf("Nr",     "f32", "embed..update",    "gradients")
+    # of other ranks, to be summed
+    received:   Tensor = buf("Nx",     "f32", "block_bwd",        "gradients")
+    # recent losses, norms: outlier.py
+    window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")
+    # of fp8 tensors: kernels/fp8.py
+    scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")
+    # their amax in the last steps
+    history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")
+    # this step's amax, in 32 cells each
+    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")
+    # see kernels/step_io.py
+    step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
+    # z-scores of loss and gradient norm
+    z:          Tensor = buf("2",      "f32", "update..between",  "inputs")
+    # see tensor_stats.py
+    act_stats:  Tensor = buf("Sa 3 P", "f32", "embed..between",   "statistics")
     par_stats:  Tensor = buf("Sp 5 P", "f32", "embed..between",   "statistics")
     fp8_stats:  Tensor = buf("As 2 P", "f32", "embed..between",   "statistics")
-    step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")      # lr_schedule.step_inputs
-    step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")      # see kernels/step_io.py
-    batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")      # packed by data/packing.py
+    # lr_schedule.step_inputs
+    step_in:    Tensor = buf("8",      "f32", "embed..update",    "inputs")
+    # see kernels/step_io.py
+    step_key:   Tensor = buf("4",      "i32", "embed..update",    "inputs")
+    # packed by data/packing.py
+    batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")
 
 
 @dataclasses.dataclass
 class HeadActs:
     """Activations and gradients outside the layers, and what the layers share with the head."""
 
-    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")  # the final norm, of x[2L]
-    zt:      Tensor  = buf("R",          "f32", "head",             "head")  # log2(e) * logit of the target
-    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head", only="bf16 head")  # exp(logit - target's)
-    rs:      Tensor  = buf("R",          "f32", "head",             "head")  # factor of p in dlogits
+    # the final norm, of x[2L]
+    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")
+    # log2(e) * logit of the target
+    zt:      Tensor  = buf("R",          "f32", "head",             "head")
+    # exp(logit - target's)
+    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head", only="bf16 head")
+    # factor of p in dlogits
+    rs:      Tensor  = buf("R",          "f32", "head",             "head")
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
-    lns:     Tensor  = buf("Rp C",       "act", "head",             "head", only="bf16 head")  # rs * lnf
-    losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")  # of each token, summed over micro-steps
-    dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)  # gradient at x[i]
-    dbranch: Tensor  = buf("Rd C",       "act", "head..block_bwd",  "backward")  # dx, masked by dropout
+    # rs * lnf
+    lns:     Tensor  = buf("Rp C",       "act", "head",             "head", only="bf16 head")
+    # of each token, summed over micro-steps
+    losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")
+    # gradient at x[i]
+    dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)
+    # dx, masked by dropout
+    dbranch: Tensor  = buf("Rd C",       "act", "head..block_bwd",  "backward")
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
-    delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")  # rowsum(dout * out) of attention
-    scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")  # partial sums of one launch
+    # rowsum(dout * out) of attention
+    delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")
+    # partial sums of one launch
+    scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")
 
 
 @dataclasses.dataclass
 class Decoding:
-    """Buffers of decoding.  The backward pass may overwrite them: no text goes on after a training step."""
+    """Buffers of decoding.  The backward pass may overwrite them: no text goes
+    on after a training step.
+    """
 
-    cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")  # keys, values
+    # keys, values
+    cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")
     logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
-    seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")  # see kernels/decode.py
+    # see kernels/decode.py
+    seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")
 # fmt: on
 
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
-    """Return (name, index) of every activation in act_stats, in its order; dx[i] is the gradient at x[i]."""
+    """Return (name, index) of every activation in act_stats, in its order;
+    dx[i] is the gradient at x[i].
+    """
     hidden = "fcg" if dims["A"] else "fch"  # fp8 runs store GELU's output, not its input
-    counts = {"x": dims["S"], "qkv": dims["L"], "att": dims["L"], hidden: dims["L"], "dx": dims["S"]}
+    counts = {
+        "x": dims["S"],
+        "qkv": dims["L"],
+        "att": dims["L"],
+        hidden: dims["L"],
+        "dx": dims["S"],
+    }
     return [(name, i) for name, n in counts.items() for i in range(n)]
 
 
@@ -151,7 +210,8 @@ class ParamEntry(NamedTuple):
     layer: int | None
     bucket: int  # 0 embed, 1 + l layer l, L + 1 rest
     bucket_offset: int  # its first element's index in the bucket
-    offset: int  # its flat index: the first element's index among all parameters, on any number of ranks
+    # its flat index: the first element's index among all parameters, on any number of ranks
+    offset: int
     shape: tuple[int, ...]
     used: int  # elements before its padding, the rows from V on
     init: str
@@ -159,7 +219,9 @@ class ParamEntry(NamedTuple):
 
 
 def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
-    """Yield every tensor of a table of parameters in the flat order: embed | layer 0 | layer 1 | ... | rest."""
+    """Yield every tensor of a table of parameters in the flat order: embed | layer
+    0 | layer 1 | ... | rest.
+    """
     fields = dataclasses.fields(table)
     groups = [("embed", None), *(("layer", layer) for layer in range(dims["L"])), ("rest", None)]
     offset = 0
@@ -168,25 +230,45 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
         for field in (f for f in fields if f.metadata["group"] == group):
             m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
             used = math.prod(eval_shape(m["shape"].replace("Vp", "V"), dims))
-            yield ParamEntry(field.name, layer, bucket, offset - first, offset, shape, used, m["init"], m["decay"])
+            yield ParamEntry(
+                field.name,
+                layer,
+                bucket,
+                offset - first,
+                offset,
+                shape,
+                used,
+                m["init"],
+                m["decay"],
+            )
             offset += math.prod(shape)
 
 
 def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return (rows, columns, count) of each class of a layer's matrices, in the flat order: neighbours of one shape are
-    one class.
+    """Return (rows, columns, count) of each class of a layer's matrices, in the flat order:
+    neighbours of one shape are one class.
 
     >>> from gpt2_triton.model.gpt2.buffers import Params
     >>> matrix_shapes(Params, dict(C=4, D=12, F=16, G=16))
     [(4, 4, 4), (16, 4, 1), (4, 16, 1)]
     """
-    declared = [field.metadata for field in dataclasses.fields(table) if field.metadata["group"] == "layer"]
-    shapes = [eval_shape(shape, dims) for m in declared for shape in (m["matrices"] or m["shape"]).split(", ")]
+    declared = [
+        field.metadata for field in dataclasses.fields(table) if field.metadata["group"] == "layer"
+    ]
+    shapes = [
+        eval_shape(shape, dims)
+        for m in declared
+        for shape in (m["matrices"] or m["shape"]).split(", ")
+    ]
     return [(rows, columns, len(list(same))) for (rows, columns), same in itertools.groupby(shapes)]
 
 
-def param_views(table: type, flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None) -> Any:
-    """Return `table` with views of a flat buffer; `starts`: where buckets begin, if not one after the other."""
+def param_views(
+    table: type, flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None
+) -> Any:
+    """Return `table` with views of a flat buffer; `starts`: where buckets begin,
+    if not one after the other.
+    """
     views: dict[str, Any] = {}
     for e in param_entries(table, dims):
         at = e.offset if starts is None else starts[e.bucket] + e.bucket_offset

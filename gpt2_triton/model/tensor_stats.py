@@ -1,15 +1,20 @@
-"""Statistics of the tensors of a step: rms, largest absolute value and non-finite elements, layer by layer.
+"""Statistics of the tensors of a step: rms, largest absolute value and
+non-finite elements, layer by layer.
 
-The schedule tells m.observe what it has written.  In a step with statistics, m.observe is a StatsRecorder: its kernels
-read each tensor before other kernels overwrite the tensor's bytes.  No byte of the training changes.
+The schedule tells m.observe what it has written.  In a step with statistics, m.observe is a
+StatsRecorder: its kernels read each tensor before other kernels overwrite the tensor's bytes.  No
+byte of the training changes.
 
-x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in tables.py; in an fp8 run fcg[l], not fch[l]
+x[i], qkv[l], att[l], fch[l]   activations of the forward pass, named as in tables.py; in
+                               an fp8 run fcg[l], not fch[l]
 dx[i]                          the gradient of the loss at x[i], times the loss scale
-each fp8 tensor                the share of its elements that saturate at 448, and the share that is 0
-each parameter                 its gradient before the update, the weights, and the update before rounding
+each fp8 tensor                the share of its elements that saturate at
+                               448, and the share that is 0
+each parameter                 its gradient before the update, the weights,
+                               and the update before rounding
 
-Each rank reads what it computes: the activations of its own sequences, and the parameters that it updates (at ZeRO-0
-all, else its shard).  The host combines the ranks' partial results.
+Each rank reads what it computes: the activations of its own sequences, and the parameters that it
+updates (at ZeRO-0 all, else its shard).  The host combines the ranks' partial results.
 """
 
 import dataclasses
@@ -29,14 +34,17 @@ ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
-Statistics = dict[str, dict[str, dict[str, list[Any]]]]  # kind -> tensor -> column -> a number for each point or layer
+# kind -> tensor -> column -> a number for each point or layer
+Statistics = dict[str, dict[str, dict[str, list[Any]]]]
 
 
 class Observer:
     """Takes no statistics.  The schedule calls its methods."""
 
     def tensors(self, **entries: int) -> None:
-        """Look at tensors just written: `entries` has their names in Acts or Params, and their indices."""
+        """Look at tensors just written: `entries` has their names in Acts or
+        Params, and their indices.
+        """
 
     def adamw(self, span: Any) -> None:
         """Look at an UpdateSpan before its update."""
@@ -60,16 +68,21 @@ class StatsRecorder(Observer):
             K.fill(buffer, 0.0)
         self._tracked = tracked_activations(dims)
         places = [place(*scale) for scale in self._scales]
-        self._act_slots, self._fp8_slots = ({entry: n for n, entry in enumerate(e)} for e in (self._tracked, places))
+        self._act_slots, self._fp8_slots = (
+            {entry: n for n, entry in enumerate(e)} for e in (self._tracked, places)
+        )
         self._fp8_elements = [self._tensor(*entry).rows.numel() for entry in places]
         shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(A.Acts)}
         self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
-        self._sharded = dims["zero"] > 0  # each rank updates its shard of the parameters, not all of them
+        # each rank updates its shard of the parameters, not all of them
+        self._sharded = dims["zero"] > 0
         self._entries = list(param_entries(A.Params, dims))
         self._spans = [(e.offset, e.offset + e.used) for e in self._entries]
 
     def begin(self, acc: bool) -> "StatsRecorder":
-        """Begin a micro-step, and return self; if `acc`, its statistics are combined with the previous ones."""
+        """Begin a micro-step, and return self; if `acc`, its statistics are
+        combined with the previous ones.
+        """
         self._acc, self._seen = acc, set[tuple[str, int]]()
         return self
 
@@ -83,10 +96,15 @@ class StatsRecorder(Observer):
                 continue
             self._seen.add(entry)
             if entry in self._act_slots:
-                self._K.tensor_stats(self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc)
-            counted = self._acc and entry[0] in self._weights  # cast in each micro-step, counted in the first
+                self._K.tensor_stats(
+                    self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc
+                )
+            # cast in each micro-step, counted in the first
+            counted = self._acc and entry[0] in self._weights
             if entry in self._fp8_slots and not counted:
-                self._K.fp8_stats(self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc)
+                self._K.fp8_stats(
+                    self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc
+                )
 
     def adamw(self, span: Any) -> None:
         s, p = self._view.s, span
@@ -98,30 +116,45 @@ class StatsRecorder(Observer):
         s, c = self._view.s, matrices
         for l in range(len(c.w)):
             for out, r in self._parts(c.first + l * c.distance, c.w.shape[1]):
-                self._K.muon_stats(out, c.w[l, r], c.x[l, r], c.g[l, r], s.step_out, s.step_in, c.decay, c.scale)
+                self._K.muon_stats(
+                    out, c.w[l, r], c.x[l, r], c.g[l, r], s.step_out, s.step_in, c.decay, c.scale
+                )
 
     def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the row of par_stats and the slice of each parameter among n elements from flat index `first` on."""
+        """Yield the row of par_stats and the slice of each parameter among n elements
+        from flat index `first` on.
+        """
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + n) - first)
             if r.start < r.stop:
                 yield out, r
 
-    def read(self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup) -> Statistics:
-        """Return a step's record from host copies of `buffers`, or of the first: activations.  All ranks call it."""
+    def read(
+        self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup
+    ) -> Statistics:
+        """Return a step's record from host copies of `buffers`, or of the first:
+        activations.  All ranks call it.
+        """
         record: Statistics = {"activations": {}, "parameters": {}}
         found = control.all_gather(
             [_combine_parts(part).tolist() for part in partials[:2]]
             + [part.numpy().sum(-1, dtype=np.float64).tolist() for part in partials[2:]]
         )
-        names, elements = [name for name, _ in self._tracked], np.array(self._elements) * micro_steps * len(found)
+        names, elements = (
+            [name for name, _ in self._tracked],
+            np.array(self._elements) * micro_steps * len(found),
+        )
         columns = _combine_ranks([np.array(parts[0]) for parts in found], elements)
         _append(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
         if len(partials) > 1:
             ranks = found if self._sharded else found[:1]
             elements = np.array([stop - start for start, stop in self._spans])
             columns = _combine_ranks([np.array(parts[1]) for parts in ranks], elements)
-            _append(record["parameters"], [e.name for e in self._entries], dict(zip(PARAMETER, columns, strict=True)))
+            _append(
+                record["parameters"],
+                [e.name for e in self._entries],
+                dict(zip(PARAMETER, columns, strict=True)),
+            )
         if len(partials) > 2:
             counts = np.sum([parts[2] for parts in found], axis=0)
             names = [name for name, _ in self._scales]
@@ -131,8 +164,9 @@ class StatsRecorder(Observer):
         return record
 
     def first_non_finite(self, micro_steps: int, control: ControlGroup) -> str:
-        """Return in words the first tensor with non-finite elements in the latest gradients.  If there is none, return
-        the fp8 tensor of the lowest layer with a non-finite amax, or "".  Clears amax.  All ranks call it.
+        """Return in words the first tensor with non-finite elements in the latest gradients.  If
+        there is none, return the fp8 tensor of the lowest layer with a non-finite amax, or "".
+        Clears amax.  All ranks call it.
         """
         found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
         if not self._scales:
@@ -140,12 +174,18 @@ class StatsRecorder(Observer):
         bits = control.all_gather(self._view.s.amax.cpu().numpy().max(1).tolist())
         amax = np.max(np.array(bits, np.int32), axis=0).view(np.float32)
         clear(self._view.s.amax)
-        bad = (fp8_name(*scale) for scale, most in zip(self._scales, amax, strict=True) if not np.isfinite(most))
+        bad = (
+            fp8_name(*scale)
+            for scale, most in zip(self._scales, amax, strict=True)
+            if not np.isfinite(most)
+        )
         return found or next((f"{name} (before it is rounded to e4m3)" for name in bad), "")
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:
-    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: column 1 by maximum, the others by float64 sums."""
+    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: column 1 by maximum,
+    the others by float64 sums.
+    """
     parts = partials.numpy().astype(np.float64)
     out = parts.sum(-1)
     out[:, 1] = parts[:, 1].max(-1)
@@ -164,10 +204,18 @@ def _combine_ranks(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np
     return columns
 
 
-def _append(kind: dict[str, dict[str, list[Any]]], names: list[str], columns: dict[str, np.ndarray]) -> None:
+def _append(
+    kind: dict[str, dict[str, list[Any]]], names: list[str], columns: dict[str, np.ndarray]
+) -> None:
     for column, values in columns.items():
         for name, value in zip(names, values.tolist(), strict=True):
-            number = int(value) if column == "nonfinite" else float(f"{value:.5g}") if math.isfinite(value) else None
+            number = (
+                int(value)
+                if column == "nonfinite"
+                else float(f"{value:.5g}")
+                if math.isfinite(value)
+                else None
+            )
             kind.setdefault(name, {}).setdefault(column, []).append(number)
 
 
@@ -175,7 +223,9 @@ def _append(kind: dict[str, dict[str, list[Any]]], names: list[str], columns: di
 
 
 def first_non_finite(record: Statistics) -> str:
-    """Return the first tensor, in the order of a step, that has non-finite elements, with their number, or ""."""
+    """Return the first tensor, in the order of a step, that has non-finite elements,
+    with their number, or "".
+    """
     acts = record["activations"]
     for name, i in _in_order(len(acts["qkv"]["rms"]), "fcg" if "fcg" in acts else "fch"):
         if count := acts[name]["nonfinite"][i]:
@@ -215,16 +265,31 @@ def fp8_name(name: str, i: int) -> str:
 
 
 def format_summary(record: Statistics) -> str:
-    """Return the largest activation, gradient and update in a line; biases start at 0, so only matrices' updates."""
+    """Return the largest activation, gradient and update in a line; biases start at 0,
+    so only matrices' updates.
+    """
     acts, params = record["activations"], record["parameters"]
-    matrices = {name: columns for name, columns in params.items() if name != "lnw" and not name.endswith("b")}
+    matrices = {
+        name: columns
+        for name, columns in params.items()
+        if name != "lnw" and not name.endswith("b")
+    }
     columns = {
         "activation": [
-            (v, activation_name(name, i)) for name in acts if name != "dx" for i, v in enumerate(acts[name]["absmax"])
+            (v, activation_name(name, i))
+            for name in acts
+            if name != "dx"
+            for i, v in enumerate(acts[name]["absmax"])
         ],
-        "gradient rms": [(v, parameter_name(n, i, c)) for n, c in params.items() for i, v in enumerate(c["grad_rms"])],
+        "gradient rms": [
+            (v, parameter_name(n, i, c))
+            for n, c in params.items()
+            for i, v in enumerate(c["grad_rms"])
+        ],
         "update/weight": [
-            (v, parameter_name(n, i, c)) for n, c in matrices.items() for i, v in enumerate(c["update_ratio"])
+            (v, parameter_name(n, i, c))
+            for n, c in matrices.items()
+            for i, v in enumerate(c["update_ratio"])
         ],
     }
     parts = []
@@ -232,9 +297,17 @@ def format_summary(record: Statistics) -> str:
         most, where = max((math.inf if v is None else v, where) for v, where in values)
         parts.append(f"largest {what} {most:.3g} in {where}")
     if "fp8" in record:
-        tensors = [(v, fp8_name(n, i)) for n, c in record["fp8"].items() for i, v in enumerate(c["saturated"])]
+        tensors = [
+            (v, fp8_name(n, i))
+            for n, c in record["fp8"].items()
+            for i, v in enumerate(c["saturated"])
+        ]
         share, where = max(tensors)
-        parts.append(f"most saturated fp8 tensor {where}, {share:.2%}" if share else "no fp8 tensor saturated")
+        parts.append(
+            f"most saturated fp8 tensor {where}, {share:.2%}"
+            if share
+            else "no fp8 tensor saturated"
+        )
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
@@ -242,13 +315,20 @@ def format_summary(record: Statistics) -> str:
 def format_table(record: Statistics) -> str:
     """Return all of a record as text, one line per tensor."""
     lines = []
-    kinds = [("activations", ACTIVATION), ("parameters", PARAMETER), *([("fp8", FP8)] if "fp8" in record else [])]
+    kinds = [
+        ("activations", ACTIVATION),
+        ("parameters", PARAMETER),
+        *([("fp8", FP8)] if "fp8" in record else []),
+    ]
     for kind, columns in kinds:
         lines += [f"{kind:<14}" + "".join(f"{column:>14}" for column in columns)]
         for name, values in record[kind].items():
             for i, row in enumerate(zip(*(values[column] for column in columns), strict=True)):
                 shown = name + (f"[{i}]" if len(values[columns[0]]) > 1 else "")
-                cells = (f"{'-' if v is None else format(v, '.4g' if isinstance(v, float) else ','):>14}" for v in row)
+                cells = (
+                    f"{'-' if v is None else format(v, '.4g' if isinstance(v, float) else ','):>14}"
+                    for v in row
+                )
                 lines.append(f"{shown:<14}" + "".join(cells))
         lines.append("")
     bad = first_non_finite(record)

@@ -1,4 +1,6 @@
-"""The schedule's view of a model: the buffers cut for one batch shape, and the constants of the run."""
+"""The schedule's view of a model: the buffers cut for one batch shape, and
+the constants of the run.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,7 +39,8 @@ class ModelView:
     g: Any
     head_w: Any  # the output head: w.wte, or w.lmhead of an untied one
     head_g: Any
-    embed_g: Tensor | None  # the gradients of bucket `embed` as rows: Llama's wte, and lmhead behind it
+    # the gradients of bucket `embed` as rows: Llama's wte, and lmhead behind it
+    embed_g: Tensor | None
     a: Any  # its Acts
     s: State
     ids: Tensor
@@ -45,7 +48,8 @@ class ModelView:
     order: Tensor
     segments: Tensor
     split_tokens: Tensor
-    branch_grads: list[Any]  # [i]: the gradient of the branch that ends at x[i], an operand of products
+    # [i]: the gradient of the branch that ends at x[i], an operand of products
+    branch_grads: list[Any]
     branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
     dropout: float  # 0 in a view that does not train
     L: int
@@ -65,7 +69,8 @@ class ModelView:
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Any]]  # of each layer, then the head's
     fp8_again: list[list[Any]]  # fp8 weights of each layer that the backward pass casts again
-    grads_sharded: bool  # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
+    # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
+    grads_sharded: bool
     observe: Observer  # takes statistics in the training steps that log.stats_every selects
 
     def head_chunks(self) -> Iterator[slice]:
@@ -74,7 +79,9 @@ class ModelView:
 
 
 def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
-    """Return a Model's view; with `fp8` operands are K.Fp8, with `train` kernels record maxima, and dropout is on."""
+    """Return a Model's view; with `fp8` operands are K.Fp8, with `train` kernels record
+    maxima, and dropout is on.
+    """
     A = model.A
     state = model.state
     config = model.config
@@ -99,26 +106,53 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         a.dx = branch_grads if a.dbranch is None else a.dx
     shapes = matrix_shapes(A.Params, d) if d["No"] else []
     return ModelView(
-        w=w, g=g, head_w=getattr(w, "lmhead", w.wte), head_g=getattr(g, "lmhead", getattr(g, "wte", None)),
+        w=w,
+        g=g,
+        head_w=getattr(w, "lmhead", w.wte),
+        head_g=getattr(g, "lmhead", getattr(g, "wte", None)),
         embed_g=state.grads[: d["Ne"]].view(-1, d["C"]) if training else None,
-        a=a, s=state, observe=Observer(), fp8=fp8, fp8_weights=weights, fp8_again=again,
-        **_batch_parts(state.batch, d), dropout=config.model.dropout if train else 0.0,
-        branch_bias_grads=[None, *(b for pair in biases for b in pair)], branch_grads=branch_grads,
-        norm_eps=config.model.norm_eps, rotated_columns=d["C"] + d["Ckv"],
-        L=d["L"], NH=d["NH"], V=d["V"], T=d["T"], R=d["R"], Rc=d["Rc"], recompute=model.recompute,
-        betas_eps=(optim.beta1, optim.beta2, optim.eps), comm=model.comm, grads_sharded=d["zero"] == 2,
+        a=a,
+        s=state,
+        observe=Observer(),
+        fp8=fp8,
+        fp8_weights=weights,
+        fp8_again=again,
+        **_batch_parts(state.batch, d),
+        dropout=config.model.dropout if train else 0.0,
+        branch_bias_grads=[None, *(b for pair in biases for b in pair)],
+        branch_grads=branch_grads,
+        norm_eps=config.model.norm_eps,
+        rotated_columns=d["C"] + d["Ckv"],
+        L=d["L"],
+        NH=d["NH"],
+        V=d["V"],
+        T=d["T"],
+        R=d["R"],
+        Rc=d["Rc"],
+        recompute=model.recompute,
+        betas_eps=(optim.beta1, optim.beta2, optim.eps),
+        comm=model.comm,
+        grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
-        matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)),
-    )  # fmt: skip
+        matrices=list(
+            muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)
+        ),
+    )
 
 
 def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
     """Return the parts of the packed batch, as data/packing.py lays them out."""
     B, T, R, Ns, Nh = (d[name] for name in ("B", "T", "R", "Ns", "Nh"))
-    ids, targets, order, segments, split, _ = batch.split([R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)])
+    ids, targets, order, segments, split, _ = batch.split(
+        [R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)]
+    )
     return dict(
-        ids=ids.view(B, T), targets=targets, order=order, segments=segments.view(Ns, 4), split_tokens=split.view(Nh, 4)
+        ids=ids.view(B, T),
+        targets=targets,
+        order=order,
+        segments=segments.view(Ns, 4),
+        split_tokens=split.view(Nh, 4),
     )
 
 
@@ -128,7 +162,9 @@ def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
     return [sharding.reduced_gradients(state)[start : start + n] for start, n in spans]
 
 
-def _update_spans(state: State, dims: dict[str, int], rank: int, config: Config) -> Iterator[UpdateSpan]:
+def _update_spans(
+    state: State, dims: dict[str, int], rank: int, config: Config
+) -> Iterator[UpdateSpan]:
     for p in sharding.updated_shards(dims, rank):
         if p.second is None:
             continue

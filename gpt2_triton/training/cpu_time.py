@@ -1,4 +1,6 @@
-"""The time that a run takes without a GPU, before anything is made: a recipe for a GPU would take years."""
+"""The time that a run takes without a GPU, before anything is made: a recipe
+for a GPU would take years.
+"""
 
 import time
 from pathlib import Path
@@ -13,7 +15,9 @@ OVERHEAD = 4  # a step of own's model takes so many times its products' time
 
 
 def product_flops() -> float:
-    """Return the flop/s of the products that Triton's interpreter computes, measured in a fraction of a second."""
+    """Return the flop/s of the products that Triton's interpreter computes, measured
+    in a fraction of a second.
+    """
     import numpy as np
 
     matrix = np.ones((SIZE, SIZE), np.float32)
@@ -26,14 +30,22 @@ def product_flops() -> float:
 
 
 def require_time(config: Config, run_dir: Path | None, flops: float | None = None) -> None:
-    """Raise ConfigError if products alone take MOST_HOURS here, unless the run has checkpoints or a time limit."""
+    """Raise ConfigError if products alone take MOST_HOURS here, unless the run has
+    checkpoints or a time limit.
+    """
     has_checkpoints = run_dir is not None and bool(list_steps(run_dir / "checkpoints"))
     if config.train.max_minutes or has_checkpoints:
         return
     step = _product_seconds(config, flops)
     if step * config.train.steps > 3600 * MOST_HOURS:
-        takes = f"{config.train.steps:,} steps take at least {_words(step * config.train.steps)}, {_words(step)} each"
-        todo = "to train all the same, give --train.max_minutes; or choose a smaller model, or fewer steps"
+        takes = (
+            f"{config.train.steps:,} steps take at least "
+            f"{_words(step * config.train.steps)}, {_words(step)} each"
+        )
+        todo = (
+            "to train all the same, give --train.max_minutes; "
+            "or choose a smaller model, or fewer steps"
+        )
         raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
 
 

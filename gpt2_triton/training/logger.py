@@ -1,7 +1,8 @@
-"""The log of a run: one console line per step, and metrics.jsonl, which also feeds Weights & Biases.
+"""The log of a run: one console line per step, and metrics.jsonl, which
+also feeds Weights & Biases.
 
-Each line is written at once.  A resumed run first drops the lines after its checkpoint.  The final files therefore
-equal the files of an unbroken run, except for times (ms, tok_s, mfu).
+Each line is written at once.  A resumed run first drops the lines after its checkpoint.  The final
+files therefore equal the files of an unbroken run, except for times (ms, tok_s, mfu).
 """
 
 import json
@@ -22,7 +23,8 @@ from gpt2_triton.training.wandb_logger import WandbLogger
 
 
 class Logger:
-    """Writes config.yaml, run.json and Llama 3's vocabulary at once, then each record; `step` counts finished steps.
+    """Writes config.yaml, run.json and Llama 3's vocabulary at once, then each record;
+    `step` counts finished steps.
 
     resume_step: 0 for a new run; a resumed run drops the records of later steps
     about: this start, from run_info.describe_start
@@ -30,19 +32,26 @@ class Logger:
     """
 
     def __init__(
-        self, run_dir: Path, config: Config, resume_step: int = 0, about: dict[str, Any] | None = None, gpus: int = 1
+        self,
+        run_dir: Path,
+        config: Config,
+        resume_step: int = 0,
+        about: dict[str, Any] | None = None,
+        gpus: int = 1,
     ):
         self.config, self.steps = config, config.train.steps
         self._is_first_step = True
         self._mean_seconds: float | None = None
-        peak = device.peak_flops() if config.train.dtype == "bf16" else None  # device.py knows no other peaks
+        # device.py knows no other peaks
+        peak = device.peak_flops() if config.train.dtype == "bf16" else None
         self._mfu_per_tok_s = config.flops_per_token / (peak * gpus) if peak else None
         self._run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._open_files(resume_step)
         found = read_run(run_dir) if resume_step else {}
         self._wandb = WandbLogger(run_dir, config, found.get("wandb_id"), about)
-        write_atomic(run_dir / "config.yaml", config.to_yaml().encode())  # others may read it meanwhile
+        # others may read it meanwhile
+        write_atomic(run_dir / "config.yaml", config.to_yaml().encode())
         keep_vocabulary(config.data.tokenizer, run_dir)
         starts = found.get("starts", [])
         write_run(run_dir, self._wandb.run_id, [*starts, about] if about else starts)
@@ -60,19 +69,36 @@ class Logger:
         print_line(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:
-        """Report a finished step, if it is due, last or skipped; `cause`: the first tensor that was not finite."""
+        """Report a finished step, if it is due, last or skipped; `cause`: the first
+        tensor that was not finite.
+        """
         loss, norm, applied, seconds, z, _ = result
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and applied:
             return
-        lr, tokens = learning_rate(step - 1, self.config.optim, self.steps), self.config.train.step_tokens
+        lr, tokens = (
+            learning_rate(step - 1, self.config.optim, self.steps),
+            self.config.train.step_tokens,
+        )
         ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
-        record = dict(step=step, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, mfu=mfu, tokens=step * tokens)
+        record = dict(
+            step=step,
+            loss=loss,
+            lr=lr,
+            norm=norm,
+            ms=ms,
+            tok_s=tok_s,
+            mfu=mfu,
+            tokens=step * tokens,
+        )
         record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
         record |= {} if applied else {"skipped": True}
         self._write(record | ({"outlier": True} if result.outlier else {}))
-        line = f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} | {ms:.1f} ms | {tok_s:,.0f} tok/s"
+        line = (
+            f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} "
+            f"| {ms:.1f} ms | {tok_s:,.0f} tok/s"
+        )
         line += f" | mfu {mfu:.1%}" if mfu else ""
         line += f" | eta {duration((self._mean_seconds or seconds) * (self.steps - step))}"
         not_finite = f"not finite{cause and ', first: '}{cause}"
@@ -80,14 +106,20 @@ class Logger:
         self.info(line + ("" if applied else f" | skipped: {why}"))
 
     def rewind(self, step: int, target: int, sample: int) -> None:
-        """Drop the records after `target`, to which the run returns from `step`; data continues with `sample`."""
+        """Drop the records after `target`, to which the run returns from `step`;
+        data continues with `sample`.
+        """
         self._close_files()
         self._open_files(target)
         self._write({"step": target, "rewound_from": step, "sample": sample})
-        self.info(f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}")
+        self.info(
+            f"{self._at(step)} | rewind to step {target}; data continues at sample {sample:,}"
+        )
 
     def _measure(self, seconds: float) -> None:
-        """Update the running mean of a step's time, for the eta; the first step compiles and does not count."""
+        """Update the running mean of a step's time, for the eta; the first step
+        compiles and does not count.
+        """
         if self._is_first_step:
             self._is_first_step = False
         else:
@@ -112,7 +144,10 @@ class Logger:
 
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
         self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
-        self.info(f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, acc {acc:.4f} (completion style)")
+        self.info(
+            f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, "
+            f"acc {acc:.4f} (completion style)"
+        )
 
     def sample(self, step: int, text: str) -> None:
         self._write({"step": step, "sample": text})
@@ -133,7 +168,8 @@ class Logger:
 
     def _write(self, record: Record) -> None:
         record = null_non_finite(record)
-        if record in self._of_last_step:  # a second resume from one checkpoint repeats its first records
+        # a second resume from one checkpoint repeats its first records
+        if record in self._of_last_step:
             return
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._wandb.log(record)

@@ -7,8 +7,8 @@
     linear      lr - (lr - low) * r                                     the same r
     wsd         lr until D, then low + (lr - low) * (1 - sqrt(q))       q = (step - D) / (N - D)
     trapezoid   lr until D, then lr - (lr - low) * q                    the same q
-r and q would be 1 at step N, so the last step, N - 1, is a little above low.  All curves but trapezoid are as in
-llm.c.
+r and q would be 1 at step N, so the last step, N - 1, is a little above low.  All curves
+but trapezoid are as in llm.c.
 """
 
 import math
@@ -40,7 +40,9 @@ def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
 
 
 def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
-    """Return lines if a run continues after `step` steps at another rate, or optim.tau's decay, than it had planned."""
+    """Return lines if a run continues after `step` steps at another rate, or optim.tau's
+    decay, than it had planned.
+    """
     lines = []
     then = OptimConfig.model_construct(**saved["optim"])
     steps = saved["train"]["steps"]
@@ -48,10 +50,20 @@ def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[
     planned = learning_rate(step, then, steps) if step < steps else last
     rate = learning_rate(step, config.optim, config.train.steps)
     if not math.isclose(rate, planned):
-        lines += [f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step {step + 1}: its schedule has changed"]
+        lines += [
+            (
+                f"learning rate: {last:.2e} at step {step}, {rate:.2e} at step "
+                f"{step + 1}: its schedule has changed"
+            )
+        ]
     decay = config.model_copy(update=dict(optim=then)).replace(train=dict(steps=steps)).weight_decay
     if config.optim.tau is not None and not math.isclose(decay, config.weight_decay):
-        lines += [f"weight decay: {decay:.3g} -> {config.weight_decay:.3g}, by optim.tau, optim.lr and train.steps"]
+        lines += [
+            (
+                f"weight decay: {decay:.3g} -> {config.weight_decay:.3g}, "
+                "by optim.tau, optim.lr and train.steps"
+            )
+        ]
     return lines
 
 

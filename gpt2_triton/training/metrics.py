@@ -1,7 +1,7 @@
 """metrics.jsonl, the only record of a run's numbers; Weights & Biases and plots are made from it.
 
-One object per line, each with `step`, the number of finished steps; docs/guide/logging.md lists the keys.  Numbers that
-are not finite are null, since JSON has no NaN.
+One object per line, each with `step`, the number of finished steps; docs/guide/logging.md lists the
+keys.  Numbers that are not finite are null, since JSON has no NaN.
 """
 
 import json
@@ -13,18 +13,24 @@ from gpt2_triton.console import print_line
 from gpt2_triton.files import write_atomic
 
 METRICS, RUN = "metrics.jsonl", "run.json"
-STATS = "stats.jsonl"  # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
+# tensor statistics, a number per layer; kept and truncated like metrics.jsonl
+STATS = "stats.jsonl"
 
 Record = dict[str, Any]
 
 
 def null_non_finite(record: Record) -> Record:
     """Return the record with None in place of numbers that are not finite."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+    return {
+        key: None if isinstance(v, float) and not math.isfinite(v) else v
+        for key, v in record.items()
+    }
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records, without a last line that a crash cut short, and without damaged ones, with a warning."""
+    """Return the records, without a last line that a crash cut short, and without
+    damaged ones, with a warning.
+    """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
     records = [_record(line) for line in lines if line.strip()]
@@ -43,9 +49,15 @@ def _record(line: str) -> Record | None:
 
 
 def truncate(path: Path, resume_step: int) -> list[Record]:
-    """Keep and return the records up to resume_step.  A new run has resume_step 0 and keeps none."""
+    """Keep and return the records up to resume_step.  A new run has
+    resume_step 0 and keeps none.
+    """
     if not path.exists():
         return []
-    kept = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+    kept = (
+        [record for record in read_metrics(path) if record["step"] <= resume_step]
+        if resume_step
+        else []
+    )
     write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept

@@ -1,15 +1,16 @@
 """How a run ends before its last step: by a signal, or by the time limit train.max_minutes.
 
-After the first signal of NUMBERS the run finishes its step, saves and ends: SIGINT, SIGTERM, SIGHUP (a closed
-terminal), and what schedulers send before a limit.  Validation and samples that were due after this step, and a
-validation under way, are left to the resumed run.  A second signal ends the run at once.  Before the loop there is
-nothing to save, and Python's own handlers act.
+After the first signal of NUMBERS the run finishes its step, saves and ends: SIGINT, SIGTERM, SIGHUP
+(a closed terminal), and what schedulers send before a limit.  Validation and samples that were due
+after this step, and a validation under way, are left to the resumed run.  A second signal ends the
+run at once.  Before the loop there is nothing to save, and Python's own handlers act.
 
-Such a run leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The next start removes the file
-when its loop begins, or when it fails.
+Such a run leaves the file PREEMPTED in its directory, since launchers hide exit codes.  The next
+start removes the file when its loop begins, or when it fails.
 
-A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.  A rank's request is
-therefore summed over ranks in the next step, as the loss is, and all ranks stop after the same step.
+A signal may reach one rank only, or all ranks at slightly different times, and clocks differ.
+A rank's request is therefore summed over ranks in the next step, as the loss is, and all
+ranks stop after the same step.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from typing import Any
 from gpt2_triton.console import print_from_handler
 
 PREEMPTED = "PREEMPTED"
-REPEAT_WINDOW = 1  # seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
+# seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
+REPEAT_WINDOW = 1
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
 TO_STOP = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +48,9 @@ class ShutdownSignals:
         self._replaced: dict[int, Any] = {}  # the program's own handlers, by signal
 
     def begin_loop(self, run_dir: Path) -> None:
-        """Install the handlers, if this is the main thread.  What is ignored stays so, as SIGHUP under nohup."""
+        """Install the handlers, if this is the main thread.  What is ignored stays
+        so, as SIGHUP under nohup.
+        """
         self._run_dir = run_dir
         if threading.current_thread() is threading.main_thread():
             for number in NUMBERS:
@@ -58,10 +62,13 @@ class ShutdownSignals:
             self._received_at = time.monotonic()
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
             later = f"{self._window} second{'s' * (self._window > 1)}"
-            print_from_handler(f"stopping after this step; {again} after {later} ends at once without a checkpoint")
+            print_from_handler(
+                f"stopping after this step; {again} after {later} ends at once without a checkpoint"
+            )
             if self._by_torchrun and SHUTDOWN not in os.environ:
                 print_from_handler(
-                    f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
+                    "torchrun kills ranks that save for more than 30 seconds; "
+                    f"{SHUTDOWN}=300 allows 300"
                 )
         elif number != signal.SIGXCPU and time.monotonic() - self._received_at > self._window:
             self._leave(number)  # the system repeats SIGXCPU each second
@@ -70,11 +77,15 @@ class ShutdownSignals:
     def _leave(self, number: int) -> None:
         """End the process; a half-written checkpoint stays hidden."""
         mark_preempted(self._run_dir)
-        print_from_handler(f"ended at once: steps since the last checkpoint are lost; {self.how_to_continue()}")
+        print_from_handler(
+            f"ended at once: steps since the last checkpoint are lost; {self.how_to_continue()}"
+        )
         os._exit(128 + number)
 
     def how_to_continue(self) -> str:
-        return f"the same command with --run_dir {shlex.quote(str(self._run_dir))} --resume continues"
+        return (
+            f"the same command with --run_dir {shlex.quote(str(self._run_dir))} --resume continues"
+        )
 
     def is_requested(self) -> bool:
         """True when this rank has a reason to end the run."""
@@ -87,8 +98,9 @@ class ShutdownSignals:
 
 
 class BorrowedSignals(ShutdownSignals):
-    """The signals of a program that trains by a call.  When the `with` block ends, the program's handlers are put back
-    and get the signal; Python's own makes SIGINT a KeyboardInterrupt.  A second signal goes to them at once.
+    """The signals of a program that trains by a call.  When the `with` block ends, the program's
+    handlers are put back and get the signal; Python's own makes SIGINT a KeyboardInterrupt.  A
+    second signal goes to them at once.
     """
 
     def __enter__(self) -> "BorrowedSignals":
@@ -120,7 +132,9 @@ def mark_preempted(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def unmarked_by_errors(run_dir: Path) -> Iterator[None]:
-    """Remove PREEMPTED if the block fails: a script that looks for the file would start the run again for ever."""
+    """Remove PREEMPTED if the block fails: a script that looks for the file would
+    start the run again for ever.
+    """
     try:
         yield
     except Exception:

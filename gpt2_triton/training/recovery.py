@@ -1,4 +1,5 @@
-"""Return a model to an earlier checkpoint (a rewind), and find the losses of a step that are not finite.
+"""Return a model to an earlier checkpoint (a rewind), and find the losses
+of a step that are not finite.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
@@ -18,7 +19,9 @@ from gpt2_triton.model.model import Model
 def restore_model(
     target: int, run_dir: Path, model: Model, control: ControlGroup
 ) -> tuple[int, tuple[int, float] | None]:
-    """Load the newest intact checkpoint up to `target`, delete later ones; return its step and the best still there."""
+    """Load the newest intact checkpoint up to `target`, delete later ones; return its step
+    and the best still there.
+    """
     directory = run_dir / "checkpoints"
     found = control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
     checkpoint = open_checkpoint(Path(found))
@@ -38,7 +41,9 @@ def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
 def find_non_finite_losses(
     model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
-    """Compute a step's losses again; tell how many are not finite, and where the first is.  All ranks call it."""
+    """Compute a step's losses again; tell how many are not finite, and where the
+    first is.  All ranks call it.
+    """
     bad = rows = 0
     place = ""
     for first in batches.first_samples_of_step(first_sample):
@@ -52,7 +57,12 @@ def find_non_finite_losses(
         rows += model.B
     found = control.all_gather([bad, rows, place])
     if not any(place for *_, place in found):
-        return "its losses are finite when computed again, so a gradient, or an operand in fp8, was not finite"
+        return (
+            "its losses are finite when computed again, so a gradient, "
+            "or an operand in fp8, was not finite"
+        )
     rank, where = next((rank, place) for rank, (*_, place) in enumerate(found) if place)
-    counts = f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
+    counts = (
+        f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
+    )
     return f"the losses of {counts} are not finite, the first on rank {rank} at {where}"

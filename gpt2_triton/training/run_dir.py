@@ -1,4 +1,6 @@
-"""The run directory at the start of a run: lock it, find its newest checkpoint, keep the logs of an earlier start."""
+"""The run directory at the start of a run: lock it, find its newest checkpoint, keep the
+logs of an earlier start.
+"""
 
 import contextlib
 import itertools
@@ -14,10 +16,12 @@ from gpt2_triton.training.start import Resume
 
 
 def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> Path | None:
-    """Lock `run_dir` until `held` closes.  Return the newest intact checkpoint, or None to start a new run.
+    """Lock `run_dir` until `held` closes.  Return the newest intact
+    checkpoint, or None to start a new run.
 
-    ConfigError if another process writes to `run_dir`, or if it has metrics but no checkpoint and `resume` is False.
-    CheckpointError if all checkpoints are damaged, or if there is none and `resume` is "must".
+    ConfigError if another process writes to `run_dir`, or if it has metrics but no checkpoint
+    and `resume` is False.  CheckpointError if all checkpoints are damaged, or if there is
+    none and `resume` is "must".
     """
     held.enter_context(lock_run_dir(run_dir))
     held.enter_context(unmarked_by_errors(run_dir))
@@ -37,14 +41,24 @@ def _begin(run_dir: Path, resume: Resume) -> None:
     if logged and not resume:
         last = max((record["step"] for record in read_metrics(metrics)), default=0)
         todo = "add --resume to keep them aside and start again, or choose another"
-        raise ConfigError(f"--run_dir: {run_dir} has metrics up to step {last}, but no checkpoint; {todo}")
+        raise ConfigError(
+            f"--run_dir: {run_dir} has metrics up to step {last}, but no checkpoint; {todo}"
+        )
     if resume:
-        kept = f"; the logs of an earlier start, without a checkpoint, are now {_keep_aside(run_dir)}" if logged else ""
+        kept = (
+            f"; the logs of an earlier start, without a checkpoint, are now {_keep_aside(run_dir)}"
+            if logged
+            else ""
+        )
         print_line(f"nothing to resume in {run_dir}: starting a new run{kept}")
 
 
 def _keep_aside(run_dir: Path) -> str:
     """Rename the logs with the first free number, such as metrics.jsonl.1; return the new names."""
     names = [name for name in (METRICS, STATS) if (run_dir / name).exists()]
-    number = next(n for n in itertools.count(1) if not any((run_dir / f"{name}.{n}").exists() for name in names))
+    number = next(
+        n
+        for n in itertools.count(1)
+        if not any((run_dir / f"{name}.{n}").exists() for name in names)
+    )
     return ", ".join((run_dir / name).rename(run_dir / f"{name}.{number}").name for name in names)

@@ -1,4 +1,5 @@
-"""RUN/run.json: the run's id at Weights & Biases and its place, and each start's code, packages, device and plan.
+"""RUN/run.json: the run's id at Weights & Biases and its place, and each start's
+code, packages, device and plan.
 
     {"wandb_id": "1a2b3c4d", "place": ["/data/RUN", 1234567],
      "starts": [{"time": ..., "after_step": 0, "git": {"commit": ...}, ...}]}
@@ -20,9 +21,16 @@ from gpt2_triton.version import code_state, package_versions
 
 
 def describe_start(
-    config: Config, shape: StepShape, arena_bytes: int, device: str, after_step: int, calibrated: bool = False
+    config: Config,
+    shape: StepShape,
+    arena_bytes: int,
+    device: str,
+    after_step: int,
+    calibrated: bool = False,
 ) -> dict[str, Any]:
-    """Return the entry of a start; `device` is the GPU's name, `calibrated` whether this start finds fp8's scales."""
+    """Return the entry of a start; `device` is the GPU's name, `calibrated` whether this
+    start finds fp8's scales.
+    """
     products = "fp32" if config.train.dtype == "fp32" else config.train.precision
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -34,17 +42,29 @@ def describe_start(
         "table": table_file.about(),
         "gpus": shape.gpus,
         "zero": shape.zero,
-        "precision": {"products": products, "keep_bf16": config.fp8.keep_bf16, "calibrated": calibrated},
-        "plan": {"arena_bytes": arena_bytes, "recompute": config.memory.recompute, "parameters": config.n_params},
+        "precision": {
+            "products": products,
+            "keep_bf16": config.fp8.keep_bf16,
+            "calibrated": calibrated,
+        },
+        "plan": {
+            "arena_bytes": arena_bytes,
+            "recompute": config.memory.recompute,
+            "parameters": config.n_params,
+        },
     }
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json, or {} if it is missing or damaged, of a copy without the id; OSError if it cannot be read."""
+    """Return run.json, or {} if it is missing or damaged, of a copy without the id;
+    OSError if it cannot be read.
+    """
     try:
         found = json.loads((run_dir / RUN).read_bytes())
         place = found.get("place")  # older runs have none
-        is_copy = place is not None and not any(here == there for here, there in zip(_place(run_dir), place))
+        is_copy = place is not None and not any(
+            here == there for here, there in zip(_place(run_dir), place)
+        )
         return {"wandb_id": None if is_copy else found["wandb_id"], "starts": list(found["starts"])}
     except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError):
         return {}
@@ -55,5 +75,7 @@ def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]])
 
 
 def _place(run_dir: Path) -> list[Any]:
-    """Return path and inode: a moved directory keeps its inode, one mounted elsewhere too; a copy has neither."""
+    """Return path and inode: a moved directory keeps its inode, one mounted
+    elsewhere too; a copy has neither.
+    """
     return [str(run_dir.resolve()), run_dir.stat().st_ino]

@@ -1,4 +1,6 @@
-"""The parts of a run, made in this order: data, state with the weights to start from, model, log."""
+"""The parts of a run, made in this order: data, state with the weights
+to start from, model, log.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -57,13 +59,16 @@ class Data(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run starts from: its state, notes for the console and run.json, and its checkpoint or first weights."""
+    """What a run starts from: its state, notes for the console and run.json, and its
+    checkpoint or first weights.
+    """
 
     state: RunState
     notes: list[str]
     checkpoint: Checkpoint | None = None  # None: a new run
     weights: Iterable[Part] = ()  # of a new run's init_from
-    beside: Path | None = None  # of a new run: a directory that may have the files of source_files.py
+    # of a new run: a directory that may have the files of source_files.py
+    beside: Path | None = None
 
     def continued(self, config: Config) -> Config:
         """Return `config` with the run's original init_from."""
@@ -75,9 +80,11 @@ class Start(NamedTuple):
 
 @same_on_all_ranks()
 def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[str]]:
-    """Replace train.precision `auto`, with notes; a run that continues from `found` keeps what it has.
+    """Replace train.precision `auto`, with notes; a run that continues
+    from `found` keeps what it has.
 
-    CheckpointError if `found` is of another run; otherwise this run's data, which may not be there, would fail first.
+    CheckpointError if `found` is of another run; otherwise this run's data, which may
+    not be there, would fail first.
     """
     if found is None:
         return config.choose_precision(device.architecture() if device.present() else None)
@@ -93,22 +100,38 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
 
 
 def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
-    """Open shards and questions; raise ConfigError if data or configuration differ between ranks."""
+    """Open shards and questions; raise ConfigError if data or
+    configuration differ between ranks.
+    """
     T, where = config.train.seq_len, expand(config.init_from.partition(":")[2])
     for directory in (run_dir, *([Path(where)] if where else [])):
         look_in(config.data.tokenizer, directory)
     with same_on_all_ranks():
-        train = TrainLoader(_open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted")
-        validation = ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens) if config.eval.every else None
+        train = TrainLoader(
+            _open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted"
+        )
+        validation = (
+            ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens)
+            if config.eval.every
+            else None
+        )
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:
-        get_tokenizer(config.data.tokenizer)  # a missing tokenizer fails now, not at the first sample
+        # a missing tokenizer fails now, not at the first sample
+        get_tokenizer(config.data.tokenizer)
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.windows.shards}
-        if both := [shard.path for shard in validation.windows.shards if shard.path.resolve() in trained]:
-            todo = "the validation loss will be too low; narrow data.train, or name other files in data.val"
-            print_line(f"warning: data.train contains the validation data {both[0]}: {todo}", error=True)
+        if both := [
+            shard.path for shard in validation.windows.shards if shard.path.resolve() in trained
+        ]:
+            todo = (
+                "the validation loss will be too low; narrow data.train, "
+                "or name other files in data.val"
+            )
+            print_line(
+                f"warning: data.train contains the validation data {both[0]}: {todo}", error=True
+            )
     return data
 
 
@@ -129,7 +152,9 @@ def to_save(config: Config, data: Data) -> dict[str, Any]:
 
 @same_on_all_ranks()
 def restore(found: Path | None, config: Config, data: Data) -> Start:
-    """Open the checkpoint `found`; without a checkpoint return a new state and the weights of init_from."""
+    """Open the checkpoint `found`; without a checkpoint return a new state and
+    the weights of init_from.
+    """
     if found is None:
         source = initial_weights(config)
         if source is None:
@@ -143,9 +168,17 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 
 
 def build_model(
-    config: Config, K: Any, run_dir: Path, group: ProcessGroup, control: ControlGroup, data: Data, start: Start
+    config: Config,
+    K: Any,
+    run_dir: Path,
+    group: ProcessGroup,
+    control: ControlGroup,
+    data: Data,
+    start: Start,
 ) -> Model:
-    """Return the compiled model with the weights of `start` or new ones; CheckpointError without room to save."""
+    """Return the compiled model with the weights of `start` or new ones;
+    CheckpointError without room to save.
+    """
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
@@ -155,7 +188,9 @@ def build_model(
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
         state = start.state
-        require_space(run_dir / "checkpoints", model.checkpoint_spec(), state.step, state.best_step, config)
+        require_space(
+            run_dir / "checkpoints", model.checkpoint_spec(), state.step, state.best_step, config
+        )
     if group.device == "cuda":
         made = compile_kernels(model, group, control, data)
         ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
@@ -165,15 +200,20 @@ def build_model(
 
 
 def _fill(model: Model, start: Start) -> None:
-    """Fill the buffers with new weights, with those of init_from, or with this rank's part of the checkpoint."""
+    """Fill the buffers with new weights, with those of init_from, or with this
+    rank's part of the checkpoint.
+    """
     if start.checkpoint is None:
         model.initialise(model.config.train.seed)
         with same_on_all_ranks():
             model.load(start.weights)
     else:
         saved_scales = fp8.saved_spec(start.checkpoint.state["config"])
-        resume.check_tensors(start.checkpoint, fp8.without_scales(model.checkpoint_spec()) | saved_scales)
-        model.load(start.checkpoint.parts(model.held_spans()))  # a rank names a NaN in what it reads
+        resume.check_tensors(
+            start.checkpoint, fp8.without_scales(model.checkpoint_spec()) | saved_scales
+        )
+        # a rank names a NaN in what it reads
+        model.load(start.checkpoint.parts(model.held_spans()))
 
 
 def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
@@ -196,19 +236,30 @@ def open_log(
         start.notes.append(notice)
     step, planned, t = start.state.step, model.plan.total, config.train
     calibrates = model.has_fp8 and not model.calibrated
-    about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {"notes": start.notes}
+    about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {
+        "notes": start.notes
+    }
     log = Logger(run_dir, config, step, about, group.size)
     if start.checkpoint is None:
         source_files.keep(start.beside, run_dir)
     for note in start.notes:
         log.info(note)
     if model.has_fp8:
-        log.info(f"fp8: products of all layers{'' if config.fp8.keep_bf16 == 'head' else ' and the head'}")
+        log.info(
+            "fp8: products of all "
+            f"layers{'' if config.fp8.keep_bf16 == 'head' else ' and the head'}"
+        )
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     log.info(f"arena {format_bytes(planned)}{each} on {where}")
     for note in vocabulary_note(config):
         log.info(note)
-    sequences, epochs = data.train.windows.n, t.steps * t.step_tokens / t.seq_len / data.train.windows.n
-    log.info(f"{sequences:,} training sequences of {t.seq_len:,} tokens; {t.steps:,} steps are {epochs:.3g} epochs")
+    sequences, epochs = (
+        data.train.windows.n,
+        t.steps * t.step_tokens / t.seq_len / data.train.windows.n,
+    )
+    log.info(
+        f"{sequences:,} training sequences of {t.seq_len:,} tokens; "
+        f"{t.steps:,} steps are {epochs:.3g} epochs"
+    )
     return log

@@ -1,4 +1,6 @@
-"""The start of a run, before torch is imported: check the configuration, make the run's directory."""
+"""The start of a run, before torch is imported: check the configuration,
+make the run's directory.
+"""
 
 import contextlib
 import itertools
@@ -20,8 +22,12 @@ Resume = bool | Literal["must"]
 
 
 @contextlib.contextmanager
-def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "") -> Iterator[Path | None]:
-    """Check the configuration, on rank 0 also the tokenizer, and yield the run's directory; others yield `run_dir`."""
+def starting(
+    config: Config, run_dir: Path | None, resume: Resume, name: str = ""
+) -> Iterator[Path | None]:
+    """Check the configuration, on rank 0 also the tokenizer, and yield the run's
+    directory; others yield `run_dir`.
+    """
     from gpt2_triton.data.shards import require_tokenizer
 
     if config.train.precision == "fp8":
@@ -37,7 +43,10 @@ def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "
     project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
     if config.log.wandb != "disabled" and (wrong := sorted({*project} & {*"/\\#?%:"})):
         todo = "choose another name; WANDB_ENTITY names a team"
-        raise ConfigError(f"log.wandb_project or WANDB_PROJECT: W&B refuses {' '.join(wrong)} in {project!r}; {todo}")
+        raise ConfigError(
+            "log.wandb_project or WANDB_PROJECT: "
+            f"W&B refuses {' '.join(wrong)} in {project!r}; {todo}"
+        )
     for split in (config.data.train, config.data.val):
         require_tokenizer(split, config.data.tokenizer)
     with creating_run_dir(name, run_dir) as path:
@@ -45,7 +54,9 @@ def starting(config: Config, run_dir: Path | None, resume: Resume, name: str = "
 
 
 def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
-    """Raise ConfigError for a path that cannot be a run directory, and for one with checkpoints unless `resume`."""
+    """Raise ConfigError for a path that cannot be a run directory, and for one with
+    checkpoints unless `resume`.
+    """
     if run_dir is None:
         if resume:
             raise ConfigError("--resume: needs --run_dir, the directory of the run to continue")
@@ -54,28 +65,45 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
     for directory in (real := run_dir.resolve(), *real.parents):
         if directory.name == "checkpoints" and list_steps(directory):
-            raise ConfigError(f"--run_dir: {run_dir} is inside the run {directory.parent}; give it, or choose another")
+            raise ConfigError(
+                f"--run_dir: {run_dir} is inside the run {directory.parent}; "
+                "give it, or choose another"
+            )
     places = (real / "checkpoints", real, *real.parents)
     there = next(path for path in places if os.path.exists(path))  # False without permission
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"--run_dir: cannot write to {there}; choose another, or correct its permissions")
+        raise ConfigError(
+            f"--run_dir: cannot write to {there}; choose another, or correct its permissions"
+        )
     if (found := list_steps(run_dir / "checkpoints")) and not resume:
         last = found[-1][1].name
-        raise ConfigError(f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another")
-    given = (run_dir / "config.yaml").exists() and not any((run_dir / name).exists() for name in (METRICS, RUN))
+        raise ConfigError(
+            f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another"
+        )
+    given = (run_dir / "config.yaml").exists() and not any(
+        (run_dir / name).exists() for name in (METRICS, RUN)
+    )
     if given and not found:
-        raise ConfigError(f"--run_dir: a run would write over {run_dir / 'config.yaml'}; move it, or choose another")
+        raise ConfigError(
+            "--run_dir: a run would write over "
+            f"{run_dir / 'config.yaml'}; move it, or choose another"
+        )
 
 
 @contextlib.contextmanager
 def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
-    """Make and yield the run's directory, by default runs/<name>-<time>[-N]; remove it at the end if it is empty."""
+    """Make and yield the run's directory, by default runs/<name>-<time>[-N]; remove it
+    at the end if it is empty.
+    """
     named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2)))
+    names = itertools.chain(
+        [named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2))
+    )
     for path in names:
         new = not path.exists()
         with contextlib.suppress(FileExistsError):  # another start in the same second
-            path.resolve().mkdir(parents=True, exist_ok=run_dir is not None)  # a link may name no directory yet
+            # a link may name no directory yet
+            path.resolve().mkdir(parents=True, exist_ok=run_dir is not None)
             break
     try:
         yield path

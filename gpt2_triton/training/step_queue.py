@@ -1,4 +1,6 @@
-"""Steps between launch and result: the device computes a step while the host reads the step before."""
+"""Steps between launch and result: the device computes a step while the
+host reads the step before.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,9 @@ class StepQueue:
         self._in_flight: deque[InFlightStep] = deque()
         self.statistics: Sequence[Tensor] = ()  # host copies of the last finished step's statistics
 
-    def launch(self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool) -> None:
+    def launch(
+        self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool
+    ) -> None:
         """Launch a step over micro-batches of `batches`; `inputs` is the row of step_inputs."""
         accumulation = self._model.shape.accumulation
         self._model.begin_step(inputs, step, self._model.config.train.seed, with_stats)
@@ -30,7 +34,9 @@ class StepQueue:
         self._in_flight.append(self._model.end_step())
 
     def finish(self, running: int = 0) -> StepResult | None:
-        """Wait for the oldest step in flight and return its result; None if at most `running` steps are in flight."""
+        """Wait for the oldest step in flight and return its result; None if at most
+        `running` steps are in flight.
+        """
         if len(self._in_flight) <= running:
             return None
         finished = self._in_flight.popleft()

@@ -1,9 +1,10 @@
 """The training loop: data in, schedule on the device, metrics and checkpoints out.
 
-A run is a pure function of its configuration, its data, and the kind and number of its GPUs.  Each step takes the next
-samples, in one order for all ranks, even after a rewind.  A step's rounding noise depends only on (seed, step).  Only
-the time fields of the logs, and a stop by train.max_minutes, depend on the clock.  A run that stops after any step and
-resumes from its checkpoint therefore gives the bytes of an unbroken run.
+A run is a pure function of its configuration, its data, and the kind and number of its GPUs.  Each
+step takes the next samples, in one order for all ranks, even after a rewind.  A step's rounding
+noise depends only on (seed, step).  Only the time fields of the logs, and a stop by
+train.max_minutes, depend on the clock.  A run that stops after any step and resumes from its
+checkpoint therefore gives the bytes of an unbroken run.
 """
 
 import contextlib
@@ -47,8 +48,9 @@ def train(
     signals: ShutdownSignals | None = None,
     K: Any = kernels,
 ) -> int:
-    """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and uses rank 0's run_dir.
-    The last finished step is saved.  Return the exit code: 128 + the signal if a signal stopped the run, else 0.
+    """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and
+    uses rank 0's run_dir.  The last finished step is saved.  Return the exit code: 128 + the signal
+    if a signal stopped the run, else 0.
     """
     group = ProcessGroup(device_name(), config.parallel.timeout)
     watchdog = Watchdog(group, config.parallel.timeout)
@@ -58,14 +60,18 @@ def train(
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
             try_to_save(run_dir / "checkpoints", control)
-        with Trainer(config, run_dir, Path(found) if found else None, watchdog, signals, K) as trainer:
+        with Trainer(
+            config, run_dir, Path(found) if found else None, watchdog, signals, K
+        ) as trainer:
             code = trainer.run()
     group.close()
     return code
 
 
 class Trainer:
-    """The loop of a run.  Leaving its `with` block closes the log, the threads and what the ranks share."""
+    """The loop of a run.  Leaving its `with` block closes the log, the threads
+    and what the ranks share.
+    """
 
     def __init__(
         self,
@@ -76,12 +82,15 @@ class Trainer:
         signals: ShutdownSignals | None = None,
         K: Any = kernels,
     ):
-        """Resume from the checkpoint `found`, or start a new run; tests pass tests/support/reference.py as K."""
+        """Resume from the checkpoint `found`, or start a new run; tests pass
+        tests/support/reference.py as K.
+        """
         timeout = config.parallel.timeout
         self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
         self.group = self.watchdog.group
         self.control = self.group.control("loop")
-        self.bytes_before = used_bytes(self.group.device)  # in use on this GPU before the model is built
+        # in use on this GPU before the model is built
+        self.bytes_before = used_bytes(self.group.device)
         with self.watchdog.phase("loading"):
             config, notes = setup.choose_precision(config, found)
             self.data = open_data(config, run_dir, self.control)
@@ -90,9 +99,13 @@ class Trainer:
         self.config = start.continued(config)
         self.run_dir = run_dir
         self.state = start.state
-        self.model = build_model(self.config, K, run_dir, self.group, self.control, self.data, start)
+        self.model = build_model(
+            self.config, K, run_dir, self.group, self.control, self.data, start
+        )
         saver = self.group.control("saver")
-        self.checkpointer = AsyncCheckpointer(run_dir / "checkpoints", Retention.of(self.config), saver)
+        self.checkpointer = AsyncCheckpointer(
+            run_dir / "checkpoints", Retention.of(self.config), saver
+        )
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals or ShutdownSignals(self.group.size)
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
@@ -119,7 +132,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step, a signal or the time limit; return the exit code.
 
-        On one rank save before raising DataError: among several, other ranks may have read their data.
+        On one rank save before raising DataError: among several, other
+        ranks may have read their data.
         """
         self.signals.begin_loop(self.run_dir)
         if self.group.rank == 0:
@@ -139,7 +153,9 @@ class Trainer:
         rewind = self._read_step()
         has_scales = self.model.calibrated or not self.model.has_fp8
         if not rewind and self.state.step > 0 and has_scales:
-            self.log.info(f"saving step {self.state.step}, because the next step's data cannot be read")
+            self.log.info(
+                f"saving step {self.state.step}, because the next step's data cannot be read"
+            )
             self._save(self.state.step)
             self._wait_for_save()
 
@@ -157,7 +173,9 @@ class Trainer:
                 self._save(step)
         if step >= last:
             self.log.info(f"all {last} steps are done; raise train.steps to continue")
-        while step < last and not self.signals.stop and not self.state.is_out_of_patience(self.config):
+        while (
+            step < last and not self.signals.stop and not self.state.is_out_of_patience(self.config)
+        ):
             self._train_step(step)
             step += 1
             rewind = self._read_step(running=1)
@@ -170,11 +188,16 @@ class Trainer:
         return self._end(step)
 
     def _end(self, step: int) -> int:
-        """Save a run that ends before its last step; return the exit code once all checkpoints are written."""
+        """Save a run that ends before its last step; return the exit code once
+        all checkpoints are written.
+        """
         stopping = self.signals.stop
         impatient = step < self.config.train.steps and self.state.is_out_of_patience(self.config)
         if impatient:
-            why = f"{self.config.train.patience} validations without a lower loss than in {self.run_dir / 'best'}"
+            why = (
+                f"{self.config.train.patience} validations without a lower loss "
+                f"than in {self.run_dir / 'best'}"
+            )
             self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
         if (stopping or impatient) and step > 0:
             rewind = self._read_step()
@@ -183,7 +206,9 @@ class Trainer:
         self._wait_for_save(raise_errors=True)
         if not stopping or (step >= self.config.train.steps and not self.state.left_out):
             run = shlex.quote(str(self.run_dir))
-            self.log.info(f"next: {command_line(f'sample {run}')}, {command_line(f'plot {run} -o loss.png')}")
+            self.log.info(
+                f"next: {command_line(f'sample {run}')}, {command_line(f'plot {run} -o loss.png')}"
+            )
             return 0
         received = max(self.control.all_gather(self.signals.received))
         if self.group.rank == 0:
@@ -196,12 +221,16 @@ class Trainer:
         inputs = step_inputs(step, self.config)
         self.signals.time_is_up |= time.monotonic() > self.ends_at
         inputs[step_io.STOP] = self.signals.is_requested()
-        self.queue.launch(step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every))
+        self.queue.launch(
+            step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every)
+        )
 
     def _read_step(self, running: int = 0) -> bool:
-        """Wait until at most `running` steps are in flight, and log the finished step; return True to rewind."""
-        # with running=1 the device computes the next step meanwhile; evaluation, samples and checkpoints pass 0 first,
-        # so that the logs do not show the step in flight
+        """Wait until at most `running` steps are in flight, and log the finished
+        step; return True to rewind.
+        """
+        # with running=1 the device computes the next step meanwhile; evaluation, samples and
+        # checkpoints pass 0 first, so that the logs do not show the step in flight
         result = self.queue.finish(running)
         if result is None:
             return False
@@ -213,45 +242,65 @@ class Trainer:
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
         cause = self._first_non_finite() if is_searched else ""
         self.log.step(self.state.step, result, cause)
-        if (recorder := self.model.stats_recorder) and self._due(self.state.step, self.config.log.stats_every):
-            record = recorder.read(self.queue.statistics, self.model.shape.accumulation, self.control)
+        if (recorder := self.model.stats_recorder) and self._due(
+            self.state.step, self.config.log.stats_every
+        ):
+            record = recorder.read(
+                self.queue.statistics, self.model.shape.accumulation, self.control
+            )
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
         target = self._rewind_target()
         self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
         return target > 0
 
     def _first_non_finite(self) -> str:
-        """Compute the last finished step's gradients again; name the first tensor that is not finite."""
+        """Compute the last finished step's gradients again; name the first
+        tensor that is not finite.
+        """
         with self.watchdog.phase(SEARCHING):
             batches = self.batches.step(self.state.sample - self.sequences)
-            return self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+            return (
+                self.model.first_non_finite(batches, self.control) or "nothing when computed again"
+            )
 
     def _rewind_target(self) -> int:
         """Return the step to which the run has to rewind, or 0."""
         if not self.state.is_rewind_due(self.config):
             return 0
         self._wait_for_save()
-        target = self.state.rewind_target(self.config, recovery.saved_steps(self.run_dir, self.control))
+        target = self.state.rewind_target(
+            self.config, recovery.saved_steps(self.run_dir, self.control)
+        )
         if not target and self.state.without_update == self.config.train.rewind_after:
-            self.log.info(f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped")
+            self.log.info(
+                f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped"
+            )
         return target
 
     def _find_non_finite_losses(self) -> str:
-        """Compute again the losses of the last finished step; return in words which are not finite."""
+        """Compute again the losses of the last finished step; return in
+        words which are not finite.
+        """
         with self.watchdog.phase(SEARCHING):
             self.model.comm.gather_params()
             first = self.state.sample - self.sequences
-            return recovery.find_non_finite_losses(self.model, self.data.train, self.batches, first, self.control)
+            return recovery.find_non_finite_losses(
+                self.model, self.data.train, self.batches, first, self.control
+            )
 
     def _finish_step(self) -> bool:
-        """Read the step in flight and bring this rank's weights up to date; return True if the run has to rewind."""
+        """Read the step in flight and bring this rank's weights up to date; return True
+        if the run has to rewind.
+        """
         rewind = self._read_step()
         if not rewind:
             self.model.comm.gather_params()
         return rewind
 
     def _rewind(self) -> int:
-        """Return to an earlier step, and continue from there with the data after the present step."""
+        """Return to an earlier step, and continue from there with the
+        data after the present step.
+        """
         self.queue.finish()  # the step in flight, if any, is undone too
         failed = self.state.step
         target = self._rewind_target()
@@ -265,7 +314,9 @@ class Trainer:
         return target
 
     def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step 0's inputs serve any step."""
+        """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step
+        0's inputs serve any step.
+        """
         if self.model.has_fp8 and not self.model.calibrated:
             with self.watchdog.phase("calibrating the scales of fp8"):
                 batches = list(self.batches.step(self.state.sample))
@@ -288,7 +339,9 @@ class Trainer:
         }
 
     def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save what is due after `step` steps.  Return True if the run has to rewind instead."""
+        """Evaluate, sample and save what is due after `step` steps.  Return True if the
+        run has to rewind instead.
+        """
         due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self.signals.stop and (due or save):
@@ -301,12 +354,14 @@ class Trainer:
         return False
 
     def _call(self, due: list[str], step: int) -> None:
-        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps the keys of tasks not yet done.
+        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps
+        the keys of tasks not yet done.
 
         Then _end saves, and the resumed run calls these tasks.
         """
         tasks = self._tasks()
-        self.state.left_out = [key for key in due if key in tasks]  # a key of an earlier version may be gone
+        # a key of an earlier version may be gone
+        self.state.left_out = [key for key in due if key in tasks]
         try:
             while self.state.left_out and not self.signals.stop:
                 every, task = tasks[self.state.left_out[0]]
@@ -331,7 +386,9 @@ class Trainer:
     def _answer_hellaswag(self, step: int) -> None:
         assert self.data.hellaswag
         with self.watchdog.phase("answering HellaSwag"):
-            scores = hellaswag.evaluate(self.model, self.data.hellaswag, self.control, self.signals.is_requested)
+            scores = hellaswag.evaluate(
+                self.model, self.data.hellaswag, self.control, self.signals.is_requested
+            )
         self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
 
     def _sample(self, step: int) -> None:
@@ -340,7 +397,10 @@ class Trainer:
                 if self.group.device == "cpu":
                     self.log.info(f"writing a sample of {self.config.sample.tokens} tokens")
                 self.log.sample(
-                    step, sample_in_training(self.model, self.config, self.run_dir / source_files.DIRECTORY)
+                    step,
+                    sample_in_training(
+                        self.model, self.config, self.run_dir / source_files.DIRECTORY
+                    ),
                 )
 
     def _compare_replicas(self, step: int) -> None:

@@ -1,8 +1,8 @@
 """Weights & Biases: sends the records of metrics.jsonl while training.
 
-wandb's environment variables win over our keys.  A row's step is the training step.  A resumed run continues under
-the id in run.json.  The server drops rows of steps that it already has.  After a crash these are the steps computed
-again; after a rewind, all steps up to the failed step.
+wandb's environment variables win over our keys.  A row's step is the training step.  A resumed run
+continues under the id in run.json.  The server drops rows of steps that it already has.  After a
+crash these are the steps computed again; after a rewind, all steps up to the failed step.
 """
 
 import os
@@ -20,12 +20,15 @@ END_SECONDS = 60.0  # wandb.finish sends the last rows for so long
 
 
 class WandbLogger:
-    """Sends records as rows.  The first failure prints a warning and ends the sending; the run goes on.
+    """Sends records as rows.  The first failure prints a warning and ends
+    the sending; the run goes on.
 
     `close` prints the warning again: hours of steps have passed since the first one.
     """
 
-    def __init__(self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None):
+    def __init__(
+        self, run_dir: Path, config: Config, run_id: str | None, about: dict[str, Any] | None
+    ):
         """`run_id`: the run to continue at Weights & Biases; None starts a new one."""
         self._run: Any = None
         self._failure = ""
@@ -34,13 +37,17 @@ class WandbLogger:
         if mode == "online":
             mode = os.environ.get("WANDB_MODE") or mode
         if mode != "disabled":
-            self.run_id = run_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)  # a sweep chooses the id
+            # a sweep chooses the id
+            self.run_id = run_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
             self._attempt(lambda: self._start(run_dir, config, mode, about))
 
-    def _start(self, run_dir: Path, config: Config, mode: Any, about: dict[str, Any] | None) -> None:
+    def _start(
+        self, run_dir: Path, config: Config, mode: Any, about: dict[str, Any] | None
+    ) -> None:
         import wandb
 
-        if mode == "online" and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for ever
+        # wandb.init would ask, and wait for ever
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise LookupError("no API key; `wandb login` asks for it")
         log = config.log
         ours: dict[str, tuple[str, Any]] = {
@@ -58,7 +65,9 @@ class WandbLogger:
             mode=mode,
             config=config.to_dict() | {"run": about},
             allow_val_change=True,  # a resumed run may have other optimizer or evaluation settings
-            settings=wandb.Settings(init_timeout=START_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True),
+            settings=wandb.Settings(
+                init_timeout=START_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True
+            ),
         )
 
     def log(self, record: Record) -> None:

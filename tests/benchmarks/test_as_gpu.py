@@ -1,6 +1,8 @@
-"""Another GPU's code on a Hopper GPU.  A driver that launches nothing stands for the GPU; Triton compiles.
+"""Another GPU's code on a Hopper GPU.  A driver that launches nothing stands
+for the GPU; Triton compiles.
 
-python -m tests.benchmarks.test_as_gpu CODE|own FOLDER      compile a kernel with Triton's cache in the folder
+python -m tests.benchmarks.test_as_gpu CODE|own FOLDER      compile a kernel with Triton's
+                                                            cache in the folder
 """
 
 import json
@@ -23,7 +25,9 @@ A100, OWN = 80, "own"
 
 
 def compile_on_hopper(code: str, folder: str) -> None:
-    """Print what the package and Triton see under `code`, and a compiled kernel; OWN is an A100 with its own code."""
+    """Print what the package and Triton see under `code`, and a compiled kernel; OWN is
+    an A100 with its own code.
+    """
     import torch
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -41,9 +45,16 @@ def compile_on_hopper(code: str, folder: str) -> None:
     from gpt2_triton.kernels.philox import _fill_kernel
 
     kernel = _fill_kernel.warmup(torch.empty(64), 64, 1.0, BLOCK=64, grid=(1,))
-    found = dict(name=device.name(), torch=torch.cuda.get_device_name(), architecture=device.architecture())
-    found |= dict(table=table_file.table_name(), hopper=tuning.is_hopper(), peak=device.peak_flops())
-    found |= dict(folder=knobs.cache.dir, shared=driver.active.utils.get_device_properties(0)["max_shared_mem"])
+    found = dict(
+        name=device.name(), torch=torch.cuda.get_device_name(), architecture=device.architecture()
+    )
+    found |= dict(
+        table=table_file.table_name(), hopper=tuning.is_hopper(), peak=device.peak_flops()
+    )
+    found |= dict(
+        folder=knobs.cache.dir,
+        shared=driver.active.utils.get_device_properties(0)["max_shared_mem"],
+    )
     print(json.dumps(found | dict(ptx=kernel.asm["ptx"], machine=machine_of(kernel.asm["cubin"]))))
 
 
@@ -55,7 +66,9 @@ def machine_of(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([disassembler, file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [disassembler, file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"EF_CUDA_SM(\d+)|\.target\s+sm_(\d+)", text)  # of either format of ptxas
     assert found, text[:300]
     return int(found[1] or found[2])
@@ -76,7 +89,10 @@ def test_an_a100_s_code_is_assembled_for_hopper_and_not_found_by_an_a100(tmp_pat
     assert (found["shared"], found["peak"]) == (163 * 1024, None)
     assert found["folder"] == own["folder"]  # this test's: a user's A100 has no such folder
     assert own["machine"] == A100 and own["ptx"] == found["ptx"]
-    assert len(list((tmp_path / "cache_sm_80_code").iterdir())) == 2 and not (tmp_path / "cache").exists()
+    assert (
+        len(list((tmp_path / "cache_sm_80_code").iterdir())) == 2
+        and not (tmp_path / "cache").exists()
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +108,9 @@ def test_other_gpus_are_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(device, "present", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         as_gpu.main(["a100", "pytest"])
-    assert capsys.readouterr().err == "error: as_gpu: needs a Hopper GPU (H100, H200), found no GPU\n"
+    assert (
+        capsys.readouterr().err == "error: as_gpu: needs a Hopper GPU (H100, H200), found no GPU\n"
+    )
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setattr(device, "architecture", lambda: "8.9")
     monkeypatch.setattr(device, "name", lambda: "NVIDIA L40S")
@@ -106,7 +124,10 @@ def test_a_module_gets_its_own_words(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["as_gpu"])
     monkeypatch.syspath_prepend(tmp_path)
     as_gpu.main(["rtx3090", "standin", "--as", "a100", "-q"])
-    assert capsys.readouterr().out == f"rtx3090\n__main__ ['{tmp_path}/standin.py', '--as', 'a100', '-q']\n"
+    assert (
+        capsys.readouterr().out
+        == f"rtx3090\n__main__ ['{tmp_path}/standin.py', '--as', 'a100', '-q']\n"
+    )
 
 
 def test_every_code_has_a_title_without_the_name_of_the_gpu_it_is_for():

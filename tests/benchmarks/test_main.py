@@ -13,14 +13,20 @@ from gpt2_triton.commands.app import main
 from tests.support.elsewhere import compiled_elsewhere
 
 MISTAKES = [  # arguments, part of the message
-    (["steps", "--sizes", "d12,d13"], "--sizes: unknown d13; known are d12, d24, d36, d48, llama:c768, llama:1b"),
+    (
+        ["steps", "--sizes", "d12,d13"],
+        "--sizes: unknown d13; known are d12, d24, d36, d48, llama:c768, llama:1b",
+    ),
     (["tune", "--sizes", "llama:1b"], "--sizes: unknown llama:1b; known are d12, d24, d36, d48"),
     (["steps", "--steps", "5"], "--steps. Must be >= 6"),
     (["ops", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
     (["steps", "--recompute", "some"], "recompute: Value error, must be auto, none"),
     (["ops", "--fp8.keep", "none"], "--fp8.keep: unknown option"),
     (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
-    (["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"], "gelu:13 names more layers than model.n_layer 12"),
+    (
+        ["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"],
+        "gelu:13 names more layers than model.n_layer 12",
+    ),
     (["ops", "--as", "h200"], "--as"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
 ]
@@ -38,30 +44,71 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
     [
         ("verify", "accuracy.verify", "verify", [()]),
         (
-            "steps --sizes d12,d48 --baseline none --json a.json", "speed.steps", "compare",
-            [([Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")], 30, "none", Path("a.json"), None)],
+            "steps --sizes d12,d48 --baseline none --json a.json",
+            "speed.steps",
+            "compare",
+            [
+                (
+                    [Work("d12", 64, "gelu"), Work("d48", 16, "gelu+ln")],
+                    30,
+                    "none",
+                    Path("a.json"),
+                    None,
+                )
+            ],
         ),
         (
-            "steps --sizes d12 --optim adamw,muon --steps 9 --baseline muon --precision fp8", "speed.steps", "compare",
-            [([Work("d12", 64, "gelu", "fp8", name) for name in ("adamw", "muon")], 9, "muon", None, None)],
+            "steps --sizes d12 --optim adamw,muon --steps 9 --baseline muon --precision fp8",
+            "speed.steps",
+            "compare",
+            [
+                (
+                    [Work("d12", 64, "gelu", "fp8", name) for name in ("adamw", "muon")],
+                    9,
+                    "muon",
+                    None,
+                    None,
+                )
+            ],
         ),
         (
-            "steps --sizes d12 --as rtx4090", "speed.steps", "compare",
+            "steps --sizes d12 --as rtx4090",
+            "speed.steps",
+            "compare",
             [([Work("d12", 64, "gelu")], 30, "torch", None, "rtx4090")],
         ),
         (
-            "ops --sizes d24 --batch 4 --precision bf16,fp8 --fp8.keep_bf16 none", "speed.ops", "report",
-            [([Work("d24", 4, "gelu+ln", p, keys=("--fp8.keep_bf16", "none")) for p in ("bf16", "fp8")], None)],
+            "ops --sizes d24 --batch 4 --precision bf16,fp8 --fp8.keep_bf16 none",
+            "speed.ops",
+            "report",
+            [
+                (
+                    [
+                        Work("d24", 4, "gelu+ln", p, keys=("--fp8.keep_bf16", "none"))
+                        for p in ("bf16", "fp8")
+                    ],
+                    None,
+                )
+            ],
         ),
-        ("tune --sizes d12 --batch 8 --only adamw", "tune.search", "tune", [(["d12"], 8, "adamw", None)]),
+        (
+            "tune --sizes d12 --batch 8 --only adamw",
+            "tune.search",
+            "tune",
+            [(["d12"], 8, "adamw", None)],
+        ),
         ("tune", "tune.search", "tune", [(None, None, None, None)]),
     ],
-)  # fmt: skip
-def test_commands_pass_their_options_and_return_the_code(monkeypatch, tmp_path, argv, module, function, expected):
+)
+def test_commands_pass_their_options_and_return_the_code(
+    monkeypatch, tmp_path, argv, module, function, expected
+):
     calls = []
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setattr(device, "architecture", lambda: "9.0")
-    monkeypatch.setattr(f"benchmarks.{module}.{function}", lambda *arguments: calls.append(arguments) or 1)
+    monkeypatch.setattr(
+        f"benchmarks.{module}.{function}", lambda *arguments: calls.append(arguments) or 1
+    )
     monkeypatch.chdir(tmp_path)
     assert main(app, argv.split()) == (0 if module == "speed.ops" else 1)
     assert calls == expected

@@ -1,4 +1,6 @@
-"""The record of figures: what is measured when, the markers of pages and recipes, tables and pictures."""
+"""The record of figures: what is measured when, the markers of pages and
+recipes, tables and pictures.
+"""
 
 import json
 import os
@@ -20,14 +22,28 @@ from tests.support.pages import FENCE
 
 META = dict(commit="abc1234", gpu="H100", gpus=1, power_limit_w=700.0, torch="2.11", triton="3.6")
 STEP = dict(ms=80.0, tok_s=819_200.0, joules=55.9, gib=16.3, planned=16.1, recompute="gelu")
-OPS = {"matmul.ms": 40.0, "matmul.floor_ms": 35.0, "adamw.ms": 7.0, "adamw.floor_ms": 7.0, "ms": 80.0, "floor_ms": 71.0}
+OPS = {
+    "matmul.ms": 40.0,
+    "matmul.floor_ms": 35.0,
+    "adamw.ms": 7.0,
+    "adamw.floor_ms": 7.0,
+    "ms": 80.0,
+    "floor_ms": 71.0,
+}
 FIGURES = {
     f"{key}.{name}": value
     for key, figures in {
         **{f"steps.{size}.{arm}": STEP for size in ("d12", "d48") for arm in ("bf16", "fp8")},
-        **{f"steps.{size}.torch": dict(ms=120.0, tok_s=546_133.0, gib=25.6) for size in ("d12", "d48")},
-        **{f"ops.d12.{arm}": OPS for arm in ("fp8", "bf16")},  # a record's order is that of measurement
-        **{f"{kind}.d12": dict(cold_s=13.8, warm_s=4.2) for kind in ("first_step", "first_step_torch")},
+        **{
+            f"steps.{size}.torch": dict(ms=120.0, tok_s=546_133.0, gib=25.6)
+            for size in ("d12", "d48")
+        },
+        # a record's order is that of measurement
+        **{f"ops.d12.{arm}": OPS for arm in ("fp8", "bf16")},
+        **{
+            f"{kind}.d12": dict(cold_s=13.8, warm_s=4.2)
+            for kind in ("first_step", "first_step_torch")
+        },
         "peer.d12.torchao_tensorwise": dict(ms=130.0, tok_s=504_123.0, gib=26.0),
         "peer.d12.torchao_rowwise": dict(absent="exit code 1"),
         **{f"levels.d12.{level}": STEP for level in ("gelu_ln", "none")},
@@ -43,7 +59,12 @@ RECORD = {
     "h100x2": {"meta": META | dict(gpus=2)}
     | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()}
     | {"multi.d12.torch.alone_ms": 120.0, "multi.d12.torch.together_ms": 125.0},
-    "losses": {"meta": {}, "arms.s.muon_fp8.runs": 4, "arms.s.muon_fp8.train": 1.19, "arms.s.muon_fp8.val": 1.4675}
+    "losses": {
+        "meta": {},
+        "arms.s.muon_fp8.runs": 4,
+        "arms.s.muon_fp8.train": 1.19,
+        "arms.s.muon_fp8.val": 1.4675,
+    }
     | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
     | {f"pairs.fp8_d12.fp8.{loss}.{key}": n for loss in ("train", "val") for key, n in PAIR.items()}
     | {"pairs.fp8_d12.bf16_80.val.mean": 0.223},
@@ -53,7 +74,9 @@ RECORD = {
 @pytest.mark.slow
 def test_render_changes_nothing_on_the_committed_pages():
     # elsewhere: the interpreter's blocks need other scratch, and the table of memory shows it
-    assert compiled_elsewhere("-m", "benchmarks.results", "render", "--check") == "nothing changes\n"
+    assert (
+        compiled_elsewhere("-m", "benchmarks.results", "render", "--check") == "nothing changes\n"
+    )
     assert results.read()["losses"] == results.losses()
 
 
@@ -99,9 +122,13 @@ def test_tables_have_the_figures_of_each_machine():
     assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50 |" in text["steps"]
     assert text["peers"].endswith("| 124M | torchao, tensorwise | 130.0 | 504,123 | 26.0 | 0.92 |")
     assert " | 16.3 | 2.00 |" in text["muon"] and text["levels"].count("| 124M | fp8 |") == 2
-    assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith("| 80.0 (71.0) |")
+    assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith(
+        "| 80.0 (71.0) |"
+    )
     assert text["first_step"].count("| 13.8 | 4.2 |") == 2
-    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith("| 1,284,000 | 1.23 | 98.0% |")
+    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith(
+        "| 1,284,000 | 1.23 | 98.0% |"
+    )
     assert "| 124M | PyTorch |  | 120.0 |  | 125.0 |  | 1.00 | 96.0% |" in text["multi"]
     assert text["prices"].count("\n") == 2 and text["prices"].endswith(
         " | 8 | +0.0100 ± 0.0040 | +0.0100 ± 0.0040 | 1.0% |"
@@ -125,13 +152,27 @@ def strays(text: str) -> list[str]:
 
 
 def test_figures_outside_markers_are_found():
-    typed = ["a step takes 80.8 ms", "1.52x as fast", "811k tokens/s", "0.003 ± 0.004", "55.9 J a step", "811k tok/s"]
+    typed = [
+        "a step takes 80.8 ms",
+        "1.52x as fast",
+        "811k tokens/s",
+        "0.003 ± 0.004",
+        "55.9 J a step",
+        "811k tok/s",
+    ]
     assert strays("\n".join(typed)) == typed
-    assert not strays("`80 ms`\n```\n1.5x\n```\n12 layers, 2 x 128, 4x4\n<!-- r: a.b | ms -->80.8 ms<!-- /r --> a step")
+    assert not strays(
+        "`80 ms`\n```\n1.5x\n```\n12 layers, 2 x 128, 4x4\n<!-- r: "
+        "a.b | ms -->80.8 ms<!-- /r --> a step"
+    )
 
 
 def test_figures_of_pages_stand_between_markers():
-    found = {page: strays(page.read_text(encoding="utf-8")) for page in pages.files() if page.suffix == ".md"}
+    found = {
+        page: strays(page.read_text(encoding="utf-8"))
+        for page in pages.files()
+        if page.suffix == ".md"
+    }
     assert not {page.name: lines for page, lines in found.items() if lines}
 
 
@@ -155,16 +196,23 @@ def test_no_text_of_a_picture_is_cut_off(name):
 
 
 def test_memory_is_drawn_at_the_level_that_recipes_take():
-    """124M: 21.0 GiB planned at `none`, and the 0.2 that a run was measured to take beside its plan."""
+    """124M: 21.0 GiB planned at `none`, and the 0.2 that a run was
+    measured to take beside its plan.
+    """
     level = pages.TABLES["memory"](RECORD).splitlines()[2].split("|")
     assert level[1] == " `none` "
     found = pictures.recipe_memory(RECORD["h100"])
-    assert found["d12.bf16"] == pytest.approx(float(level[2]) + 0.2, abs=0.06) and "d24.bf16" not in found
+    assert (
+        found["d12.bf16"] == pytest.approx(float(level[2]) + 0.2, abs=0.06)
+        and "d24.bf16" not in found
+    )
 
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
-    monkeypatch.setitem(pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE))
+    monkeypatch.setitem(
+        pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE)
+    )
     names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
     assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
     assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)
@@ -178,15 +226,21 @@ def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """measured(groups, joint, *words) runs parts on two GPUs, and returns the exit code and the record."""
+    """measured(groups, joint, *words) runs parts on two GPUs, and returns the
+    exit code and the record.
+    """
     out = tmp_path / "record.json"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
 
     def run(groups, joint, *words, **meta):
-        monkeypatch.setattr(results, "machine", lambda commit: ("h100", META | dict(commit="one", gpus=2) | meta))
+        monkeypatch.setattr(
+            results, "machine", lambda commit: ("h100", META | dict(commit="one", gpus=2) | meta)
+        )
         monkeypatch.setattr(results, "parts_of", lambda sizes, gpu: groups)
         monkeypatch.setattr(results, "joint_parts", lambda sizes, gpus: joint)
-        code = main(results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", "one", *words])
+        code = main(
+            results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", "one", *words]
+        )
         return code, json.loads(out.read_text()) if out.exists() else None
 
     return run
@@ -220,19 +274,31 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
     assert record["h100"] == {"meta": META | dict(commit="one", gpus=1)} | found
     assert record["h100x2"][f"{two}.ms"] == 80.123 and record["h100x2"]["meta"]["gpus"] == 2
     text, err = capsys.readouterr()
-    assert f"{ops}: left for another run" in text and f"{fp8}: failed: no memory left" in err  # `two` needs the time
+    # `two` needs the time
+    assert f"{ops}: left for another run" in text and f"{fp8}: failed: no memory left" in err
     groups = [[part(bf16), part(fp8)], [part(ops)]]
     assert measured(groups, joint, "--parts", "steps")[0] == 0 and keys() == [fp8]
     code, record = measured(groups, joint, commit="two")
-    assert code == 0 and keys() == sorted([two, ops, bf16, fp8]) and record["h100"]["meta"]["commit"] == "two"
+    assert (
+        code == 0
+        and keys() == sorted([two, ops, bf16, fp8])
+        and record["h100"]["meta"]["commit"] == "two"
+    )
     code, record = measured(groups, [part(two, 60, fails=True)], commit="two", torch="2.12")
     assert code == 1 and keys() == sorted([two, ops, bf16, fp8]) and record.keys() == {"h100"}
-    assert measured(groups, joint, "--parts", "step")[0] == main(results.app, ["run", "--out", "no/r.json"]) == 2
+    assert (
+        measured(groups, joint, "--parts", "step")[0]
+        == main(results.app, ["run", "--out", "no/r.json"])
+        == 2
+    )
 
 
 def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measured):
     caches = dict.fromkeys(("first_step.d12", "steps.d12.bf16", "ops.d12.fp8"), "")
-    measures = {key: lambda _, env, key=key: dict(ms=caches.update({key: env["TRITON_CACHE_DIR"]})) for key in caches}
+    measures = {
+        key: lambda _, env, key=key: dict(ms=caches.update({key: env["TRITON_CACHE_DIR"]}))
+        for key in caches
+    }
     groups = [[results.Part(key, 1, measures[key]) for key in caches]]
     _, record = measured(groups, [], "--parts", "first_step,steps,ops")
     first, steps, ops = caches.values()
@@ -240,19 +306,31 @@ def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measure
 
 
 def test_another_gpu_s_code_has_a_section_named_by_the_code(measured, monkeypatch):
-    """Of one GPU, without PyTorch's figures; fp8 has products on Hopper in the portable code alone."""
+    """Of one GPU, without PyTorch's figures; fp8 has products on Hopper
+    in the portable code alone.
+    """
     monkeypatch.setattr(as_gpu, "require_hopper", lambda: None)
     found = {}
     for code in ("a100", "h100-portable"):
-        found[code] = [part.key for group in results.parts_as(code, ["d12", "d48"]) for part in group]
+        found[code] = [
+            part.key for group in results.parts_as(code, ["d12", "d48"]) for part in group
+        ]
     assert found["a100"] == ["steps.d12.bf16", "ops.d12.bf16", "steps.d48.bf16", "ops.d48.bf16"]
     assert found["h100-portable"][:3] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
     part = results.Part("steps.d12.bf16", 1, lambda limit, env: dict(ms=5.0))
     monkeypatch.setattr(results, "parts_as", lambda code, sizes: [[part]])
     code, record = measured([], [], "--as", "a100", gpu="NVIDIA H100 80GB HBM3", command="run")
-    assert code == 0 and [*record] == ["h100_sm_80_code"] and record["h100_sm_80_code"]["steps.d12.bf16.ms"] == 5.0
+    assert (
+        code == 0
+        and [*record] == ["h100_sm_80_code"]
+        and record["h100_sm_80_code"]["steps.d12.bf16.ms"] == 5.0
+    )
     meta = record["h100_sm_80_code"]["meta"]
-    assert (meta["gpu"], meta["gpus"], meta["command"]) == ("sm_80 code on NVIDIA H100 80GB HBM3", 1, "run --as a100")
+    assert (meta["gpu"], meta["gpus"], meta["command"]) == (
+        "sm_80 code on NVIDIA H100 80GB HBM3",
+        1,
+        "run --as a100",
+    )
 
 
 def test_an_interrupt_leaves_all_other_parts(measured):
@@ -263,7 +341,8 @@ def test_an_interrupt_leaves_all_other_parts(measured):
         raise OSError("as the child ends")
 
     calls, parts = list[float](), [results.Part(f"steps.d12.{i}", 1, interrupted) for i in range(8)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run of an earlier test may have left another
+    # a run of an earlier test may have left another
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert measured([parts[:4], parts[4:]], [])[0] == 130 and len(calls) <= 2  # one on each GPU
     finally:
@@ -271,11 +350,21 @@ def test_an_interrupt_leaves_all_other_parts(measured):
 
 
 def test_parts_have_different_keys_and_kinds_that_can_be_named():
-    groups = [[part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")]
+    groups = [
+        [part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")
+    ]
     keys = [*sum(groups, []), *(part.key for part in results.joint_parts(["d12"], 2))]
-    peers = [(key.split(".")[1], group) for group in groups for key in group if key.startswith(("peer", "levels"))]
-    assert len(peers) == 10 and all(f"steps.{size}.torch" in group for size, group in peers)  # `speed` compares them
-    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
+    peers = [
+        (key.split(".")[1], group)
+        for group in groups
+        for key in group
+        if key.startswith(("peer", "levels"))
+    ]
+    # `speed` compares them
+    assert len(peers) == 10 and all(f"steps.{size}.torch" in group for size, group in peers)
+    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {
+        *results.KINDS.split(",")
+    }
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
 
@@ -286,7 +375,8 @@ words = sys.argv[1:]
 if "rowwise" in words:
     sys.exit("no torchao")
 if "--json" in words:
-    ranks = [dict([("alone", [ms - 2] * 3), ("in step", [12.0]), ("together", [ms])]) for ms in (12.0, 13.0)]
+    ranks = [dict([("alone", [ms - 2] * 3), ("in step", [12.0]), ("together", \
+[ms])]) for ms in (12.0, 13.0)]
     operation = dict(name="matmul", ms=5.0, floor_ms=4.0)
     step = dict(step_ms=9.0, floors_ms=8.0, joules=6.0, operations=[operation])
     found = [step] if "ops" in words else dict(ranks=ranks)
@@ -310,10 +400,28 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
     assert {found[f"muon.d12.{arm}"]["tok_s"] for arm in ("bf16", "fp8", "torch")} == {1_310_720.0}
-    assert found["first_step.d12"] == dict(cold_s=3.0, warm_s=3.0) and found["first_step_compiled.d12"]["warm_s"] == 3.0
+    assert (
+        found["first_step.d12"] == dict(cold_s=3.0, warm_s=3.0)
+        and found["first_step_compiled.d12"]["warm_s"] == 3.0
+    )
     assert found["peer.d12.torchao_rowwise"] == dict(absent="exit code 1")
-    assert found["ops.d12.fp8"] == {"ms": 9.0, "floor_ms": 8.0, "joules": 6.0, "matmul.ms": 5.0, "matmul.floor_ms": 4.0}
-    two = dict(batch=64, alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0, each_ms=[10.0, 11.0])
+    assert found["ops.d12.fp8"] == {
+        "ms": 9.0,
+        "floor_ms": 8.0,
+        "joules": 6.0,
+        "matmul.ms": 5.0,
+        "matmul.floor_ms": 4.0,
+    }
+    two = dict(
+        batch=64,
+        alone_ms=10.5,
+        in_step_ms=12.0,
+        together_ms=12.5,
+        slowest_ms=11.0,
+        each_ms=[10.0, 11.0],
+    )
     assert found["multi.d12.fp8_muon"] == two | dict(tok_s=2 * 65_536 / 12.5e-3)
     assert [" ".join(call[-2:]) for call in calls].count("--fp8.keep_bf16 head") == 2
-    assert sum("--torch" in call for call in calls) == 2 and found["multi.llama_1b.fp8"]["batch"] == 8
+    assert (
+        sum("--torch" in call for call in calls) == 2 and found["multi.llama_1b.fp8"]["batch"] == 8
+    )

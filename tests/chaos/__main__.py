@@ -1,8 +1,10 @@
-"""`python -m tests.chaos`: train under random faults, resume after each, and compare with an undisturbed run.
+"""`python -m tests.chaos`: train under random faults, resume after each, and
+compare with an undisturbed run.
 
-A campaign is one run from its first to its last step.  Every start of it gets one fault of faults.py at a random time.
-At the end, weights, moments, the numbers in metrics.jsonl (without times) and stats.jsonl must be the bytes of a run
-that nothing disturbed.  The seed, which is printed, fixes the order of the faults and when they are injected, but not
+A campaign is one run from its first to its last step.  Every start of it gets one fault of
+faults.py at a random time.  At the end, weights, moments, the numbers in metrics.jsonl
+(without times) and stats.jsonl must be the bytes of a run that nothing disturbed.  The
+seed, which is printed, fixes the order of the faults and when they are injected, but not
 the timing of the processes.
 """
 
@@ -40,22 +42,33 @@ class Chaos:
         self.shim = build_shim(directory)
         self.injected: collections.Counter[str] = collections.Counter()
         self.ended: collections.Counter[str] = collections.Counter()
-        self.recovery: list[float] = []  # seconds from a start that resumes to its first finished step
+        # seconds from a start that resumes to its first finished step
+        self.recovery: list[float] = []
         self.resumes = self.campaigns = self.bytes_lost = 0
         self.problems: list[str] = []
         self._waiting: list[str] = []
 
-    def start(self, run_dir: Path, ranks: int, env: dict[str, str] | None = None, keys: tuple[str, ...] = ()) -> Job:
+    def start(
+        self,
+        run_dir: Path,
+        ranks: int,
+        env: dict[str, str] | None = None,
+        keys: tuple[str, ...] = (),
+    ) -> Job:
         return Job(run_dir, ranks, self.config, [*self.keys, *keys], self.shim, env or {})
 
     def undisturbed(self, ranks: int) -> tuple[Path, float, float]:
-        """Return an undisturbed run's directory, and the seconds to its first step and to its end."""
+        """Return an undisturbed run's directory, and the seconds to its
+        first step and to its end.
+        """
         run_dir = self.directory / f"undisturbed_{ranks}"
         job = self.start(run_dir, ranks)
         first = job.wait_for_first_step(limit=3600)
         code, seconds = job.end(self.silent), time.monotonic() - job.started
         if code != 0 or first is None:
-            raise SystemExit(f"the undisturbed run on {ranks} ranks ended with {code}:\n{job.output()[-2000:]}")
+            raise SystemExit(
+                f"the undisturbed run on {ranks} ranks ended with {code}:\n{job.output()[-2000:]}"
+            )
         return run_dir, first, seconds
 
     def _next_fault(self) -> str:
@@ -65,7 +78,9 @@ class Chaos:
         return self._waiting.pop()
 
     def campaign(self, ranks: int, wanted: tuple[Path, float, float], deadline: float) -> None:
-        """Run once from the first to the last step, with a fault in every start until the deadline."""
+        """Run once from the first to the last step, with a fault in every
+        start until the deadline.
+        """
         self.campaigns += 1
         run_dir = self.directory / f"run_{self.campaigns}"
         reference, first_seconds, seconds = wanted
@@ -74,21 +89,32 @@ class Chaos:
             name = None if calm else self._next_fault()
             fault = TABLE[name] if name else None
             resumes = bool(list_steps(run_dir / "checkpoints"))
-            job = self.start(run_dir, ranks, fault.env if fault else None, fault.keys if fault else ())
+            job = self.start(
+                run_dir, ranks, fault.env if fault else None, fault.keys if fault else ()
+            )
             early = self.rng.random() < 0.25  # during the start
-            delay = self.rng.uniform(0, first_seconds if early else first_seconds + 0.7 * (seconds - first_seconds))
+            delay = self.rng.uniform(
+                0, first_seconds if early else first_seconds + 0.7 * (seconds - first_seconds)
+            )
             if not early:
                 self._recovered(job, resumes)
             job.wait(max(0.0, job.started + delay - time.monotonic()))
             if name and fault and job.alive():
                 self.injected[name] += 1
                 try:
-                    fault.inject(Injection(job, run_dir, self.rng, lambda: self.start(run_dir, ranks)))
+                    fault.inject(
+                        Injection(job, run_dir, self.rng, lambda: self.start(run_dir, ranks))
+                    )
                 except AssertionError as error:
                     self._problem(job, name, str(error))
             last = list_steps(reference / "checkpoints")[-1][1].name
-            if name == "suspend a rank" and not job.wait(60) and (run_dir / "checkpoints" / last).exists():
-                job.signal(signal.SIGCONT)  # suspended after the last save: only the launcher waits for it
+            if (
+                name == "suspend a rank"
+                and not job.wait(60)
+                and (run_dir / "checkpoints" / last).exists()
+            ):
+                # suspended after the last save: only the launcher waits for it
+                job.signal(signal.SIGCONT)
             code = job.end(self.silent)
             self.resumes += resumes
             if code is None:
@@ -113,14 +139,20 @@ class Chaos:
         print(f"PROBLEM {self.problems[-1]}", flush=True)
 
     def _compare(self, run_dir: Path, reference: Path, job: Job) -> None:
-        """Count the bytes in which the run's last checkpoint, metrics and statistics differ from the reference's."""
+        """Count the bytes in which the run's last checkpoint, metrics and statistics
+        differ from the reference's.
+        """
         lost = 0
-        (_, got), (_, want) = (list_steps(path / "checkpoints")[-1] for path in (run_dir, reference))
+        (_, got), (_, want) = (
+            list_steps(path / "checkpoints")[-1] for path in (run_dir, reference)
+        )
         tensors = [*want.glob("*.safetensors")]
         if got.name != want.name or verify(got):
             lost += sum(file.stat().st_size for file in tensors)
         else:
-            lost += sum(_differing((got / file.name).read_bytes(), file.read_bytes()) for file in tensors)
+            lost += sum(
+                _differing((got / file.name).read_bytes(), file.read_bytes()) for file in tensors
+            )
         for name in ("metrics.jsonl", "stats.jsonl"):
             if (reference / name).exists():
                 lost += _differing(_numbers(run_dir / name), _numbers(reference / name))
@@ -141,7 +173,9 @@ def _differing(got: bytes, want: bytes) -> int:
 def _numbers(path: Path) -> bytes:
     """Return the lines of a metrics file without their times."""
     records = map(json.loads, path.read_text().splitlines()) if path.exists() else []
-    return "\n".join(json.dumps({k: v for k, v in record.items() if k not in TIMES}) for record in records).encode()
+    return "\n".join(
+        json.dumps({k: v for k, v in record.items() if k not in TIMES}) for record in records
+    ).encode()
 
 
 @app.default
@@ -173,7 +207,10 @@ def chaos(
     test = Chaos(directory, config.resolve(), [*keys], seed, silent=300.0)
     wanted = {size: test.undisturbed(size) for size in ranks}
     for size, (_, first, end) in wanted.items():
-        print(f"undisturbed on {size} ranks: first step after {first:.1f} s, end after {end:.1f} s", flush=True)
+        print(
+            f"undisturbed on {size} ranks: first step after {first:.1f} s, end after {end:.1f} s",
+            flush=True,
+        )
     began, turn = time.monotonic(), 0
     deadline = began + 60 * minutes
     while time.monotonic() < deadline and len(test.problems) <= 20:
@@ -182,15 +219,18 @@ def chaos(
         turn += 1
         print(
             f"{(time.monotonic() - began) / 60:.1f} min: campaign {turn} on {size} ranks done; "
-            f"{sum(test.injected.values())} faults, {test.resumes} resumes, {len(test.problems)} problems",
+            f"{sum(test.injected.values())} faults, {test.resumes} "
+            f"resumes, {len(test.problems)} problems",
             flush=True,
         )
     for name in TABLE:
         print(f"{name:22} injected {test.injected[name]:4}  ended the run {test.ended[name]:4}")
     recovery = sorted(test.recovery) or [0.0]
     print(
-        f"{sum(test.injected.values())} faults, {test.resumes} resumes, {test.bytes_lost} bytes lost; seconds to "
-        f"recover: median {statistics.median(recovery):.1f}, worst {recovery[-1]:.1f}; {len(test.problems)} problems"
+        f"{sum(test.injected.values())} faults, {test.resumes} resumes, "
+        f"{test.bytes_lost} bytes lost; seconds to "
+        f"recover: median {statistics.median(recovery):.1f}, "
+        f"worst {recovery[-1]:.1f}; {len(test.problems)} problems"
     )
     if not test.problems:
         shutil.rmtree(directory)

@@ -12,7 +12,8 @@ from gpt2_triton.checkpoint.load import verify
 from tests.chaos.job import Job
 
 ENDED_BY_SIGNAL = {-9, 1}  # of a rank alone, of torchrun
-REFUSED = {1, 2, 4}  # of torchrun, a run directory that cannot be written, a checkpoint that cannot be saved
+# of torchrun, a run directory that cannot be written, a checkpoint that cannot be saved
+REFUSED = {1, 2, 4}
 
 
 class Fault(NamedTuple):
@@ -43,7 +44,9 @@ def kill_all(i: Injection) -> None:
 
 
 def suspend(i: Injection) -> None:
-    """Suspend a rank: among several it is found and the job ends; alone, or a launcher without ranks, it continues."""
+    """Suspend a rank: among several it is found and the job ends; alone, or a launcher
+    without ranks, it continues.
+    """
     pid = i.rng.choice(i.job.rank_pids())
     i.job.signal(signal.SIGSTOP, pid)
     if pid == i.job.process.pid:
@@ -94,7 +97,9 @@ def cut_line(i: Injection) -> None:
 
 
 def second_writer(i: Injection) -> None:
-    """Start the same run once more: it must be refused, and name the process that has the directory."""
+    """Start the same run once more: it must be refused, and name the
+    process that has the directory.
+    """
     second = i.start()
     code = second.end(silent=120)
     if i.job.alive() and (code == 0 or f"pid {i.job.rank_pids()[0]}" not in second.output()):
@@ -116,6 +121,9 @@ TABLE = {
     "bit flip": Fault(flip_bit, ENDED_BY_SIGNAL),
     "file deleted": Fault(delete_file, ENDED_BY_SIGNAL),
     "line cut": Fault(cut_line, ENDED_BY_SIGNAL),
-    "second writer": Fault(second_writer, {2, 1}),  # of the first, if the second has the directory before it
-    "dead wandb": Fault(lambda i: time.sleep(0), set(), env=DEAD_WANDB, keys=("--log.wandb", "online")),
+    # of the first, if the second has the directory before it
+    "second writer": Fault(second_writer, {2, 1}),
+    "dead wandb": Fault(
+        lambda i: time.sleep(0), set(), env=DEAD_WANDB, keys=("--log.wandb", "online")
+    ),
 }

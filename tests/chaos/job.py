@@ -1,4 +1,6 @@
-"""One start of a training run as a tree of processes: its ranks, its output, the faults of storage."""
+"""One start of a training run as a tree of processes: its ranks, its
+output, the faults of storage.
+"""
 
 import contextlib
 import itertools
@@ -18,7 +20,9 @@ STEP_LINE = re.compile(r"^step +([0-9]+)/[0-9]+ \| loss", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last)"
 # torchrun itself ends with a traceback when a rank fails or a signal arrives
 OF_TORCHRUN = re.compile(
-    re.escape(TRACEBACK) + r"(?:(?!Traceback).)*?^torch\.distributed\.elastic\.[^\n]*(?:Error|Exception)", re.M | re.S
+    re.escape(TRACEBACK)
+    + r"(?:(?!Traceback).)*?^torch\.distributed\.elastic\.[^\n]*(?:Error|Exception)",
+    re.M | re.S,
 )
 numbers = itertools.count(1)
 
@@ -27,22 +31,49 @@ def build_shim(directory: Path) -> Path:
     """Compile shim.c into `directory` and return the library."""
     library = directory / "shim.so"
     source = Path(__file__).with_name("shim.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
     return library
 
 
 class Job:
-    """A running `train.py` on `ranks` ranks; its output goes to a file, named by the number of the start."""
+    """A running `train.py` on `ranks` ranks; its output goes to a file, named
+    by the number of the start.
+    """
 
-    def __init__(self, run_dir: Path, ranks: int, config: Path, keys: list[str], shim: Path, env: dict[str, str]):
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: int,
+        config: Path,
+        keys: list[str],
+        shim: Path,
+        env: dict[str, str],
+    ):
         self.ranks, self.number = ranks, next(numbers)
         self.log = run_dir.with_name(f"{run_dir.name}.start_{self.number}.log")
         self.control = self.log.with_suffix(".control")
         self.control.write_bytes(bytes(8 * len(FAULTS)))
         self._token = f"{os.getpid()}-{self.number}"
-        own = dict(CHAOS_JOB=self._token, CHAOS_CONTROL=str(self.control), CHAOS_ROOT=str(run_dir.parent))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *launcher, "train.py", str(config), "--run_dir", str(run_dir), "--resume", *keys]
+        own = dict(
+            CHAOS_JOB=self._token, CHAOS_CONTROL=str(self.control), CHAOS_ROOT=str(run_dir.parent)
+        )
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            if ranks > 1
+            else []
+        )
+        command = [
+            sys.executable,
+            *launcher,
+            "train.py",
+            str(config),
+            "--run_dir",
+            str(run_dir),
+            "--resume",
+            *keys,
+        ]
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -69,10 +100,16 @@ class Job:
         return found
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the ranks that train, by rank; of a launcher that has started none, its own."""
+        """Return the process ids of the ranks that train, by rank; of a launcher that
+        has started none, its own.
+        """
         if self.ranks == 1:
             return [self.process.pid]
-        running = [(env["RANK"], pid) for pid, env in self.pids().items() if "RANK" in env and _is_trainer(pid)]
+        running = [
+            (env["RANK"], pid)
+            for pid, env in self.pids().items()
+            if "RANK" in env and _is_trainer(pid)
+        ]
         return [pid for _, pid in sorted(running)] or [self.process.pid]
 
     def signal(self, number: int, pid: int | None = None) -> None:
@@ -91,7 +128,9 @@ class Job:
         return not self.alive()
 
     def end(self, silent: float) -> int | None:
-        """Return the exit code once no process is left; after `silent` seconds without output kill all, return None."""
+        """Return the exit code once no process is left; after `silent` seconds without
+        output kill all, return None.
+        """
         size, since = -1, time.monotonic()
         while not self.wait(0.2):
             if (now := self.log.stat().st_size) != size:
@@ -133,7 +172,9 @@ class Job:
         return STEP_LINE.search(self.output()) is not None
 
     def wait_for_first_step(self, limit: float) -> float | None:
-        """Return the seconds from the start to the first finished step; None if the job ends, or `limit` passes."""
+        """Return the seconds from the start to the first finished step; None if the
+        job ends, or `limit` passes.
+        """
         while time.monotonic() - self.started < limit:
             if self.first_step():
                 return time.monotonic() - self.started

@@ -1,9 +1,11 @@
-"""`python -m tests.chaos.soak CONFIG [KEYS]`: train for some minutes and see whether anything grows.
+"""`python -m tests.chaos.soak CONFIG [KEYS]`: train for some minutes
+and see whether anything grows.
 
-Once a second: the resident memory, descriptors and threads of each rank, and the memory of each GPU.  After the first
-minute each is fitted by a line.  A slope counts as growth if it is more than three standard errors above zero and
-comes to more than 1% of the value in an hour.  Since neighbouring samples are not independent, the standard error is
-taken from the means of blocks of 15 samples.
+Once a second: the resident memory, descriptors and threads of each rank, and the memory of
+each GPU.  After the first minute each is fitted by a line.  A slope counts as growth if it
+is more than three standard errors above zero and comes to more than 1% of the value in an
+hour.  Since neighbouring samples are not independent, the standard error is taken from the
+means of blocks of 15 samples.
 """
 
 import contextlib
@@ -24,8 +26,12 @@ app = App(name="soak", help=__doc__, help_format="plaintext")
 
 
 def of_process(pid: int) -> dict[str, float]:
-    """Return resident MiB, descriptors and threads of a process; KeyError or OSError if it has ended."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    """Return resident MiB, descriptors and threads of a process; KeyError
+    or OSError if it has ended.
+    """
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return {
         "RSS, MiB": int(status["VmRSS"].split()[0]) / 1024,
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
@@ -34,7 +40,9 @@ def of_process(pid: int) -> dict[str, float]:
 
 
 def gpu_memory() -> list[float]:
-    """Return the MiB in use of each GPU in CUDA_VISIBLE_DEVICES, else of all; an empty list without nvidia-smi."""
+    """Return the MiB in use of each GPU in CUDA_VISIBLE_DEVICES, else of all; an
+    empty list without nvidia-smi.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = ["--id", visible] if visible else []
     command = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -59,13 +67,17 @@ def grows(value: float, fitted: float, error: float) -> bool:
 
 
 def take_samples(process: subprocess.Popen[bytes], metrics: Path, minutes: float) -> list[Sample]:
-    """Return a sample of each second from the first finished step on, for `minutes` or until the process ends."""
+    """Return a sample of each second from the first finished step on, for `minutes`
+    or until the process ends.
+    """
     while process.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
         time.sleep(0.5)
     began, samples = time.monotonic(), []
     while process.poll() is None and time.monotonic() - began < 60 * minutes:
         try:
-            row = of_process(process.pid) | {f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())}
+            row = of_process(process.pid) | {
+                f"GPU {i}, MiB": used for i, used in enumerate(gpu_memory())
+            }
         except (KeyError, OSError):  # it ended after the poll
             break
         samples.append({"seconds": time.monotonic() - began} | row)
@@ -74,7 +86,9 @@ def take_samples(process: subprocess.Popen[bytes], metrics: Path, minutes: float
 
 
 def print_slopes(samples: list[Sample]) -> int:
-    """Print the slope of each value with its standard error; return the number of those that grow."""
+    """Print the slope of each value with its standard error; return the
+    number of those that grow.
+    """
     seconds, growing = np.array([row["seconds"] for row in samples]), 0
     print(f"{'':16}{'first':>12}{'last':>12}{'per hour':>14}{'+-':>10}")
     for name in [name for name in samples[0] if name != "seconds"]:
@@ -82,7 +96,10 @@ def print_slopes(samples: list[Sample]) -> int:
         fitted, error = slope(seconds, values)
         bad = grows(float(values.mean()), fitted, error)
         growing += bad
-        print(f"{name:16}{values[0]:12.1f}{values[-1]:12.1f}{fitted:14.2f}{error:10.2f}{'  GROWS' if bad else ''}")
+        print(
+            f"{name:16}{values[0]:12.1f}{values[-1]:12.1f}"
+            f"{fitted:14.2f}{error:10.2f}{'  GROWS' if bad else ''}"
+        )
     return growing
 
 
@@ -122,7 +139,10 @@ def soak(
     if out:
         out.write_text(json.dumps(samples) + "\n")
     if ended_early or code != 143:
-        print(f"the run ended with exit code {code}; expected 143, by SIGTERM after {minutes:g} minutes")
+        print(
+            f"the run ended with exit code {code}; expected 143, "
+            f"by SIGTERM after {minutes:g} minutes"
+        )
         return 1
     late = [row for row in samples if row["seconds"] >= settle]
     if len(late) < 3 * BLOCK:

@@ -1,4 +1,6 @@
-"""Saving while training continues: the bytes of the call are written, and a full disk ends no run."""
+"""Saving while training continues: the bytes of the call are written,
+and a full disk ends no run.
+"""
 
 import itertools
 import os
@@ -14,11 +16,22 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES, Retention
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import STEP_10, STEP_20, STEP_30, content, example, load_checkpoint, names, state
+from tests.support.checkpoints import (
+    STEP_10,
+    STEP_20,
+    STEP_30,
+    content,
+    example,
+    load_checkpoint,
+    names,
+    state,
+)
 
 
 def pieces(step, n=33):
-    """Return a shard as the trainer passes it: every tensor in pieces, here of 30 elements and the rest."""
+    """Return a shard as the trainer passes it: every tensor in pieces, here of
+    30 elements and the rest.
+    """
     return {name: [tensor[:30], tensor[30:]] for name, tensor in example(step, n).items()}
 
 
@@ -70,14 +83,22 @@ def test_a_long_wait_for_the_disk_is_said_once(tmp_path, monkeypatch, capsys):
     saver.wait()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waited")]
     assert said == [
-        "waited 12 s for the save of step 20; if this repeats, raise checkpoint.every or take a faster disk"
+        (
+            "waited 12 s for the save of step 20; if this repeats, "
+            "raise checkpoint.every or take a faster disk"
+        )
     ]
 
 
-@pytest.mark.parametrize(("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"])
+@pytest.mark.parametrize(
+    ("n", "text"), [(1 << 15, ""), (33, "x" * (1 << 15))], ids=["tensors", "state"]
+)
 def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, text):
     """A limit of 16 KiB per file fails as a full disk does, with EFBIG instead of ENOSPC."""
-    saver, limits = AsyncCheckpointer(newest.parent, Retention(1)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver, limits = (
+        AsyncCheckpointer(newest.parent, Retention(1)),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
     try:
         saver.save(30, pieces(30, n), {"text": text})
@@ -85,7 +106,10 @@ def test_full_disk_is_a_warning_and_the_next_save_succeeds(newest, capsys, n, te
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {newest.parent / STEP_30} could not be written (") and "27" in warning
+    assert (
+        warning.startswith(f"warning: {newest.parent / STEP_30} could not be written (")
+        and "27" in warning
+    )
     assert warning.endswith("make room, or make the directory writable")
     assert names(newest.parent) == [STEP_10, STEP_20] and find_checkpoint(newest.parent) == newest
     saver.save(30, pieces(30, n), {"text": text})
@@ -111,7 +135,10 @@ def test_wait_raises_the_error_of_a_failed_save_on_request(tmp_path):
     (tmp_path / "checkpoints").write_text("a file in the way")
     saver = AsyncCheckpointer(tmp_path / "checkpoints", Retention(1))
     saver.save(10, pieces(10), {})
-    message = r"could not be written .*Not a directory[^;]*; make room, or make the directory writable, and resume$"
+    message = (
+        r"could not be written .*Not a directory[^;]*; "
+        r"make room, or make the directory writable, and resume$"
+    )
     with pytest.raises(CheckpointError, match=message):
         saver.wait(raise_errors=True)
 

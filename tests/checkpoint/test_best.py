@@ -1,4 +1,6 @@
-"""checkpoint.best: the checkpoint of the lowest validation loss is kept, and RUN/best is its name."""
+"""checkpoint.best: the checkpoint of the lowest validation loss is kept,
+and RUN/best is its name.
+"""
 
 import errno
 import json
@@ -41,7 +43,9 @@ def steps(run):
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"])
+@pytest.mark.parametrize(
+    "interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"]
+)
 def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
     """It is that of step 2, although keep is 1; neither the one before training nor a later tie."""
     if interrupted:
@@ -55,9 +59,15 @@ def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
     assert found == tmp_path / "checkpoints" / "step_00000002" and state["best"] == [2, 1.0]
 
 
-@pytest.mark.parametrize("interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"])
-def test_patience_ends_a_run_that_no_longer_improves(losses, tmp_path, monkeypatch, interrupted, capsys):
-    """Steps 3 and 4 are not below step 2.  A resume ends at once, and with more patience it continues."""
+@pytest.mark.parametrize(
+    "interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"]
+)
+def test_patience_ends_a_run_that_no_longer_improves(
+    losses, tmp_path, monkeypatch, interrupted, capsys
+):
+    """Steps 3 and 4 are not below step 2.  A resume ends at once, and with
+    more patience it continues.
+    """
     config = best_config(best="val_loss").replace(train=dict(patience=2))
     if interrupted:
         with monkeypatch.context() as patch:
@@ -91,11 +101,15 @@ def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, mon
 
 
 def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
-    """Step 3 is the best, and is undone; up to step 2 that step was, and its checkpoint is still there."""
+    """Step 3 is the best, and is undone; up to step 2 that step was, and its
+    checkpoint is still there.
+    """
     later = [9.0, 4.0, 3.0, 2.0, 9.0, 9.0]
     monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", later)
     done = []
-    before_steps(lambda self, index: index == 3 and not done and done.append(poison(self)), monkeypatch)
+    before_steps(
+        lambda self, index: index == 3 and not done and done.append(poison(self)), monkeypatch
+    )
     config = best_config(best="val_loss", every=2, keep=1).replace(train=dict(rewind_after=1))
     later_losses = iter([9.0, 9.0, 9.0])
 
@@ -113,5 +127,7 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
 def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert train(best_config(), tmp_path, resume=False) == 0
     assert steps(tmp_path) == ["step_00000005"]
-    with pytest.raises(CheckpointError, match="keeps no best checkpoint; train with checkpoint.best val_loss"):
+    with pytest.raises(
+        CheckpointError, match="keeps no best checkpoint; train with checkpoint.best val_loss"
+    ):
         find_checkpoint(tmp_path / "best")

@@ -23,7 +23,8 @@ def test_export_command_writes_the_files_and_prints_their_place(run, tmp_path, c
     expected = {name if "." in name else f"{name}.json" for name in files.split()}
     written = list((tmp_path / "out").iterdir())
     assert {path.name for path in written} == expected
-    assert len({path.stat().st_mode for path in written}) == 1  # safetensors alone would make its file private
+    # safetensors alone would make its file private
+    assert len({path.stat().st_mode for path in written}) == 1
 
 
 def test_export_refuses_a_directory_with_files(run, tmp_path, capsys):
@@ -41,5 +42,8 @@ def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safetensors_files, "write", full)
     before = sorted(tmp_path.iterdir())
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert f"error: {tmp_path / 'out'}: cannot write: No space left on device; make room\n" in capsys.readouterr().err
+    assert (
+        f"error: {tmp_path / 'out'}: cannot write: No space left on device; make room\n"
+        in capsys.readouterr().err
+    )
     assert sorted(tmp_path.iterdir()) == before

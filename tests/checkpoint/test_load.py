@@ -1,4 +1,6 @@
-"""Loading: one flipped bit is noticed, a damaged step is skipped, nothing in a checkpoint is followed or executed."""
+"""Loading: one flipped bit is noticed, a damaged step is skipped, nothing in a
+checkpoint is followed or executed.
+"""
 
 import json
 import os
@@ -34,11 +36,17 @@ from tests.support.checkpoints import state as made_state
 
 
 def assert_refused(newest, problem, capsys):
-    """Finding the step is an error; finding its run prints one warning and gives the previous checkpoint."""
+    """Finding the step is an error; finding its run prints one warning and
+    gives the previous checkpoint.
+    """
     with pytest.raises(CheckpointError) as error:
         find_checkpoint(newest)
     assert f"{newest}: {problem}" in str(error.value)
-    assert find_checkpoint(newest.parents[1]) == latest_checkpoint(newest.parent) == newest.with_name(STEP_10)
+    assert (
+        find_checkpoint(newest.parents[1])
+        == latest_checkpoint(newest.parent)
+        == newest.with_name(STEP_10)
+    )
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and all(f"damaged {newest}: {problem}" in line for line in warnings)
 
@@ -77,7 +85,9 @@ def test_verify_notices_a_damaged_file(newest, tmp_path, capsys, name, damage):
         path.mkdir()
     elif damage != "missing":
         path.write_bytes(dict(truncated=good[:-1], longer=good + b"}", empty=b"")[damage])
-    assert verify(newest).count("cannot be read") == (name == MANIFEST or damage in ("missing", "directory"))
+    assert verify(newest).count("cannot be read") == (
+        name == MANIFEST or damage in ("missing", "directory")
+    )
     assert_refused(newest, verify(newest), capsys)
 
 
@@ -90,7 +100,11 @@ def test_verify_names_a_missing_rank(newest, capsys):
     (newest / MANIFEST).write_text(json.dumps(files))
     assert verify(newest) == ""
     (newest / ranks[2]).unlink()
-    assert_refused(newest, f"cannot be read ([Errno 2] No such file or directory: '{newest / ranks[2]}')", capsys)
+    assert_refused(
+        newest,
+        f"cannot be read ([Errno 2] No such file or directory: '{newest / ranks[2]}')",
+        capsys,
+    )
 
 
 def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
@@ -103,31 +117,52 @@ def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):
 
 def test_latest_checkpoint_up_to_a_step(newest):
     assert latest_checkpoint(newest.parent, 19) == newest.parent / STEP_10
-    assert latest_checkpoint(newest.parent, 20) == newest and latest_checkpoint(newest.parent, 9) is None
+    assert (
+        latest_checkpoint(newest.parent, 20) == newest
+        and latest_checkpoint(newest.parent, 9) is None
+    )
 
 
 # ---- finding ----
 
 
 def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
-    run, older, copy = newest.parents[1], newest.with_name(STEP_10), shutil.copytree(newest, newest.parents[1] / "mine")
-    assert [find_checkpoint(path) for path in (run, newest.parent, newest, older)] == [newest, newest, newest, older]
+    run, older, copy = (
+        newest.parents[1],
+        newest.with_name(STEP_10),
+        shutil.copytree(newest, newest.parents[1] / "mine"),
+    )
+    assert [find_checkpoint(path) for path in (run, newest.parent, newest, older)] == [
+        newest,
+        newest,
+        newest,
+        older,
+    ]
     for directory, found in ((run, newest), (newest.parent, newest), (older, older), (copy, copy)):
         monkeypatch.chdir(directory)
         assert find_checkpoint(Path(".")).resolve() == found
-    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* choose another step: 10, 20$"):
+    with pytest.raises(
+        CheckpointError, match=f"{STEP_30}: is missing.* choose another step: 10, 20$"
+    ):
         find_checkpoint(newest.with_name(STEP_30))
-    assert write(newest.parent, 123_456_789) == find_checkpoint(run)  # as text, step_1234... would be older
+    # as text, step_1234... would be older
+    assert write(newest.parent, 123_456_789) == find_checkpoint(run)
 
 
 def test_latest_checkpoint_gives_none_where_find_raises(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    assert latest_checkpoint(tmp_path / "checkpoints") is latest_checkpoint(tmp_path / "nowhere") is None
+    assert (
+        latest_checkpoint(tmp_path / "checkpoints")
+        is latest_checkpoint(tmp_path / "nowhere")
+        is None
+    )
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "checkpoints"):
         with pytest.raises(CheckpointError, match=f"{path}: no checkpoint found"):
             find_checkpoint(path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match="has no checkpoint yet; wait for .* or if it ended, start it again$"):
+    with pytest.raises(
+        CheckpointError, match="has no checkpoint yet; wait for .* or if it ended, start it again$"
+    ):
         find_checkpoint(tmp_path / "best")
     (tmp_path / "ckpt.pt").touch()
     with pytest.raises(CheckpointError, match="ckpt.pt: no checkpoint found; .* or nanogpt:FILE$"):
@@ -146,12 +181,21 @@ def test_verify_never_opens_names_from_the_manifest(newest, capsys, monkeypatch,
     manifest[evil] = manifest.pop(TENSORS) if instead else manifest[TENSORS]
     (newest / MANIFEST).write_text(json.dumps(manifest))
     for name in ("builtins.open", "io.open"):
-        monkeypatch.setattr(name, lambda path, *a, **k: (opened.append(Path(path).name), real(path, *a, **k))[1])
+        monkeypatch.setattr(
+            name, lambda path, *a, **k: (opened.append(Path(path).name), real(path, *a, **k))[1]
+        )
     assert_refused(newest, f"{MANIFEST}: expected a file for each rank, and {STATE}", capsys)
     assert set(opened) == {TENSORS, STATE, MANIFEST}  # the first two of step 10
 
 
-NOT_OURS = [b"[]", b"null", b"{}", b"[" * 100_000, b'{"rank_00000.safetensors": 1, "state.json": []}', b"\xff"]
+NOT_OURS = [
+    b"[]",
+    b"null",
+    b"{}",
+    b"[" * 100_000,
+    b'{"rank_00000.safetensors": 1, "state.json": []}',
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("text", NOT_OURS, ids=range(len(NOT_OURS)))
@@ -169,7 +213,9 @@ def test_load_refuses_json_of_another_form(newest, capsys, text):
 def test_load_refuses_another_format(newest, version):
     (newest / STATE).write_text(json.dumps({"format": version, "step": 20}))
     reseal(newest)
-    with pytest.raises(CheckpointError, match=f"format {version!r}, expected {FORMAT}; use the version"):
+    with pytest.raises(
+        CheckpointError, match=f"format {version!r}, expected {FORMAT}; use the version"
+    ):
         load_checkpoint(find_checkpoint(newest))
 
 
@@ -179,11 +225,17 @@ class Evil:
 
 
 HUGE_HEADER = struct.pack("<Q", 10**15) + b"{}"
-NOT_SAFETENSORS = {"pickle": pickle.dumps(Evil()), "empty": b"", "header of 10^15 bytes": HUGE_HEADER}
+NOT_SAFETENSORS = {
+    "pickle": pickle.dumps(Evil()),
+    "empty": b"",
+    "header of 10^15 bytes": HUGE_HEADER,
+}
 
 
 @pytest.mark.parametrize("kind", NOT_SAFETENSORS)
-def test_load_refuses_what_is_not_safetensors_and_executes_nothing(newest, tmp_path, monkeypatch, kind):
+def test_load_refuses_what_is_not_safetensors_and_executes_nothing(
+    newest, tmp_path, monkeypatch, kind
+):
     """The manifest agrees with the file."""
     monkeypatch.chdir(tmp_path)
     (newest / TENSORS).write_bytes(NOT_SAFETENSORS[kind])
@@ -204,7 +256,9 @@ def test_load_refuses_nan_and_infinity(tmp_path, name, value):
         load_checkpoint(find_checkpoint(path))
         tensors[name][at] = value
         path = save_checkpoint(tmp_path / f"bad{at}", 10, tensors, made_state(10), Retention(0))
-        with pytest.raises(CheckpointError, match=f"{name} has a NaN or an infinity; remove this step"):
+        with pytest.raises(
+            CheckpointError, match=f"{name} has a NaN or an infinity; remove this step"
+        ):
             load_checkpoint(find_checkpoint(path))
 
 
@@ -219,7 +273,9 @@ def test_named_step_that_is_deleted_while_it_is_read_is_an_error(newest, monkeyp
         return original(step_dir)
 
     monkeypatch.setattr(load, "open_checkpoint", deleted_before)
-    with pytest.raises(CheckpointError, match=f"{STEP_20}: is missing or not a directory; choose another step"):
+    with pytest.raises(
+        CheckpointError, match=f"{STEP_20}: is missing or not a directory; choose another step"
+    ):
         load.open_newest(newest)
 
 
@@ -232,12 +288,20 @@ def test_run_is_read_in_a_directory_that_may_not_be_listed(newest, monkeypatch):
 
 
 def save_best(run_dir, step):
-    save_checkpoint(run_dir / "checkpoints", step, example(step), made_state(step, best=[step, 1.0]), Retention(1))
+    save_checkpoint(
+        run_dir / "checkpoints",
+        step,
+        example(step),
+        made_state(step, best=[step, 1.0]),
+        Retention(1),
+    )
 
 
 def test_best_step_that_is_gone_or_damaged_is_an_error(tmp_path):
     save_best(tmp_path, 10)
-    save_checkpoint(tmp_path / "checkpoints", 20, example(20), made_state(20, best=[10, 1.0]), Retention(1))
+    save_checkpoint(
+        tmp_path / "checkpoints", 20, example(20), made_state(20, best=[10, 1.0]), Retention(1)
+    )
     (tmp_path / "checkpoints" / STEP_10 / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"{STEP_10}: state.json"):
         load.open_newest(tmp_path / "best")
@@ -266,7 +330,9 @@ def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
             for path in (tmp_path, tmp_path / "best"):
                 _, state, tensors = load.open_newest(path)
                 steps.append(state["step"])
-                if content({name: tensor.whole() for name, tensor in tensors.items()}) != content(example(steps[-1])):
+                if content({name: tensor.whole() for name, tensor in tensors.items()}) != content(
+                    example(steps[-1])
+                ):
                     failed.append(steps[-1])
     finally:
         running.clear()

@@ -16,7 +16,14 @@ from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import CheckpointError
-from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, our_logits, random_params, token_ids
+from tests.support.foreign import (
+    config_of,
+    nanogpt_checkpoint,
+    nanogpt_content,
+    our_logits,
+    random_params,
+    token_ids,
+)
 
 
 @pytest.fixture
@@ -26,7 +33,9 @@ def params():
 
 def imported(directory, content):
     """Return our flat parameters from a checkpoint of nanoGPT."""
-    return to_flat_buffers(nanogpt.read(nanogpt_checkpoint(directory, content)), config_of())["params"]
+    return to_flat_buffers(nanogpt.read(nanogpt_checkpoint(directory, content)), config_of())[
+        "params"
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
@@ -69,14 +78,18 @@ def nanogpt_logits(state, ids, approximate):
     x = w["wte.weight"][ids] + w["wpe.weight"]
     for block in ("h.0", "h.1"):
         q, k, v = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(64, dim=-1)
-        x = x + linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), f"{block}.attn.c_proj")
+        x = x + linear(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True), f"{block}.attn.c_proj"
+        )
         h = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc"), approximate=approximate)
         x = x + linear(h, f"{block}.mlp.c_proj")
     return F.linear(norm(x, "ln_f"), w["lm_head.weight"])[0, -1].numpy()
 
 
 def test_nanogpt_logits_differ_by_the_form_of_gelu_only(params, tmp_path):
-    """1e-4 with GPT-2's GELU, in other orders of sums 1e-6; 2e-3 with erf, a function up to 5e-4 apart."""
+    """1e-4 with GPT-2's GELU, in other orders of sums 1e-6; 2e-3 with erf, a
+    function up to 5e-4 apart.
+    """
     saved, ids = nanogpt_content(params), token_ids(config_of())
     ours = our_logits(config_of(), imported(tmp_path, saved), ids)
     for approximate, tolerance in (("tanh", 1e-4), ("none", 2e-3)):
@@ -89,15 +102,24 @@ def drop(name):
 
 
 REFUSED = [
-    (lambda saved: saved.pop("model_args"), "has no model and model_args; .* model.safetensors beside a config.json"),
+    (
+        lambda saved: saved.pop("model_args"),
+        "has no model and model_args; .* model.safetensors beside a config.json",
+    ),
     (lambda saved: saved["model_args"].pop("n_head"), "model_args have no n_head"),
     (lambda saved: saved["model_args"].update(n_embd=60), "not a model that fits here"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has no tensor h.2.attn.c_attn.bias"),
-    (lambda saved: saved["model_args"].update(n_layer=1), "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers"),
+    (
+        lambda saved: saved["model_args"].update(n_layer=1),
+        "h.1.attn.c_attn.bias is no part of a GPT-2 of 1 layers",
+    ),
     (lambda saved: saved["model_args"].update(bias=False), None),  # biases in the file are used
     (drop("transformer.h.0.ln_1.bias"), "has no tensor h.0.ln_1.bias"),
-    (lambda saved: saved["model"]["transformer.ln_f.bias"].fill_(float("inf")), "ln_f.bias has a NaN or an infinity"),
-]  # fmt: skip
+    (
+        lambda saved: saved["model"]["transformer.ln_f.bias"].fill_(float("inf")),
+        "ln_f.bias has a NaN or an infinity",
+    ),
+]
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED)
@@ -129,8 +151,14 @@ def test_character_level_models_are_exported_and_else_refused_in_one_line(tmp_pa
     told = capsys.readouterr()
     assert told.out == f"wrote {tmp_path}/out\n"
     assert told.err == "note: 65 of 65 tokens have no text in the exported tokenizer\n"
-    told = "its 65 tokens are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported$"
-    for command in (["sample", source], ["hellaswag", source], ["perplexity", source, str(tmp_path / "val.bin")]):
+    told = (
+        "its 65 tokens are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported$"
+    )
+    for command in (
+        ["sample", source],
+        ["hellaswag", source],
+        ["perplexity", source, str(tmp_path / "val.bin")],
+    ):
         assert main(tools, command) == 4
         err = capsys.readouterr().err
         assert re.search(told, err) and len(err.splitlines()) == 1
@@ -154,7 +182,9 @@ def test_nanogpt_reader_executes_nothing(params, tmp_path, capsys):
     content["model"]["transformer.wte.weight"] = Malice()
     with pytest.raises(CheckpointError, match="wte.weight is a Inert"):
         imported(tmp_path, content)
-    with pytest.raises(CheckpointError, match="cannot be read .it is damaged, or not of torch.save.; expected"):
+    with pytest.raises(
+        CheckpointError, match="cannot be read .it is damaged, or not of torch.save.; expected"
+    ):
         imported(tmp_path, nanogpt_content(params) | {"config": System()})
     assert capsys.readouterr().out == ""
 
@@ -168,7 +198,10 @@ class GPTConfig:
 
 def test_nanogpt_reader_takes_the_objects_of_forks(params, tmp_path):
     """build-nanogpt has the sizes in an object, and forks keep losses as numbers of numpy."""
-    content = nanogpt_content(params, "module.") | {"best_val_loss": np.float64(2.9), "step": np.int64(3)}
+    content = nanogpt_content(params, "module.") | {
+        "best_val_loss": np.float64(2.9),
+        "step": np.int64(3),
+    }
     content["config"] = GPTConfig(**content.pop("model_args"))
     assert torch.equal(imported(tmp_path, content), params)
 
@@ -176,7 +209,9 @@ def test_nanogpt_reader_takes_the_objects_of_forks(params, tmp_path):
 @pytest.mark.parametrize("data", [b"", b"not a pickle", b"PK\x03\x04 half a zip"])
 def test_nanogpt_reader_refuses_other_files(tmp_path, data):
     (tmp_path / "ckpt.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read .*expected nanoGPT's ckpt.pt") as error:
+    with pytest.raises(
+        CheckpointError, match="cannot be read .*expected nanoGPT's ckpt.pt"
+    ) as error:
         nanogpt.read(str(tmp_path / "ckpt.pt"))
     assert "\n" not in str(error.value)
     with pytest.raises(CheckpointError, match="cannot be read .*No such file"):

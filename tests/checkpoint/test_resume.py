@@ -16,9 +16,17 @@ from tests.support.foreign import checkpoint_of, config_of, random_params
 
 
 def test_check_tensors_raises_a_table_of_the_differences():
-    expected = {"params": torch.empty(4), "m": torch.empty(4), "low": torch.empty(4, dtype=torch.int16)}
+    expected = {
+        "params": torch.empty(4),
+        "m": torch.empty(4),
+        "low": torch.empty(4, dtype=torch.int16),
+    }
     resume.check_tensors(Checkpoint(Path("step"), {}, whole_tensors("", expected)), expected)
-    saved = {"params": torch.empty(4, dtype=torch.bfloat16), "m": torch.empty(4), "v": torch.empty(2, 2)}
+    saved = {
+        "params": torch.empty(4, dtype=torch.bfloat16),
+        "m": torch.empty(4),
+        "v": torch.empty(2, 2),
+    }
     with pytest.raises(CheckpointError) as error:
         resume.check_tensors(Checkpoint(Path("step"), {}, whole_tensors("", saved)), expected)
     assert str(error.value).splitlines() == [
@@ -32,7 +40,15 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 CHANGES = {  # a value of each kept key that config_of does not have
     "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32, dropout=0.1)
-    | dict(arch="llama", n_kv_head=1, n_inner=96, norm_eps=1e-6, rope_theta=1e4, rope_factor=8.0, tied=False),
+    | dict(
+        arch="llama",
+        n_kv_head=1,
+        n_inner=96,
+        norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_factor=8.0,
+        tied=False,
+    ),
     "data": dict(tokenizer="gpt2", seed=1, windows="shifted"),
     "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
     "optim": dict(name="muon", master="fp32", m="bf16", v="bf16"),
@@ -44,7 +60,9 @@ UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.
 @pytest.mark.parametrize("key", [key for key, field in options() if not field.exclude] + UNKNOWN)
 def test_config_differences_are_fatal_or_free_for_every_key(key):
     section, _, name = key.rpartition(".")
-    saved, current = ({section: {name: value}} if section else {name: value} for value in ("a", "b"))
+    saved, current = (
+        {section: {name: value}} if section else {name: value} for value in ("a", "b")
+    )
     change, none = {key: ("a", "b")}, {}
     expected = (change, none) if key in FATAL + UNKNOWN else (none, change)
     assert resume.config_differences(saved, current) == expected
@@ -52,7 +70,10 @@ def test_config_differences_are_fatal_or_free_for_every_key(key):
 
 
 def test_keys_of_later_versions_have_the_value_of_earlier_runs():
-    assert resume.config_differences({"optim": {}}, {"optim": {"name": "adamw", "v": "fp32"}}) == ({}, {})
+    assert resume.config_differences({"optim": {}}, {"optim": {"name": "adamw", "v": "fp32"}}) == (
+        {},
+        {},
+    )
     fatal, _ = resume.config_differences({"optim": {}}, {"optim": {"name": "muon"}})
     assert fatal == {"optim.name": ("adamw", "muon")}
 
@@ -63,9 +84,13 @@ def test_runs_with_removed_keys_can_be_read_and_resumed():
     saved["eval"]["tasks"] = "piqa"  # no weight depends on it
     assert resume.config_differences(saved, Config().to_dict()) == ({}, {})
     saved["data"]["align"] = "document"  # other rows
-    with pytest.raises(ConfigError, match="data.align: unknown key; it was removed: it ended 0.07 higher"):
+    with pytest.raises(
+        ConfigError, match="data.align: unknown key; it was removed: it ended 0.07 higher"
+    ):
         Config.load(saved)
-    assert resume.config_differences(saved, Config().to_dict())[0] == {"data.align": ("document", "none")}
+    assert resume.config_differences(saved, Config().to_dict())[0] == {
+        "data.align": ("document", "none")
+    }
 
 
 @pytest.mark.parametrize("key", FATAL)
@@ -75,7 +100,9 @@ def test_refusal_of_a_key_names_init_from_where_that_takes_the_weights(tmp_path,
     other = config.replace(**{section: {name: CHANGES[section][name]}})
     with pytest.raises(CheckpointError) as error:
         resume.check_config(config.to_dict(), other.to_dict())
-    hint = "there with init_from checkpoint:RUN to begin with this run's weights" in str(error.value)
+    hint = "there with init_from checkpoint:RUN to begin with this run's weights" in str(
+        error.value
+    )
     try:
         initial_weights(other.model_copy(update={"init_from": f"checkpoint:{step}"}))
     except CheckpointError as refused:
@@ -85,9 +112,20 @@ def test_refusal_of_a_key_names_init_from_where_that_takes_the_weights(tmp_path,
 
 
 def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
-    saved = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 6e-4, "master": "none"}, "train": {"steps": 100}}
-    current = {"model": {"n_layer": 12, "n_head": 12}, "optim": {"lr": 3e-4, "master": "none"}, "train": {"steps": 200}}
-    assert resume.check_config(saved, current) == {"optim.lr": (6e-4, 3e-4), "train.steps": (100, 200)}
+    saved = {
+        "model": {"n_layer": 12, "n_head": 12},
+        "optim": {"lr": 6e-4, "master": "none"},
+        "train": {"steps": 100},
+    }
+    current = {
+        "model": {"n_layer": 12, "n_head": 12},
+        "optim": {"lr": 3e-4, "master": "none"},
+        "train": {"steps": 200},
+    }
+    assert resume.check_config(saved, current) == {
+        "optim.lr": (6e-4, 3e-4),
+        "train.steps": (100, 200),
+    }
     current["model"]["n_layer"], current["optim"]["master"] = None, "fp32"
     with pytest.raises(CheckpointError) as error:
         resume.check_config(saved, current)
@@ -99,7 +137,15 @@ def test_check_config_returns_free_changes_and_raises_a_table_of_fatal_ones():
 
 
 def test_values_are_printed_as_in_yaml():
-    values = {"null": None, "true": True, "false": False, '""': "", "none": "none", "0": 0, "0.001": 1e-3}
+    values = {
+        "null": None,
+        "true": True,
+        "false": False,
+        '""': "",
+        "none": "none",
+        "0": 0,
+        "0.001": 1e-3,
+    }
     assert [*map(resume.as_text, values.values())] == [*values]
 
 
@@ -109,12 +155,16 @@ def row(name, digest):
 
 def test_check_data_raises_a_table_of_the_files_that_differ():
     then = [row("a.bin", "11"), row("b.bin", "22")]
-    assert resume.check_data(Path("step"), then, [dict(r) for r in then], "data.train *.bin", False) == {}
+    assert (
+        resume.check_data(Path("step"), then, [dict(r) for r in then], "data.train *.bin", False)
+        == {}
+    )
     now = [row("a.bin", "11"), row("b.bin", "44"), row("c.bin", "55")]
     with pytest.raises(CheckpointError) as error:
         resume.check_data(Path("step"), then, now, "data.train *.bin", False)
     assert str(error.value).splitlines() == [
-        "step: data.train *.bin is other data than before; restore it, start another run, or accept it with "
+        "step: data.train *.bin is other data than before; "
+        "restore it, start another run, or accept it with "
         "data.allow_changed true",
         "       checkpoint       now",
         "b.bin  1,024 bytes, 22  1,024 bytes, 44",

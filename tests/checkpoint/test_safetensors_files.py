@@ -23,16 +23,28 @@ def test_several_files_are_the_model_of_one(tmp_path, monkeypatch, arch, dtype):
     export(step, tmp_path / "several", "hf", dtype)
     files = sorted((tmp_path / "several").glob("*.safetensors"))
     n = len(files)
-    assert n > 4 and [f.name for f in files] == [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    parts, whole = [load_file(path) for path in files], load_file(tmp_path / "one" / "model.safetensors")
+    assert n > 4 and [f.name for f in files] == [
+        f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)
+    ]
+    parts, whole = (
+        [load_file(path) for path in files],
+        load_file(tmp_path / "one" / "model.safetensors"),
+    )
     assert all(len(part) == 1 or sum(t.nbytes for t in part.values()) <= 50_000 for part in parts)
     several = {name: tensor for part in parts for name, tensor in part.items()}
-    assert several.keys() == whole.keys() and all(torch.equal(several[name], whole[name]) for name in whole)
+    assert several.keys() == whole.keys() and all(
+        torch.equal(several[name], whole[name]) for name in whole
+    )
     again = huggingface.read(str(tmp_path / "several"))
     assert torch.equal(to_flat_buffers(again, config)["params"], model.state.params)
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "several", output_loading_info=True)
+    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "several", output_loading_info=True
+    )
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=50_000)
-    indices = [json.loads((tmp_path / kind / safetensors_files.INDEX).read_text()) for kind in ("several", "theirs")]
+    indices = [
+        json.loads((tmp_path / kind / safetensors_files.INDEX).read_text())
+        for kind in ("several", "theirs")
+    ]
     assert indices[0]["metadata"] == indices[1]["metadata"]
     assert indices[0]["weight_map"].keys() == indices[1]["weight_map"].keys()

@@ -1,4 +1,6 @@
-"""Saving: a kill at any line leaves the old checkpoint or the new one; pruning keeps what was asked for."""
+"""Saving: a kill at any line leaves the old checkpoint or the new one; pruning
+keeps what was asked for.
+"""
 
 import errno
 import os
@@ -18,7 +20,17 @@ from gpt2_triton.checkpoint.load import find_checkpoint, verify
 from gpt2_triton.checkpoint.save import Retention
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.errors import CheckpointError
-from tests.support.checkpoints import FILES, STEP_10, STEP_20, STEP_30, example, load_checkpoint, names, state, write
+from tests.support.checkpoints import (
+    FILES,
+    STEP_10,
+    STEP_20,
+    STEP_30,
+    example,
+    load_checkpoint,
+    names,
+    state,
+    write,
+)
 
 
 def test_step_is_replaced_whatever_is_there(newest):
@@ -59,7 +71,10 @@ def test_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(newest, mo
     monkeypatch.setattr(save, "_discard", refuse)
     assert verify(write(newest.parent, 30, keep=1)) == ""
     assert names(newest.parent) == [STEP_10, STEP_20, STEP_30]
-    assert f"warning: {newest}: cannot be deleted (Permission denied); it stays" in capsys.readouterr().err
+    assert (
+        f"warning: {newest}: cannot be deleted (Permission denied); it stays"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
@@ -74,9 +89,13 @@ def test_failed_save_leaves_nothing_and_older_checkpoints_intact(newest, monkeyp
 
 
 def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, monkeypatch):
-    """After a power cut the content of the files, then their names, then the rename must be on disk, in this order."""
+    """After a power cut the content of the files, then their names, then the rename must
+    be on disk, in this order.
+    """
     events, fsync, rename, run = [], os.fsync, os.rename, tmp_path
-    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
     write(run / "checkpoints", 10)
     temporary = f"{run}/checkpoints/.{STEP_10}.tmp"
@@ -91,7 +110,9 @@ NEEDED = SIZE + save.FILES_BYTES
 
 
 def leave_room(patch, directory, room):
-    """Let the disk hold `room` bytes beside the two checkpoints in `directory`; a deleted one makes room."""
+    """Let the disk hold `room` bytes beside the two checkpoints in `directory`;
+    a deleted one makes room.
+    """
     total = room + bytes_in(directory)
     patch.setattr(save, "free_space", lambda _: total - bytes_in(directory))
 
@@ -104,7 +125,9 @@ def bytes_in(directory):
 def test_save_without_room_deletes_what_it_supersedes_first(newest, monkeypatch, keep):
     leave_room(monkeypatch, newest.parent, NEEDED - 1)
     written = save._write
-    monkeypatch.setattr(save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given)))
+    monkeypatch.setattr(
+        save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given))
+    )
     seen = []
     write(newest.parent, 30, keep)
     assert seen == [STEP_20] and names(newest.parent) == [STEP_20, STEP_30][-keep:]
@@ -113,7 +136,9 @@ def test_save_without_room_deletes_what_it_supersedes_first(newest, monkeypatch,
 def test_save_with_room_deletes_after_it_has_written(newest, monkeypatch):
     leave_room(monkeypatch, newest.parent, NEEDED)
     written = save._write
-    monkeypatch.setattr(save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given)))
+    monkeypatch.setattr(
+        save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given))
+    )
     seen = []
     write(newest.parent, 30, keep=1)
     assert seen == [STEP_10, STEP_20] and names(newest.parent) == [STEP_30]
@@ -130,7 +155,9 @@ def test_save_without_room_deletes_neither_the_last_intact_checkpoint_nor_in_vai
     if damaged:
         (newest.parent / damaged / STATE).write_text("{}")
     leave_room(monkeypatch, newest.parent, NEEDED + room)
-    with pytest.raises(OSError, match=rf"No space left on device: {NEEDED:,} bytes needed, [0-9,]+ free"):
+    with pytest.raises(
+        OSError, match=rf"No space left on device: {NEEDED:,} bytes needed, [0-9,]+ free"
+    ):
         write(newest.parent, 30, keep)
     assert names(newest.parent) == [STEP_10, STEP_20]
 
@@ -158,7 +185,9 @@ def test_trial_refuses_a_directory_that_keeps_no_checkpoint(tmp_path, monkeypatc
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be saved there \(.*Operation not permitted"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint can be saved there \(.*Operation not permitted"
+    ):
         save.try_to_save(tmp_path / "checkpoints")
     monkeypatch.undo()
     assert not os.listdir(tmp_path)
@@ -185,7 +214,9 @@ TRACED = {module.__file__ for module in (save, load, format, shutil)}
 
 
 def killed_at_line(n, save_step):
-    """Save in a child that kill -9 ends at the n-th line, rmtree's included; False if there are fewer lines."""
+    """Save in a child that kill -9 ends at the n-th line, rmtree's included; False
+    if there are fewer lines.
+    """
     child = os.fork()
     if child == 0:
         lines = 0
@@ -206,7 +237,9 @@ def killed_at_line(n, save_step):
 
 
 def kill_at_every_line(directory, save_step=lambda directory: write(directory, 30, keep=1)):
-    """Save step 30 in place of 10 and 20, killed at each line in turn; print the step that a run would resume from."""
+    """Save step 30 in place of 10 and 20, killed at each line in turn; print the step
+    that a run would resume from.
+    """
     n = 1
     write_missing(directory)
     while killed_at_line(n, lambda: save_step(directory)):
@@ -236,7 +269,9 @@ def kill_at_every_line_without_room(directory):
 
 
 def kill_at_every_line_of_a_replacement(directory):
-    """Save step 30 in place of a step 30 with another state, killed at each line in turn; print the state found."""
+    """Save step 30 in place of a step 30 with another state, killed at each line in
+    turn; print the state found.
+    """
     n = 1
     write(directory, 30)
     new = (directory, 30, example(31), state(30, sample=99), Retention(0))
@@ -250,13 +285,21 @@ def kill_at_every_line_of_a_replacement(directory):
 
 
 def outcomes(function, directory):
-    """Call a function of this file in a separate process, as it forks, and this one may have threads."""
-    code = f"import sys, pathlib, tests.checkpoint.test_save as t; t.{function.__name__}(pathlib.Path(sys.argv[1]))"
+    """Call a function of this file in a separate process, as it forks, and
+    this one may have threads.
+    """
+    code = (
+        "import sys, pathlib, tests.checkpoint.test_save as t; "
+        f"t.{function.__name__}(pathlib.Path(sys.argv[1]))"
+    )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", code, directory], capture_output=True, text=True, cwd=root
+    )
     assert done.returncode == 0, done.stderr
     write(directory, 40)
-    assert not [name for name in os.listdir(directory) if name.startswith(".")]  # nothing of the killed saves remains
+    # nothing of the killed saves remains
+    assert not [name for name in os.listdir(directory) if name.startswith(".")]
     return done.stdout.split()
 
 

@@ -1,4 +1,6 @@
-"""Tokenizer, chat template and ids beside a source's weights: runs keep these files, exports have them again."""
+"""Tokenizer, chat template and ids beside a source's weights: runs keep these
+files, exports have them again.
+"""
 
 import json
 import shutil
@@ -36,7 +38,11 @@ def theirs(tmp_path):
 
 def files_of(directory):
     """Return the content of the files that are not weights; of config.json the ids."""
-    content = {path.name: path.read_text() for path in directory.iterdir() if path.name != "model.safetensors"}
+    content = {
+        path.name: path.read_text()
+        for path in directory.iterdir()
+        if path.name != "model.safetensors"
+    }
     config = json.loads(content.pop("config.json"))
     return content | {key: config[key] for key in IDS}
 
@@ -68,12 +74,17 @@ def test_a_new_run_has_no_files_of_an_earlier_start(theirs, tmp_path):
 
 
 def test_one_line_names_what_an_export_loses(theirs, tmp_path, capsys):
-    """A tokenizer's settings without its vocabulary fit no other: padding may lie outside the rows."""
+    """A tokenizer's settings without its vocabulary fit no other: padding
+    may lie outside the rows.
+    """
     for name in ("tokenizer.json", "vocab.json"):
         (theirs / name).unlink()
     export(f"hf:{theirs}", tmp_path / "out", "hf", "fp32")
     lost = "merges.txt, tokenizer_config.json"
-    assert capsys.readouterr().err == f"note: left out without a vocabulary beside: {lost} of {theirs}\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: left out without a vocabulary beside: {lost} of {theirs}\n"
+    )
     assert "pad_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
 
@@ -82,7 +93,8 @@ def test_one_line_names_what_an_export_loses(theirs, tmp_path, capsys):
     ("generation", "config", "ends"),
     [
         (dict(eos_token_id=[1, 2]), dict(eos_token_id=3), {1, 2}), (dict(eos_token_id=0), {}, {0}),
-        (dict(eos_token_id=None), dict(eos_token_id=[3]), {3}), ({}, {}, set()), (None, None, set()),
+        (dict(eos_token_id=None), dict(eos_token_id=[3]), {3}), ({}, {}, set()),
+        (None, None, set()),
     ],
 )  # fmt: skip
 def test_generation_config_goes_before_config(tmp_path, generation, config, ends):

@@ -16,15 +16,25 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training.logger import Logger
 from tests.data.prepare.test_text import llama3
-from tests.support.foreign import checkpoint_of, config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.foreign import (
+    checkpoint_of,
+    config_of,
+    nanogpt_checkpoint,
+    nanogpt_content,
+    random_params,
+)
 from tests.support.tiny import tiny_model
 
 
 @pytest.fixture
 def sources(tmp_path):
-    """The same weights as a run, a step, the run by init_from's form, and files of Hugging Face and llm.c."""
+    """The same weights as a run, a step, the run by init_from's form, and files
+    of Hugging Face and llm.c.
+    """
     config = config_of(vocab_size=256)
-    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config), "m": random_params(config)})
+    step = checkpoint_of(
+        tmp_path / "run", config, {"params": random_params(config), "m": random_params(config)}
+    )
     for kind in ("hf", "llmc"):
         export(str(step), tmp_path / kind, kind, "fp32")
     own = [tmp_path / "run", step, f"checkpoint:{tmp_path}/run"]
@@ -66,28 +76,38 @@ def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, 
     sizes = dict(arch=arch, n_layer=6, n_head=2, n_embd=128, vocab_size=2048)
     keys = dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), init_from=f"hf:{tmp_path}/hf")
     model, config = tiny_model(model=sizes, **keys)
-    step = checkpoint_of(tmp_path / "run", config.replace(optim=dict(master="none")), {"params": model.state.params})
+    step = checkpoint_of(
+        tmp_path / "run", config.replace(optim=dict(master="none")), {"params": model.state.params}
+    )
     monkeypatch.setattr(weights, "PART", 4096)
     exported, source = tmp_path / "hf", open_weights(str(step))
     peak = peak_of(lambda: export(source, exported, "hf", "fp32"))
-    assert peak < 0.1 * model.state.params.nbytes or arch == "gpt2"  # whose matrices are written whole, turned
+    # whose matrices are written whole, turned
+    assert peak < 0.1 * model.state.params.nbytes or arch == "gpt2"
     expected = weights.to_flat_buffers(huggingface.read(f"{tmp_path}/hf"), config)
     model.state.params.zero_()
     peak = peak_of(lambda: model.load(weights.flat_parts(initial_weights(config), config)))
     assert peak < 0.1 * model.state.params.nbytes
-    assert torch.equal(model.state.params, expected["params"]) and torch.equal(model.state.master_low, expected["low"])
+    assert torch.equal(model.state.params, expected["params"]) and torch.equal(
+        model.state.master_low, expected["low"]
+    )
 
 
 @pytest.mark.slow
 def test_sample_command_takes_every_source(sources, capsys):
     texts = []
     for source in map(str, sources[3:]):
-        assert main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"]) == 0
+        assert (
+            main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"])
+            == 0
+        )
         texts.append(capsys.readouterr().out.rpartition("qz")[2])
     assert texts[0].strip("\n") and texts == texts[:1] * 3
 
 
-@pytest.mark.parametrize("words", [["export", "--out", "out"], ["perplexity", "val.bin", "--tokens", "32"]])
+@pytest.mark.parametrize(
+    "words", [["export", "--out", "out"], ["perplexity", "val.bin", "--tokens", "32"]]
+)
 def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, words):
     for name in "run", "val.bin":
         (tmp_path / name).symlink_to(request.config.rootpath / "tests" / "fixtures" / name)
@@ -97,12 +117,16 @@ def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, w
 
 def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(random_params(config_of())))
-    with pytest.raises(CheckpointError, match="its 300 tokens are neither GPT-2's, Llama 3's nor bytes"):
+    with pytest.raises(
+        CheckpointError, match="its 300 tokens are neither GPT-2's, Llama 3's nor bytes"
+    ):
         load_weights(f"nanogpt:{path}")
     config = config_of(vocab_size=256, n_embd=192, n_head=3)
     step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
     export(str(step), tmp_path / "hf", "hf", "bf16")
     text = (tmp_path / "hf" / "config.json").read_text()
     (tmp_path / "hf" / "config.json").write_text(text.replace('"n_head": 3', '"n_head": 6'))
-    with pytest.raises(CheckpointError, match="does not run here: .*head size n_embd / n_head is 32"):
+    with pytest.raises(
+        CheckpointError, match="does not run here: .*head size n_embd / n_head is 32"
+    ):
         load_weights(f"hf:{tmp_path}/hf")

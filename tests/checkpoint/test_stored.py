@@ -1,4 +1,6 @@
-"""A rank reads the spans that it holds, whatever the ranks and the ZeRO stage of the run that saved them."""
+"""A rank reads the spans that it holds, whatever the ranks and the ZeRO stage
+of the run that saved them.
+"""
 
 import json
 from pathlib import Path
@@ -13,9 +15,11 @@ from gpt2_triton.checkpoint.load import open_checkpoint
 from gpt2_triton.model import sharding, state_io
 
 SMALL = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them
-LARGE = dict(L=1, C=64, N=24_000_064, Ne=8_000_000, Nl=16_000_000)  # 288 MB with moments and fp32 masters
+# 288 MB with moments and fp32 masters
+LARGE = dict(L=1, C=64, N=24_000_064, Ne=8_000_000, Nl=16_000_000)
 SLACK = 64 << 20  # bytes: headers, and what the kernel maps around a page
-CHANGES = [(4, 4), (4, 2), (2, 4), (1, 4), (4, 1)]  # ranks of the run that saved, and of the run that resumes
+# ranks of the run that saved, and of the run that resumes
+CHANGES = [(4, 4), (4, 2), (2, 4), (1, 4), (4, 1)]
 
 
 def dims_of(sizes, ranks, zero, muon=False):
@@ -36,14 +40,19 @@ def empty_state(dims):
 
 
 def saved_by(directory, dims, values):
-    """Write the files of all ranks, with these elements of each tensor as far as a rank holds them."""
+    """Write the files of all ranks, with these elements of each tensor as
+    far as a rank holds them.
+    """
     directory.mkdir()
     spans = []
     for rank in range(dims["ranks"]):
         state = empty_state(dims)
         state_io.load(state, dims, rank, [(name, 0, elements) for name, elements in values.items()])
         shards = state_io.local_shards(state, dims, rank)
-        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in shards.items()}
+        joined = {
+            name: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for name, parts in shards.items()
+        }
         save_file(joined, directory / tensors_name(rank))
         spans.append(state_io.shard_spans(dims, rank))
     content = {"format": FORMAT} | {key: [own[key] for own in spans] for key in spans[0]}
@@ -55,7 +64,9 @@ def resumed(checkpoint, dims, rank):
     """Return the buffers of a rank, and the bytes of what it was given."""
     state, count = empty_state(dims), 0
     held = state_io.held(state, dims, rank)
-    spans = {name: [(place.first, place.length) for place in places] for name, places in held.items()}
+    spans = {
+        name: [(place.first, place.length) for place in places] for name, places in held.items()
+    }
     for name, first, elements in checkpoint.parts(spans):
         count += elements.nbytes
         state_io.load(state, dims, rank, [(name, first, elements)])
@@ -63,10 +74,16 @@ def resumed(checkpoint, dims, rank):
 
 
 def bytes_held(dims, rank):
-    """Return the bytes of a rank's buffers in a checkpoint: all weights, and its part of m, v and low."""
+    """Return the bytes of a rank's buffers in a checkpoint: all weights, and
+    its part of m, v and low.
+    """
     buffers = state_io.state_buffers(empty_state(dims))
     held = state_io.held(empty_state(dims), dims, rank)
-    return sum(place.length * buffers[name].element_size() for name, places in held.items() for place in places)
+    return sum(
+        place.length * buffers[name].element_size()
+        for name, places in held.items()
+        for place in places
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +92,13 @@ def values():
     n = SMALL["N"]
     params = (torch.arange(n) % 251).bfloat16()
     low = (torch.arange(n) % 30_011).to(torch.int16)
-    return dict(params=params, m=torch.arange(1.0, n + 1), v=torch.arange(2.0, n + 2), low=low, window=torch.ones(8))
+    return dict(
+        params=params,
+        m=torch.arange(1.0, n + 1),
+        v=torch.arange(2.0, n + 2),
+        low=low,
+        window=torch.ones(8),
+    )
 
 
 @pytest.mark.parametrize("muon", [False, True])
@@ -84,15 +107,21 @@ def values():
 def test_a_rank_gets_the_bytes_that_it_holds_and_no_others(tmp_path, values, then, now, zero, muon):
     dims = dims_of(SMALL, now, zero, muon)
     given = values | dict(v=values["v"][: SMALL["N"] - dims["No"]])
-    checkpoint = open_checkpoint(saved_by(tmp_path / "step", dims_of(SMALL, then, zero, muon), given))
+    checkpoint = open_checkpoint(
+        saved_by(tmp_path / "step", dims_of(SMALL, then, zero, muon), given)
+    )
     for rank in range(now):
         expected = empty_state(dims)
-        state_io.load(expected, dims, rank, [(name, 0, elements) for name, elements in given.items()])
+        state_io.load(
+            expected, dims, rank, [(name, 0, elements) for name, elements in given.items()]
+        )
         found, count = resumed(checkpoint, dims, rank)
         for name, buffer in state_io.state_buffers(expected).items():
             assert torch.equal(found[name], buffer), name
         assert count == bytes_held(dims, rank)
-    assert all(torch.equal(checkpoint.tensors[name].whole().view(-1), given[name]) for name in given)
+    assert all(
+        torch.equal(checkpoint.tensors[name].whole().view(-1), given[name]) for name in given
+    )
 
 
 def mapped(directory: Path) -> int:

@@ -1,4 +1,6 @@
-"""Weights: numpy's split of fp32 equals the kernels', and the table of names covers every parameter once."""
+"""Weights: numpy's split of fp32 equals the kernels', and the table of names
+covers every parameter once.
+"""
 
 import numpy as np
 import pytest
@@ -27,22 +29,32 @@ def _split_and_join(w_ptr, high_ptr, low_ptr, again_ptr, N: tl.constexpr):
 
 @pytest.fixture
 def values():
-    """1024 numbers of both signs; the lower 16 bits are random or next to a boundary of the rounding."""
-    bits = np.random.default_rng(0).integers(0, 2**32, 1024, np.uint64).astype(np.uint32) & 0xBFFFFFFF
+    """1024 numbers of both signs; the lower 16 bits are random or next to a
+    boundary of the rounding.
+    """
+    bits = (
+        np.random.default_rng(0).integers(0, 2**32, 1024, np.uint64).astype(np.uint32) & 0xBFFFFFFF
+    )
     bits[:256] = (
-        bits[:256] & 0xFFFF0000 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)[np.arange(256) % 6]
+        bits[:256] & 0xFFFF0000
+        | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)[np.arange(256) % 6]
     )
     return bits.view(np.float32)
 
 
 def test_split_master_equals_the_kernels(values):
     w = torch.from_numpy(values).to(DEVICE)
-    high, low, again = (torch.empty(1024, dtype=d, device=DEVICE) for d in (torch.bfloat16, torch.int16, torch.float32))
+    high, low, again = (
+        torch.empty(1024, dtype=d, device=DEVICE)
+        for d in (torch.bfloat16, torch.int16, torch.float32)
+    )
     _split_and_join[(1,)](w, high, low, again, N=1024)
     ours_high, ours_low = host_split(values)
     assert np.array_equal(ours_high, high.cpu().view(torch.int16).numpy())
     assert np.array_equal(ours_low, low.cpu().numpy())
-    assert np.array_equal(host_join(ours_high, ours_low).view(np.int32), again.cpu().view(torch.int32).numpy())
+    assert np.array_equal(
+        host_join(ours_high, ours_low).view(np.int32), again.cpu().view(torch.int32).numpy()
+    )
     assert np.array_equal(host_join(ours_high, ours_low).view(np.int32), values.view(np.int32))
 
 

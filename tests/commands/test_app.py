@@ -1,4 +1,6 @@
-"""The command line: exit codes, one line per mistake, the arguments of the functions behind the commands."""
+"""The command line: exit codes, one line per mistake, the arguments of the
+functions behind the commands.
+"""
 
 import os
 import re
@@ -30,30 +32,61 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["--data", "my.txt"], "CONFIG requires an argument"),
     (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
     (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own?"),
-    (["my.txt"], "my.txt: text, no configuration; `python -m gpt2_triton train own --data my.txt` trains on it"),
+    (
+        ["my.txt"],
+        (
+            "my.txt: text, no configuration; `python -m gpt2_triton train "
+            "own --data my.txt` trains on it"
+        ),
+    ),
     (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
-    (["missing.json"], "missing.json: neither a file nor a recipe"),  # JSON is YAML, and not only text
+    # JSON is YAML, and not only text
+    (["missing.json"], "missing.json: neither a file nor a recipe"),
     (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
-    (["x.yaml", "--learning_rate=1"], "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr"),
+    (
+        ["x.yaml", "--learning_rate=1"],
+        "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr",
+    ),
     (["x.yaml", "--hidden_size=1"], "--hidden_size: unknown option; train --help lists them"),
-    (["x.yaml", "--epochs=1"], "--epochs: unknown option; use train.steps; a run says at its start how many epochs"),
+    (
+        ["x.yaml", "--epochs=1"],
+        "--epochs: unknown option; use train.steps; a run says at its start how many epochs",
+    ),
     (["x.yaml", "--n_layers=1"], "--n_layers: unknown option; did you mean --model.n_layer?"),
     (["x.yaml", "-d", "524288"], "-d: unexpected; for llm.c's -d use train.total_batch_tokens"),
-    (["-i", "train.bin", "-b", "4"], "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all"),
-    (["--optim.lr=0.0003", "x.yaml"], "--optim.lr=0.0003: unexpected; the YAML file comes before all keys"),
-    (["x.yaml", "--run_dir", ""], "after --run_dir: empty, perhaps from an unset variable; give a path"),
+    (
+        ["-i", "train.bin", "-b", "4"],
+        "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all",
+    ),
+    (
+        ["--optim.lr=0.0003", "x.yaml"],
+        "--optim.lr=0.0003: unexpected; the YAML file comes before all keys",
+    ),
+    (
+        ["x.yaml", "--run_dir", ""],
+        "after --run_dir: empty, perhaps from an unset variable; give a path",
+    ),
     (["x.yaml", "--run_dir="], "--run_dir=: empty, perhaps from an unset variable"),
     (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
     (["x.yaml", "--optim.lr"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
     (["x.yaml", "--optim.lr", "1", "--optim.lr=2"], "--optim.lr: given twice"),
     (["x.yaml", "optim.lr=3"], "optim.lr=3: unexpected; options are --section.key value"),
-    (["x.yaml", "--data.train", "a.bin", "b.bin"], "lr 3e-4; quote a pattern, as in 'train_*.bin'\n"),
-    (["x.yaml", "--data.train", "a.bin", "-o", "b"], "-o: unexpected; for llm.c's -o use --run_dir"),
+    (
+        ["x.yaml", "--data.train", "a.bin", "b.bin"],
+        "lr 3e-4; quote a pattern, as in 'train_*.bin'\n",
+    ),
+    (
+        ["x.yaml", "--data.train", "a.bin", "-o", "b"],
+        "-o: unexpected; for llm.c's -o use --run_dir",
+    ),
     (["x.yaml", "--optim.lr", "-1"], "optim.lr: must be greater than 0, got '-1'"),
     (["x.yaml", "--optim.weight-decay", "x"], "optim.weight_decay: must be a valid number"),
     (["x.yaml", "--model.n_head", "5"], "model.n_head: 5 heads do not divide n_embd 128"),
-    (["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"], "in a new run, total_batch_tokens to 768"),
+    (
+        ["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"],
+        "in a new run, total_batch_tokens to 768",
+    ),
     (["x.yaml", "--gpu", "h200"], "--gpu: goes with --plan only"),
     (["x.yaml", "--buffers"], "--buffers: goes with --plan only"),
     (["x.yaml", "--resume", "True"], "; --resume takes nothing, or must"),
@@ -63,18 +96,26 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--plan", "--gpu", "gh200"], "--gpu: unknown GPU gh200; known are a100-40"),
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
     (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
-    (["x.yaml", "--run_dir", "old"], "--run_dir: old has checkpoints up to step_00000020; add --resume"),
-    (["x.yaml", "--run_dir", "."], "--run_dir: a run would write over config.yaml; move it, or choose another"),
+    (
+        ["x.yaml", "--run_dir", "old"],
+        "--run_dir: old has checkpoints up to step_00000020; add --resume",
+    ),
+    (
+        ["x.yaml", "--run_dir", "."],
+        "--run_dir: a run would write over config.yaml; move it, or choose another",
+    ),
     (["x.yaml", "--run_dir"], "--run_dir requires an argument"),
     (["x.yaml", "--plan=perhaps"], 'unable to convert "perhaps" into bool'),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, request):
     """An empty working directory with x.yaml, the quickstart, and a run `old` with checkpoints."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text((request.config.rootpath / "configs" / "quickstart.yaml").read_text())
+    (tmp_path / "x.yaml").write_text(
+        (request.config.rootpath / "configs" / "quickstart.yaml").read_text()
+    )
     (tmp_path / "config.yaml").touch()  # of the user
     (tmp_path / "my.txt").write_text("To be, or not to be\n")
     for step in (10, 20):
@@ -103,7 +144,9 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
         "import sys, gpt2_triton.__main__, gpt2_triton.commands.train, benchmarks.__main__;"
         "print({'torch', 'numpy'} & sys.modules.keys())"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "set()\n"
 
 
@@ -114,7 +157,9 @@ def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
-@pytest.mark.parametrize("argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]])
+@pytest.mark.parametrize(
+    "argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]]
+)
 def test_errors_escape_control_characters(here, capsys, argv):
     assert main(train_app, argv) in (2, 3)
     err = capsys.readouterr().err
@@ -122,9 +167,20 @@ def test_errors_escape_control_characters(here, capsys, argv):
 
 
 def test_train_passes_config_run_dir_and_resume(here, trained):
-    assert main(train_app, ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"]) == 0
+    assert (
+        main(
+            train_app,
+            ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"],
+        )
+        == 0
+    )
     config, run_dir, resume, _ = trained.pop()
-    assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (2e-4, "a-b", Path("old"), True)
+    assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (
+        2e-4,
+        "a-b",
+        Path("old"),
+        True,
+    )
     assert main(train_app, ["x.yaml"]) == 0
     [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
@@ -132,7 +188,14 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
 
 def test_home_is_expanded_where_the_shell_leaves_it(here, trained, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(here / "home"))
-    words = ["--data.train=~/a_*.bin", "--data.val", "~/v.bin", "--init_from", "hf:~/m", "--sample.prompt=~/b is"]
+    words = [
+        "--data.train=~/a_*.bin",
+        "--data.val",
+        "~/v.bin",
+        "--init_from",
+        "hf:~/m",
+        "--sample.prompt=~/b is",
+    ]
     assert main(train_app, ["x.yaml", "--run-dir=~/r", *words]) == 0
     [(config, run_dir, *_)] = trained
     found = (str(run_dir), config.data.train, config.data.val, config.init_from.removeprefix("hf:"))
@@ -203,7 +266,9 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
     assert "others/shards.json: made with another tokenizer, gpt2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)])
+@pytest.mark.parametrize(
+    ("run_dir", "holds", "stays"), [("new", [], False), ("new", ["a"], True), ("own", [], True)]
+)
 def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, holds, stays):
     def train(_, run_dir, *__):
         assert run_dir.is_dir()
@@ -217,14 +282,20 @@ def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, hold
     assert (here / run_dir).exists() == stays
 
 
-OURS = [error for error in errors.UserError.__subclasses__() if error.__module__.startswith("gpt2_triton")]
+OURS = [
+    error
+    for error in errors.UserError.__subclasses__()
+    if error.__module__.startswith("gpt2_triton")
+]
 
 
 def test_user_errors_and_interrupts_have_exit_codes(capsys):
     def command(error):
         raise error
 
-    found = {error.__name__: run(lambda error=error: command(error("what happened"))) for error in OURS}
+    found = {
+        error.__name__: run(lambda error=error: command(error("what happened"))) for error in OURS
+    }
     assert found == {
         "ConfigError": 2,
         "DataError": 3,
@@ -238,9 +309,16 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
     assert run(lambda: command(KeyboardInterrupt)) == 130 and run(lambda: 143) == 143
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
-    assert capsys.readouterr().err == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
-    assert run(lambda: command(PermissionError(13, "Permission denied", "/.triton"))) == 2  # HOME=/, as in a container
-    assert capsys.readouterr().err == "error: /.triton: Permission denied; set TRITON_CACHE_DIR to another place\n"
+    assert (
+        capsys.readouterr().err
+        == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
+    )
+    # HOME=/, as in a container
+    assert run(lambda: command(PermissionError(13, "Permission denied", "/.triton"))) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: /.triton: Permission denied; set TRITON_CACHE_DIR to another place\n"
+    )
     with pytest.raises(AssertionError, match="a bug"):
         run(lambda: command(AssertionError("a bug")))
 
@@ -250,14 +328,20 @@ def test_the_page_lists_every_exit_code():
     listed = re.findall(r"^\| ([0-9, ]+) \|", page, re.MULTILINE)
     found = {int(code) for cells in listed for code in cells.split(",")}
     assert found == {error.exit_code for error in OURS} | {0, 141}
-    signals = re.search(r"^\| 128 \+ N \| stopped by signal N: ([0-9, ]+) \|", page, re.MULTILINE)[1]
-    assert {int(code) for code in signals.split(",")} == {128 + number for number in preemption.NUMBERS}
+    signals = re.search(r"^\| 128 \+ N \| stopped by signal N: ([0-9, ]+) \|", page, re.MULTILINE)[
+        1
+    ]
+    assert {int(code) for code in signals.split(",")} == {
+        128 + number for number in preemption.NUMBERS
+    }
 
 
 NO_COMMANDS = {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
 
 
-@pytest.mark.parametrize(("name", "why"), [*NO_COMMANDS.items(), ("own", "is a recipe; use `gpt2-triton train own`")])
+@pytest.mark.parametrize(
+    ("name", "why"), [*NO_COMMANDS.items(), ("own", "is a recipe; use `gpt2-triton train own`")]
+)
 def test_word_that_is_no_command_names_what_to_use(monkeypatch, capsys, name, why):
     monkeypatch.setattr(sys, "argv", ["gpt2-triton", *name.split(), "--data", "my.txt"])
     assert run_command() == 2
@@ -275,21 +359,30 @@ def test_print_config_prints_a_complete_config(here, capsys):
 def test_help_lists_each_command_with_its_summary(capsys, argv):
     assert main(tools_app, argv) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "│ perplexity Print a model's loss" in text and "│ train Train a model from a recipe or a YAML file" in text
+    assert (
+        "│ perplexity Print a model's loss" in text
+        and "│ train Train a model from a recipe or a YAML file" in text
+    )
 
 
-@pytest.mark.parametrize(("app", "argv"), [(tools_app, ["train", "--version"]), (train_app, ["--version"])])
+@pytest.mark.parametrize(
+    ("app", "argv"), [(tools_app, ["train", "--version"]), (train_app, ["--version"])]
+)
 def test_version_has_the_packages_below(capsys, app, argv):
     assert main(app, argv) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"gpt2_triton {__version__}" and {"torch", "triton", "python"} <= {x.split()[0] for x in lines}
+    assert lines[0] == f"gpt2_triton {__version__}" and {"torch", "triton", "python"} <= {
+        x.split()[0] for x in lines
+    }
 
 
 def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
     report = plan.Report(True, ["the plan"], [], [])
-    monkeypatch.setattr(plan, "plan_report", lambda *arguments: seen.append(arguments[2].nbytes) or report)
+    monkeypatch.setattr(
+        plan, "plan_report", lambda *arguments: seen.append(arguments[2].nbytes) or report
+    )
     assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
     assert capsys.readouterr().out.startswith("the plan\n")
     assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
@@ -298,7 +391,10 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
 
 def test_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_its_run(here, capsys):
     words = ["x.yaml", "--plan", "--gpu", "RTX 4090"]
-    assert main(train_app, [*words, "--train.batch_size", "65536"]) == errors.OutOfMemoryError.exit_code
+    assert (
+        main(train_app, [*words, "--train.batch_size", "65536"])
+        == errors.OutOfMemoryError.exit_code
+    )
     assert capsys.readouterr().out.startswith("does not fit the GPU 4090 of 23.50 GiB; set ")
     assert main(train_app, words) == 0
     assert capsys.readouterr().out.startswith("fits the GPU 4090 of 23.50 GiB\nmemory ")
@@ -307,7 +403,10 @@ def test_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_its_run(
 def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
     words = ["x.yaml", "--plan", "--train.precision", "fp8", "--train.dtype", "bf16", "--gpu"]
     assert main(train_app, [*words, "MI300X"]) == 2
-    assert "fp8 needs a GPU that multiplies e4m3" in (line := capsys.readouterr().err) and "mi300x is gfx942" in line
+    assert (
+        "fp8 needs a GPU that multiplies e4m3" in (line := capsys.readouterr().err)
+        and "mi300x is gfx942" in line
+    )
     assert main(train_app, [*words, "4090"]) == 0
 
 
@@ -321,15 +420,31 @@ def test_plan_says_what_the_precision_auto_is(here, capsys):
 
 def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
     for precision in ("auto", "fp8"):
-        words = ["x.yaml", "--plan", "--gpu", "24gib", "--train.precision", precision, "--train.dtype", "bf16"]
+        words = [
+            "x.yaml",
+            "--plan",
+            "--gpu",
+            "24gib",
+            "--train.precision",
+            precision,
+            "--train.dtype",
+            "bf16",
+        ]
         assert main(train_app, words) == 0
         first, second, *rest = capsys.readouterr().out.splitlines()
-        assert first.startswith("assumed: a GPU of 24gib") and second == "fits the GPU 24gib of 24.00 GiB"
-        assert any(line.startswith("train.precision auto: bf16") for line in rest) == (precision == "auto")
+        assert (
+            first.startswith("assumed: a GPU of 24gib")
+            and second == "fits the GPU 24gib of 24.00 GiB"
+        )
+        assert any(line.startswith("train.precision auto: bf16") for line in rest) == (
+            precision == "auto"
+        )
 
 
 def test_plan_says_that_most_of_the_vocabulary_has_no_token(here, capsys):
-    line = "model.vocab_size {}, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
+    line = (
+        "model.vocab_size {}, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
+    )
     for rows, said in (("50304", True), ("300", False)):
         assert main(train_app, ["x.yaml", "--plan", "--model.vocab_size", rows]) == 0
         assert (line.format("50,304") in capsys.readouterr().out.splitlines()) == said
@@ -361,34 +476,66 @@ def test_select_device_selects_the_interpreter_without_a_gpu(machine, monkeypatc
 @pytest.mark.parametrize("gpu", [True, False])
 def test_select_device_refuses_what_cannot_run(machine, gpu):
     machine(gpu, triton=None)
-    with pytest.raises(app.ConfigError, match="^triton: not installed; pip install triton, on Linux or WSL2$"):
+    with pytest.raises(
+        app.ConfigError, match="^triton: not installed; pip install triton, on Linux or WSL2$"
+    ):
         app.select_device()
     assert "TRITON_INTERPRET" not in os.environ
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["sample"], "CHECKPOINT"),
-    (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
-    (["sample", "a", "--num", "1.5"], "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help"),
-    (["sample", "a", "--tokens", "1e3", "--top_p", "0"], "--top_p: must be above 0 and at most 1, got 0.0; 1"),
-    (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
-    (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
-    (["export", "a"], "--out requires an argument; see --help"),
-    (["sample", "a", "Once upon"], "Once upon: unexpected; each value needs its --name, or quotes; see --help"),
-    (["sample", "a", "--num_samples", "2"], "--num_samples: unknown option; for nanoGPT's num_samples use sample"),
-    (["sample", "a", "--max-new-tokens=9"], "--max_new_tokens: unknown option; for nanoGPT's max_new_tokens use"),
-    (["sample", "a", "--device=cpu"], "nanoGPT's device has no counterpart here: a run uses the GPU"),
-    (["sample", "a", "--out_dir", "b"], "--out_dir: unknown option; see --help"),
-    (["smaple", "a"], 'Unknown command "smaple"'),
-    (["sample", "a", "--top-pp", "9"], "--top_pp: unknown option; did you mean --top_p?\n"),
-    (["plot"], "RUNS requires an argument"),
-    (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
-    (["stats", "nowhere"], "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100"),
-    (["prepare", "text", "a.txt", "--workers", "0"], 'Invalid value "0" for --workers. Must be >= 1'),
-    (["prepare", "text", "a.txt", "--val_fraction", "1"], '"1.0" for --val_fraction. Must be < 1'),
-    (["prepare", "text"], "INPUTS requires an argument; see --help"),
-    (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sample"], "CHECKPOINT"),
+        (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
+        (
+            ["sample", "a", "--num", "1.5"],
+            "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help",
+        ),
+        (
+            ["sample", "a", "--tokens", "1e3", "--top_p", "0"],
+            "--top_p: must be above 0 and at most 1, got 0.0; 1",
+        ),
+        (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+        (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
+        (["export", "a"], "--out requires an argument; see --help"),
+        (
+            ["sample", "a", "Once upon"],
+            "Once upon: unexpected; each value needs its --name, or quotes; see --help",
+        ),
+        (
+            ["sample", "a", "--num_samples", "2"],
+            "--num_samples: unknown option; for nanoGPT's num_samples use sample",
+        ),
+        (
+            ["sample", "a", "--max-new-tokens=9"],
+            "--max_new_tokens: unknown option; for nanoGPT's max_new_tokens use",
+        ),
+        (
+            ["sample", "a", "--device=cpu"],
+            "nanoGPT's device has no counterpart here: a run uses the GPU",
+        ),
+        (["sample", "a", "--out_dir", "b"], "--out_dir: unknown option; see --help"),
+        (["smaple", "a"], 'Unknown command "smaple"'),
+        (["sample", "a", "--top-pp", "9"], "--top_pp: unknown option; did you mean --top_p?\n"),
+        (["plot"], "RUNS requires an argument"),
+        (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
+        (
+            ["stats", "nowhere"],
+            "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100",
+        ),
+        (
+            ["prepare", "text", "a.txt", "--workers", "0"],
+            'Invalid value "0" for --workers. Must be >= 1',
+        ),
+        (
+            ["prepare", "text", "a.txt", "--val_fraction", "1"],
+            '"1.0" for --val_fraction. Must be < 1',
+        ),
+        (["prepare", "text"], "INPUTS requires an argument; see --help"),
+        (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
+    ],
+)
 def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(tools_app, argv) == 2
     err = capsys.readouterr().err
@@ -421,12 +568,15 @@ def test_missing_temporary_directory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
     assert run(tempfile.gettempdir) == 2
     assert (
-        capsys.readouterr().err == "error: TMPDIR: no directory for temporary files can be written; set TMPDIR to one\n"
+        capsys.readouterr().err
+        == "error: TMPDIR: no directory for temporary files can be written; set TMPDIR to one\n"
     )
 
 
 def test_sigterm_ends_process_1_of_a_container(monkeypatch):
-    """Linux gives process 1 no default actions: `docker stop` would wait for a start, and then kill."""
+    """Linux gives process 1 no default actions: `docker stop` would wait
+    for a start, and then kill.
+    """
     codes, handler = [], signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -439,6 +589,10 @@ def test_sigterm_ends_process_1_of_a_container(monkeypatch):
 
 def test_a_key_that_is_true_or_false_needs_no_true():
     words = ["--data.allow_changed", "--model.tied", "false", "--log.wandb=offline"]
-    assert parse_overrides(words) == {"data.allow_changed": "true", "model.tied": "false", "log.wandb": "offline"}
+    assert parse_overrides(words) == {
+        "data.allow_changed": "true",
+        "model.tied": "false",
+        "log.wandb": "offline",
+    }
     with pytest.raises(ConfigError, match="--train.steps: expected a value after it"):
         parse_overrides(["--train.steps", "--data.allow_changed"])

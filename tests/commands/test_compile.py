@@ -1,4 +1,6 @@
-"""`compile` needs no GPU, nor a GPU's memory; a second process finds the kernels, in a folder that was moved."""
+"""`compile` needs no GPU, nor a GPU's memory; a second process finds the kernels,
+in a folder that was moved.
+"""
 
 import json
 
@@ -15,7 +17,8 @@ from triton import JITFunction
 
 run = JITFunction.run
 some = ("_fill_kernel", "_clip_factor_kernel")
-JITFunction.run = lambda self, *args, **words: run(self, *args, **words) if self.__name__ in some else None
+JITFunction.run = lambda self, *args, **words: run(self, *args, \
+**words) if self.__name__ in some else None
 from gpt2_triton.commands import run as run_command
 
 sys.exit(run_command())
@@ -29,12 +32,18 @@ def test_kernels_of_a_large_run_are_compiled_once(monkeypatch, tmp_path):
     built, moved = tmp_path / "built", tmp_path / "moved"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(built))
     printed = compiled_elsewhere(*words)
-    targets = [json.loads(file.with_suffix(".json").read_text())["target"] for file in built.rglob("*.cubin")]
+    targets = [
+        json.loads(file.with_suffix(".json").read_text())["target"]
+        for file in built.rglob("*.cubin")
+    ]
     assert len(targets) > 1 and all(target["arch"] == 90 for target in targets)
     assert f"{len(targets)} kernels for h100 are in {built}; " in printed
     built.rename(moved)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
-    assert f"{len(targets)} kernels for h100 are in {moved}, of which {len(targets)} were" in compiled_elsewhere(*words)
+    assert (
+        f"{len(targets)} kernels for h100 are in {moved}, of which {len(targets)} were"
+        in compiled_elsewhere(*words)
+    )
     modules = [file.read_bytes() for file in moved.rglob("*.so")]
     # among the names of libraries to load, not only in a text
     assert modules and all(b"\0libcuda.so.1\0" in module for module in modules)
@@ -45,7 +54,9 @@ def test_kernels_of_a_narrow_model_compile(monkeypatch, tmp_path):
     """Its products have one tile, and Triton takes an argument of 1 as a constant."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     narrow = "--model.n_embd", "128", "--model.n_head", "2", "--train.dtype", "bf16"
-    printed = compiled_elsewhere("-m", "gpt2_triton", "compile", "quickstart", *narrow, "--gpu", "h100")
+    printed = compiled_elsewhere(
+        "-m", "gpt2_triton", "compile", "quickstart", *narrow, "--gpu", "h100"
+    )
     assert " kernels for h100 are in " in printed
 
 

@@ -19,7 +19,10 @@ def test_list_has_a_line_for_each_recipe_by_size(capsys):
     listed = [line.split() for line in lines[: lines.index("")]]
     assert sorted(line[0] for line in listed) == recipes.names() and listed[0][0] == "own"
     rows = [line[:6] for line in listed]
-    small, large = "gpt2_124m 124M 10.3B GPT-2 124M on".split(), "gpt2_1558m 1.56B 33.6B GPT-2 1558M on".split()
+    small, large = (
+        "gpt2_124m 124M 10.3B GPT-2 124M on".split(),
+        "gpt2_1558m 1.56B 33.6B GPT-2 1558M on".split(),
+    )
     assert rows.index(small) < rows.index(large)
 
 

@@ -20,17 +20,23 @@ def test_stdout_of_sample_is_the_text_alone(capsys):
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     assert main(tools, ["sample", str(FIXTURES / "run"), "--tokens", "2", *words]) == 0
     out, err = capsys.readouterr()
-    assert all(text.startswith(prompt) for text, prompt in zip(out.split("\n---\n"), prompts, strict=True))
+    assert all(
+        text.startswith(prompt) for text, prompt in zip(out.split("\n---\n"), prompts, strict=True)
+    )
     assert err.startswith("10 tokens in ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
 def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
     assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"
+    assert (
+        capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"
+    )
 
 
-@pytest.mark.parametrize(("begin", "more"), [("<|begin_of_text|>", ",add_bos_token=True"), ("<|endoftext|>", "")])
+@pytest.mark.parametrize(
+    ("begin", "more"), [("<|begin_of_text|>", ",add_bos_token=True"), ("<|endoftext|>", "")]
+)
 def test_lm_eval_begins_llama_3s_texts(tmp_path, begin, more):
     """A harness that prints its arguments, and an export that is there."""
     (tmp_path / "lm_eval").write_text('#!/bin/sh\necho "$@"\n')
@@ -45,7 +51,13 @@ def test_lm_eval_begins_llama_3s_texts(tmp_path, begin, more):
 
 @pytest.mark.parametrize("words", [[], ["run"], ["--help"]])
 def test_lm_eval_without_source_and_out_prints_its_usage(tmp_path, words):
-    ran = subprocess.run([ROOT / "eval" / "lm_eval.sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    ran = subprocess.run(
+        [ROOT / "eval" / "lm_eval.sh", *words], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (ran.returncode, ran.stdout, [*tmp_path.iterdir()]) == (2, "", [])
-    assert "eval/lm_eval.sh SOURCE OUT [TASKS]" in ran.stderr and "OUT: a new directory" in ran.stderr
-    assert ran.stderr.endswith("from the Hugging Face Hub.\n") and "unbound variable" not in ran.stderr
+    assert (
+        "eval/lm_eval.sh SOURCE OUT [TASKS]" in ran.stderr and "OUT: a new directory" in ran.stderr
+    )
+    assert (
+        ran.stderr.endswith("from the Hugging Face Hub.\n") and "unbound variable" not in ran.stderr
+    )

@@ -29,7 +29,9 @@ def test_every_parameter_is_explained(words, monkeypatch, capsys):
     text = page(tools, words, monkeypatch, capsys)
     assert max(map(len, text.splitlines())) <= 80
     app = functools.reduce(operator.getitem, words, tools)
-    arguments = app.assemble_argument_collection(parse_docstring=True) if app.default_command else []
+    arguments = (
+        app.assemble_argument_collection(parse_docstring=True) if app.default_command else []
+    )
     for parameter in (argument.parameter for argument in arguments if argument.show):
         assert parameter.help, parameter.name
         assert " ".join(parameter.help.split()[:3]) in " ".join(re.sub("[│╰─╯]", "", text).split())
@@ -48,11 +50,19 @@ def test_the_usage_names_what_the_arguments_are_called(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("app", "words"), [(train, ["gpt2_124m"]), (tools, ["train"])])
-def test_train_lists_its_own_options_then_every_key_with_its_meaning(app, words, monkeypatch, capsys):
+def test_train_lists_its_own_options_then_every_key_with_its_meaning(
+    app, words, monkeypatch, capsys
+):
     text = page(app, words, monkeypatch, capsys)
-    assert text.index("--run_dir") < text.index("─ Keys of the configuration ─") < text.index("--model.size")
+    assert (
+        text.index("--run_dir")
+        < text.index("─ Keys of the configuration ─")
+        < text.index("--model.size")
+    )
     assert text.index("--plan --gpu 4090\n") < text.index("*  CONFIG") and "BOOL" not in text
     words = re.sub("[│╰─╯]", " ", text).split()
-    assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [w for w in words if re.match(r"--(?!no-)[\w.]+-", w)]
+    assert {f"--{flag}" for flag in FLAGS} <= {*words} and not [
+        w for w in words if re.match(r"--(?!no-)[\w.]+-", w)
+    ]
     for key, field in options():
         assert f"--{key}" in words and field.description.split()[0] in words

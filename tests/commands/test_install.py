@@ -1,7 +1,8 @@
 """An environment that `pip install .` alone has made does what a user does in an empty directory.
 
-`make test-installed` makes it, with the torch and Triton that pip chooses, and runs these tests by its Python.  Any
-other Python skips them.  A package that is used but not declared is missing, as for a user.
+`make test-installed` makes it, with the torch and Triton that pip chooses, and runs these
+tests by its Python.  Any other Python skips them.  A package that is used but not
+declared is missing, as for a user.
 """
 
 import json
@@ -20,10 +21,13 @@ from gpt2_triton.version import COMMIT, code_state
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 SMALL = (
-    "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.steps 2 --train.batch_size 1 --train.seq_len 64 "
+    "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.steps 2 "
+    "--train.batch_size 1 --train.seq_len 64 "
     "--optim.warmup 0 --eval.every 2 --eval.tokens 64 --sample.every 0 --log.stats_every 1"
 ).split()
-QUESTION = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
+QUESTION = dict(
+    activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1
+)
 
 pytestmark = [
     pytest.mark.installed,
@@ -40,7 +44,9 @@ def run(tmp_path_factory):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON_INTERPRET"))}
 
     def run(*words, program="gpt2-triton"):
-        ran = subprocess.run([programs / program, *words], cwd=here, env=kept, capture_output=True, text=True)
+        ran = subprocess.run(
+            [programs / program, *words], cwd=here, env=kept, capture_output=True, text=True
+        )
         assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
         return ran.stdout
 
@@ -54,9 +60,16 @@ def test_pip_finds_no_conflict(run):
 
 def test_the_package_has_its_modules_and_the_recipes_and_nothing_else():
     (installed,) = metadata.distributions(name="gpt2_triton", path=[str(SITE)])
-    files = [file for file in installed.files if file.parts[0] != ".." and "__pycache__" not in file.parts]
+    files = [
+        file
+        for file in installed.files
+        if file.parts[0] != ".." and "__pycache__" not in file.parts
+    ]
     assert sum(file.locate().stat().st_size for file in files) < 1_500_000
-    assert {file.parts[0] for file in files} == {"gpt2_triton", f"gpt2_triton-{__version__}.dist-info"}
+    assert {file.parts[0] for file in files} == {
+        "gpt2_triton",
+        f"gpt2_triton-{__version__}.dist-info",
+    }
     assert {str(file) for file in files if file.suffix == ".py"} == {
         str(path.relative_to(ROOT)) for path in (ROOT / "gpt2_triton").rglob("*.py")
     }
@@ -71,7 +84,9 @@ def test_the_package_has_its_modules_and_the_recipes_and_nothing_else():
 
 def test_commands_and_recipes_are_there(run):
     versions = run("--version")
-    assert versions.startswith(f"gpt2_triton {__version__}\n" + ("commit " if code_state() else "torch "))
+    assert versions.startswith(
+        f"gpt2_triton {__version__}\n" + ("commit " if code_state() else "torch ")
+    )
     assert versions == run("-m", "gpt2_triton", "--version", program="python")
     assert "Usage: " in run("--help") and "--optim.lr" in run("train", "--help")
     listed = run("configs")
@@ -83,7 +98,9 @@ def test_commands_and_recipes_are_there(run):
 
 def test_the_readme_s_first_commands_run(run):
     """The quickstart, with fewer steps: its model, data and sample."""
-    quick = "--train.steps 5 --eval.every 5 --eval.tokens 256 --sample.every 5 --sample.tokens 4".split()
+    quick = (
+        "--train.steps 5 --eval.every 5 --eval.tokens 256 --sample.every 5 --sample.tokens 4"
+    ).split()
     assert "step 5/5" in run("train", "quickstart", "--run_dir", "runs/quickstart", *quick)
     assert "The " in run("sample", "runs/quickstart", "--prompt", "The ", "--tokens", "4")
 
@@ -93,7 +110,9 @@ def test_own_text_is_trained_on_with_the_optimizer_of_a_cpu(run):
     few = "--train.steps 3 --eval.tokens 128 --sample.tokens 4".split()
     out = run("train", "own", "--data", "own.txt", "--run_dir", "runs/mine", *few)
     assert "optimizer muon" in out and "step 3/3" in out
-    assert "Once upon a time" in run("sample", "runs/mine", "--prompt", "Once upon a time", "--tokens", "4")
+    assert "Once upon a time" in run(
+        "sample", "runs/mine", "--prompt", "Once upon a time", "--tokens", "4"
+    )
     run("plot", "runs/mine", "-o", "own.png")
     assert (run.here / "own.png").is_file()
 
@@ -110,7 +129,9 @@ def test_text_is_prepared_trained_on_and_sampled(run):
     assert "step 2" in run("stats", "run")
     run("plot", "run", "-o", "loss.png")
     run("export", "run", "--out", "exported")
-    assert (run.here / "loss.png").is_file() and (run.here / "exported" / "model.safetensors").is_file()
+    assert (run.here / "loss.png").is_file() and (
+        run.here / "exported" / "model.safetensors"
+    ).is_file()
     start = json.loads((run.here / "run" / "run.json").read_text())["starts"][0]
     assert start["packages"]["gpt2_triton"] == __version__
     assert not start["git"] or f"\ncommit {start['git']['commit']}" in run("--version")

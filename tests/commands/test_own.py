@@ -65,15 +65,31 @@ def files(root):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["own"], "own: needs --data and one or more text files"), (["own", "--data"], "own: needs --data and one"),
-        (["own", "--data", "my.txt", ".", "--run_dir", "."], "--run_dir: . is the folder of --data; name another"),
-        (["quickstart", "--data", "my.txt"], "recipe own, as `python -m gpt2_triton train own --data my.txt`; for"),
-        (["quickstart", "--field", "x"], "--field, --no-special, --strict: go with --data and the recipe own"),
-        (["own", "--data", "my.txt", "--train.steps", "x"], "error: train.steps: must be a valid integer"),
+        (["own"], "own: needs --data and one or more text files"),
+        (["own", "--data"], "own: needs --data and one"),
+        (
+            ["own", "--data", "my.txt", ".", "--run_dir", "."],
+            "--run_dir: . is the folder of --data; name another",
+        ),
+        (
+            ["quickstart", "--data", "my.txt"],
+            "recipe own, as `python -m gpt2_triton train own --data my.txt`; for",
+        ),
+        (
+            ["quickstart", "--field", "x"],
+            "--field, --no-special, --strict: go with --data and the recipe own",
+        ),
+        (
+            ["own", "--data", "my.txt", "--train.steps", "x"],
+            "error: train.steps: must be a valid integer",
+        ),
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "error: model.n_embd: "),
-        (["own", "--data", "my.txt", "--data.tokenizer", "gpt5"], "error: data.tokenizer: must be 'gpt2', 'llama3'"),
+        (
+            ["own", "--data", "my.txt", "--data.tokenizer", "gpt5"],
+            "error: data.tokenizer: must be 'gpt2', 'llama3'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line_with_exit_code_2(here, capsys, argv, message):
     assert main(app, argv) == 2
     assert message in (err := capsys.readouterr().err) and len(err.splitlines()) == 1
@@ -87,11 +103,17 @@ def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsy
         assert message in capsys.readouterr().err and files(here) == before
 
 
-def test_run_dir_that_cannot_be_written_is_refused_before_the_text_is_read(here, monkeypatch, capsys):
+def test_run_dir_that_cannot_be_written_is_refused_before_the_text_is_read(
+    here, monkeypatch, capsys
+):
     (here / "runs").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != here / "runs")  # root may write everywhere
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path != here / "runs")
     assert main(app, ["own", "--data", "my.txt", "--run_dir", "runs/a/b"]) == 2
-    message = f"error: --run_dir: cannot write to {here / 'runs'}; choose another, or correct its permissions\n"
+    message = (
+        f"error: --run_dir: cannot write to {here / 'runs'}; "
+        "choose another, or correct its permissions\n"
+    )
     assert capsys.readouterr().err == message and files(here) == ["my.txt", "runs"]
 
 
@@ -112,10 +134,16 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
 def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, capsys):
     assert main(app, ["own", "--data", "my.txt", "--train.steps", "7"]) == 0
     out = capsys.readouterr().out
-    assert "own text: 10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
+    assert (
+        "own text: 10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
+    )
     [config] = trained
     shards = Path(config.data.train).parent
-    assert shards.parts[0] == "data" and shards.name.startswith("my_bytes_") and (shards / "train_000000.bin").is_file()
+    assert (
+        shards.parts[0] == "data"
+        and shards.name.startswith("my_bytes_")
+        and (shards / "train_000000.bin").is_file()
+    )
     assert sorted(path.name for path in (here / "data").iterdir()) == [shards.name]
     assert [path.name.partition("-")[0] for path in (here / "runs").iterdir()] == ["own"]
 
@@ -124,7 +152,9 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     before = files(here)
     assert main(app, ["own", "--data", "my.txt", "--plan", "--gpu", "4090"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes, 10,750 tokens\n  model: ")
+    assert out.startswith(
+        "own text: 10,750 characters, on a GPU; tokenizer bytes, 10,750 tokens\n  model: "
+    )
     assert "\nfits the GPU 4090 of 23.50 GiB\nmemory " in out
     assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
     assert (out := capsys.readouterr().out).startswith("own text: 10,750 characters, on the CPU; ")
@@ -133,10 +163,15 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     printed = yaml.safe_load(own_yaml := capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
     assert not trained and files(here) == before
-    with pytest.raises(DataError, match="`.* prepare text YOUR_TEXT --tokenizer bytes --out data/my_bytes_.{8}`"):
+    with pytest.raises(
+        DataError, match="`.* prepare text YOUR_TEXT --tokenizer bytes --out data/my_bytes_.{8}`"
+    ):
         open_shards(printed["data"]["train"], 256, 64)
     (here / "own.yaml").write_text(own_yaml)  # a file, no recipe
-    assert main(app, ["own.yaml", "--data", "my.txt", "--plan"]) == 2 and "for own.yaml give" in capsys.readouterr().err
+    assert (
+        main(app, ["own.yaml", "--data", "my.txt", "--plan"]) == 2
+        and "for own.yaml give" in capsys.readouterr().err
+    )
     assert main(app, ["./own.yaml"]) == 0 and trained == [own.Config.load("own.yaml")]
 
 
@@ -146,8 +181,21 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
     sizes = dict(arch=arch, n_layer=1, block_size=32, norm_eps=1e-6 if arch == "llama" else 1e-5)
     model, config = tiny_model(model=sizes)
     export_weights(model, config, here / "theirs")
-    small = "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64".split()
-    argv = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--run_dir", "run", "--sample.tokens", "2", *small]
+    small = (
+        "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64"
+    ).split()
+    argv = [
+        "own",
+        "--data",
+        "my.txt",
+        "--init_from",
+        "hf:theirs",
+        "--run_dir",
+        "run",
+        "--sample.tokens",
+        "2",
+        *small,
+    ]
     assert main(app, argv) == 0
     out = capsys.readouterr().out
     assert (
@@ -156,13 +204,27 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
         and "--- sample after step 2 ---" in out
     )
     assert out.endswith("wrote run/exported_step_00000002, for transformers\n")
-    tuned, before = (huggingface.read(str(path)) for path in (here / "run" / "exported_step_00000002", here / "theirs"))
+    tuned, before = (
+        huggingface.read(str(path))
+        for path in (here / "run" / "exported_step_00000002", here / "theirs")
+    )
     assert tuned.model == before.model
     norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
     assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
-    argv = ["own", "--data", "my.txt", "--init_from", "checkpoint:run/best", "--run_dir", "again", *small]
+    argv = [
+        "own",
+        "--data",
+        "my.txt",
+        "--init_from",
+        "checkpoint:run/best",
+        "--run_dir",
+        "again",
+        *small,
+    ]
     assert main(app, argv) == 0
-    first, again = (yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again"))
+    first, again = (
+        yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again")
+    )
     assert again["model"] == first["model"] and again["optim"] == first["optim"]
 
 
@@ -176,7 +238,17 @@ def test_one_rank_exports(here, trained, monkeypatch):
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", sys.stdout)
-        argv = ["own", "--data", "my.txt", "--run_dir", "run", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
+        argv = [
+            "own",
+            "--data",
+            "my.txt",
+            "--run_dir",
+            "run",
+            "--init_from",
+            "hf:gpt2",
+            "--data.tokenizer",
+            "bytes",
+        ]
         assert main(app, argv) == 0
     assert exported == ["0"]
 
@@ -184,9 +256,27 @@ def test_one_rank_exports(here, trained, monkeypatch):
 @pytest.mark.parametrize(
     ("vocab_size", "recipe", "words", "said"),
     [
-        (300, "own", [], "hf:theirs: its 300 tokens have no tokenizer beside them; put its tokenizer.json into theirs"),
-        (256, "own", ["--model.n_layer", "3"], "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2"),
-        (256, "quickstart", ["--plan"], "hf:theirs has n_head 1, n_embd 64, block_size 16, this run"),
+        (
+            300,
+            "own",
+            [],
+            (
+                "hf:theirs: its 300 tokens have no tokenizer beside them; "
+                "put its tokenizer.json into theirs"
+            ),
+        ),
+        (
+            256,
+            "own",
+            ["--model.n_layer", "3"],
+            "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2",
+        ),
+        (
+            256,
+            "quickstart",
+            ["--plan"],
+            "hf:theirs has n_head 1, n_embd 64, block_size 16, this run",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
@@ -205,7 +295,9 @@ def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
 def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, trained, monkeypatch):
     """But not for a plan, which knows their sizes."""
     asked = []
-    monkeypatch.setitem(READERS, "hf", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7))
+    monkeypatch.setitem(
+        READERS, "hf", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7)
+    )
     words = ["own", "--data", "my.txt", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
     assert main(app, [*words, "--print_config"]) == 0 and asked == []
     with pytest.raises(SystemExit):
@@ -213,7 +305,9 @@ def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, traine
     assert asked == [("gpt2", False)]
 
 
-def test_second_start_uses_the_same_shards_and_changed_or_renamed_text_new_ones(here, trained, capsys):
+def test_second_start_uses_the_same_shards_and_changed_or_renamed_text_new_ones(
+    here, trained, capsys
+):
     for name in ("my.txt", "my.txt", "my.md"):
         next(here.glob("my.*")).rename(here / name)
         assert main(app, ["own", "--data", name]) == 0
@@ -230,7 +324,9 @@ def test_folders_globs_and_several_files(here, trained):
     (here / "[b].jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     assert main(app, ["own", "--data", "folder", "[b].jsonl", "my.*", "--optim.lr", "1e-3"]) == 0
     [config] = trained
-    assert Path(config.data.train).parent.name.startswith("folder_bytes_") and config.optim.lr == 1e-3
+    assert (
+        Path(config.data.train).parent.name.startswith("folder_bytes_") and config.optim.lr == 1e-3
+    )
     record = json.loads((Path(config.data.train).parent / "shards.json").read_text())
     assert [row["file"] for row in record["source"]] == ["a.txt", "[b].jsonl", "my.txt"]
 
@@ -241,7 +337,8 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert main(app, [*argv, "--optim.lr", "5e-4", "--data.allow_changed", "true"]) == 0
     monkeypatch.setattr(own.own_text, "choose", lambda *arguments: {})
     assert main(app, [*argv, "--resume", "--eval.every", "3"]) == 0
-    assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})  # which is for one start
+    # which is for one start
+    assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})
     assert trained[1].optim.lr == 5e-4
 
 
@@ -258,7 +355,10 @@ def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, tra
         (["x.jsonl", "--field", "doc"], 3, "no text, but rows without text in the field doc: 1"),
         (["x.jsonl", "--field", "doc.body"], 0, "own text: 10,750 characters"),
     ):
-        assert main(app, ["own", "--data", *words]) == code and "".join(capsys.readouterr()).count(said) == 1
+        assert (
+            main(app, ["own", "--data", *words]) == code
+            and "".join(capsys.readouterr()).count(said) == 1
+        )
 
 
 @pytest.mark.slow
@@ -268,13 +368,21 @@ def test_own_text_is_prepared_trained_and_sampled(here):
 
     def run(*words):
         environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, *words], cwd=here, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=here, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    keys = "--train.steps 3 --train.total_batch_tokens 64 --train.seq_len 64 --eval.tokens 64 --sample.tokens 2"
+    keys = (
+        "--train.steps 3 --train.total_batch_tokens 64 --train.seq_len 64 "
+        "--eval.tokens 64 --sample.tokens 2"
+    )
     out = run(str(ROOT / "train.py"), "own", "--data", "my.txt", "--run_dir", "run", *keys.split())
     assert "steps: 3 of 64 tokens" in out and "step 3/3" in out
     plan = run(str(ROOT / "train.py"), "own", "--data", "my.txt", "--plan", *keys.split())
-    assert "\nmemory " in plan and plan.partition("\nmemory ")[2].partition("\n")[0] in out  # by one table
-    assert "To be" in run("-m", "gpt2_triton", "sample", "run", "--prompt", "To be", "--tokens", "2")
+    # by one table
+    assert "\nmemory " in plan and plan.partition("\nmemory ")[2].partition("\n")[0] in out
+    assert "To be" in run(
+        "-m", "gpt2_triton", "sample", "run", "--prompt", "To be", "--tokens", "2"
+    )

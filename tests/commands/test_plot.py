@@ -22,20 +22,27 @@ def write_run(directory, steps, last=2.5, **more):
     directory.mkdir(parents=True)
     same = dict(lr=1e-3, norm=1.0, tok_s=4e5)
     records = [
-        {"step": s, "loss": last + 1 / s if s != 5 else None, "tokens": s * TOKENS, **same} for s in range(1, steps + 1)
+        {"step": s, "loss": last + 1 / s if s != 5 else None, "tokens": s * TOKENS, **same}
+        for s in range(1, steps + 1)
     ]
     records += [{"step": steps, "val_loss": last, **more}, {"step": steps, "sample": "text"}]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 9')
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records) + '{"step": 9'
+    )
     return directory
 
 
 @pytest.fixture
 def panels(monkeypatch, tmp_path):
-    """panels(*runs) plots runs and returns the panels by title, and the texts of the legend under "legend"."""
+    """panels(*runs) plots runs and returns the panels by title, and the texts of
+    the legend under "legend".
+    """
     from matplotlib.figure import Figure
 
     saved, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k))
+    )
 
     def draw(*runs, **options):
         out = tmp_path / "new" / "loss.png"
@@ -51,11 +58,15 @@ def panels(monkeypatch, tmp_path):
 def test_runs_are_overlaid_over_tokens_and_named_in_the_legend(panels, tmp_path):
     drawn = panels(write_run(tmp_path / "short", 20), write_run(tmp_path / "long", 500, last=3.0))
     assert drawn.keys() == {"learning rate", "gradient norm", "tokens per second", "loss", "legend"}
-    assert drawn["legend"] == ["short\nval 2.5000\n400k tokens/s", "long\nval 3.0000\n400k tokens/s"]
+    assert drawn["legend"] == [
+        "short\nval 2.5000\n400k tokens/s",
+        "long\nval 3.0000\n400k tokens/s",
+    ]
     assert drawn["loss"].get_xlabel() == "tokens"
     lines = [line.get_xydata() for line in drawn["loss"].lines]
     short, dots, _, raw, mean, *_ = lines
-    assert np.array_equal(short, [(s * TOKENS, 2.5 + 1 / s) for s in range(1, 21) if s != 5])  # 5 was not finite
+    # 5 was not finite
+    assert np.array_equal(short, [(s * TOKENS, 2.5 + 1 / s) for s in range(1, 21) if s != 5])
     assert dots.tolist() == [[20 * TOKENS, 2.5]] and len(raw) == 499 > len(mean)
 
 
@@ -64,7 +75,10 @@ def test_names_that_matplotlib_would_hide_or_cannot_draw(panels, tmp_path, capsy
     drawn = panels(write_run(tmp_path / "_smoke", 20), carved)
     assert drawn["legend"][0].splitlines()[0] == " _smoke" and len(drawn["legend"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"note: no font here has all characters of {carved.name}; install") and not recwarn.list
+    assert (
+        line.startswith(f"note: no font here has all characters of {carved.name}; install")
+        and not recwarn.list
+    )
 
 
 def test_runs_of_equal_names_are_told_apart_by_their_paths(panels, tmp_path):
@@ -87,15 +101,24 @@ def test_hellaswag_has_a_panel_when_it_was_measured(panels, tmp_path):
 
 def test_published_curves_are_laid_beside_runs_as_far_as_these_have_come(panels, tmp_path, capsys):
     run = write_run(tmp_path / "run", 20, last=3.5)
-    records = [{"step": s, "loss": 4.0, "val_loss": 3.9, "tokens": s * 524_288} for s in (500, 1125)]
+    records = [
+        {"step": s, "loss": 4.0, "val_loss": 3.9, "tokens": s * 524_288} for s in (500, 1125)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     drawn = panels(run, beside=["gpt2_124m_llmc"])
     curve = next(line for line in drawn["loss"].lines if line.get_color() == "0.2")
     assert curve.get_xydata()[[0, -1]].tolist() == [[0, 11.0092], [1000 * 524_288, 4.3170]]
     assert drawn["legend"][1].startswith("gpt2_124m_llmc\n")
-    assert main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")]) == 0
-    line = capsys.readouterr().out.splitlines()[0]  # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
-    assert line == "run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233 there (GPT-2's architecture)"
+    assert (
+        main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")])
+        == 0
+    )
+    # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == (
+        "run: val loss 3.9000 at 590M tokens; "
+        "gpt2_124m_llmc has 4.2233 there (GPT-2's architecture)"
+    )
     for tokenizer, noted in (("gpt2", False), ("bytes", True)):
         (run / "config.yaml").write_text(f"data:\n  tokenizer: {tokenizer}\n  windows: fixed\n")
         assert main(tools, ["plot", str(run), "--openai", "-o", str(tmp_path / "a.svg")]) == 0
@@ -108,14 +131,18 @@ def test_every_published_curve_names_its_source():
     """And the help of `plot` lists it."""
     for name, path in CURVES.items():
         curve = json.loads(path.read_text())
-        assert curve["source"].startswith("https://github.com/") and curve["title"] and curve["data"]
+        assert (
+            curve["source"].startswith("https://github.com/") and curve["title"] and curve["data"]
+        )
         steps = [step for step, _ in curve["val_loss"]]
         assert steps == sorted(set(steps)) and name in plot_command.__doc__
     assert len(CURVES) == 3
 
 
 def test_smoothing_keeps_straight_lines():
-    """A symmetric window maps a straight line to itself; the tolerance is fp64 rounding of a sum over 1000 points."""
+    """A symmetric window maps a straight line to itself; the tolerance is fp64 rounding
+    of a sum over 1000 points.
+    """
     line = np.stack([np.arange(1000.0), np.linspace(5, 3, 1000)], 1)
     assert np.allclose(smoothed(line), line[10:-10], rtol=0, atol=1e-9)
     few = line[: SMOOTH_FROM - 1]
@@ -129,12 +156,16 @@ def test_run_without_metrics_is_an_error_with_its_path(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(records)
         with pytest.raises(ConfigError, match="metrics.jsonl: holds no step with a loss yet"):
             plot([tmp_path], tmp_path / "loss.png")
-    with pytest.raises(ConfigError, match=r"^-o: .*loss.jpg does not end in .png, .svg, .pdf; choose one of them$"):
+    with pytest.raises(
+        ConfigError, match=r"^-o: .*loss.jpg does not end in .png, .svg, .pdf; choose one of them$"
+    ):
         plot([tmp_path], tmp_path / "loss.jpg")
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_a_short_run_shows_all_its_losses_and_says_where_a_published_curve_goes_on(panels, tmp_path):
+def test_a_short_run_shows_all_its_losses_and_says_where_a_published_curve_goes_on(
+    panels, tmp_path
+):
     run = write_run(tmp_path / "run", 120)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 0, "val_loss": 4.5}\n')
@@ -142,7 +173,10 @@ def test_a_short_run_shows_all_its_losses_and_says_where_a_published_curve_goes_
     low, top = drawn["loss"].get_ylim()
     assert 2.3 < low < 2.5 and 4.5 < top < 4.7
     assert drawn["legend"][1].endswith("\nits next loss is at 131M tokens")
-    assert [drawn[title].get_ylim()[0] for title in ("learning rate", "gradient norm", "tokens per second")] == [0] * 3
+    assert [
+        drawn[title].get_ylim()[0]
+        for title in ("learning rate", "gradient norm", "tokens per second")
+    ] == [0] * 3
 
 
 def test_the_first_fall_of_a_long_run_does_not_flatten_the_rest(panels, tmp_path):
@@ -152,7 +186,9 @@ def test_the_first_fall_of_a_long_run_does_not_flatten_the_rest(panels, tmp_path
 
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_has_only_begun_is_drawn(panels, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "tokens": 100, "tok_s": 0.0, "norm": 0.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3.0, "tokens": 100, "tok_s": 0.0, "norm": 0.0}\n'
+    )
     drawn = panels(tmp_path)
     assert drawn["loss"].get_ylim()[0] < 3
 

@@ -1,7 +1,7 @@
 """Commands, options, keys, links and files on README.md and the guide's pages are real.
 
-A command runs to its end where that takes seconds on a CPU, else it is parsed.  Others run steps of training
-(tests/training/test_quickstart.py) and the benchmarks (tests/benchmarks/).
+A command runs to its end where that takes seconds on a CPU, else it is parsed.  Others run steps of
+training (tests/training/test_quickstart.py) and the benchmarks (tests/benchmarks/).
 """
 
 import contextlib
@@ -33,21 +33,52 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
-from tests.support.pages import GUIDE, PAGES, README, ROOT, anchors, blocks, commands, links, spans, text_of
+from tests.support.pages import (
+    GUIDE,
+    PAGES,
+    README,
+    ROOT,
+    anchors,
+    blocks,
+    commands,
+    links,
+    spans,
+    text_of,
+)
 from tests.support.tiny import tiny_model
 
 USED = [README, *GUIDE]
 KEYS = {key for key, _ in options()}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
-FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()  # each once
+# each once
+FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()
 RUN = {  # tools that run to their end on tiny data
     "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "--version",
 }  # fmt: skip
 PARSED = {"stats", "compile"}
-OPTIONS = sorted({o for page in USED for s in spans(text_of(page)) if s[:2] == "--" for o in re.split(r" (?=--)", s)})
-OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--signals-to-handle", "--section.key"}  # torchrun's, and no option
+OPTIONS = sorted(
+    {
+        o
+        for page in USED
+        for s in spans(text_of(page))
+        if s[:2] == "--"
+        for o in re.split(r" (?=--)", s)
+    }
+)
+# torchrun's, and no option
+OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--signals-to-handle", "--section.key"}
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
-SHELL = {"git", "python3", "pip", "make", "docker", "wandb", "sbatch", "torchrun", "eval/lm_eval.sh"}
+SHELL = {
+    "git",
+    "python3",
+    "pip",
+    "make",
+    "docker",
+    "wandb",
+    "sbatch",
+    "torchrun",
+    "eval/lm_eval.sh",
+}
 
 
 def of(program):
@@ -55,27 +86,38 @@ def of(program):
 
 
 def test_commands_are_found_and_their_programs_are_known():
-    assert len(of("train")) >= 12 and len(of("tools")) >= 20 and len(of("benchmarks")) >= 3 and len(OPTIONS) >= 20
+    assert (
+        len(of("train")) >= 12
+        and len(of("tools")) >= 20
+        and len(of("benchmarks")) >= 3
+        and len(OPTIONS) >= 20
+    )
     assert {c.program for c in FOUND} <= {"train", "tools", "benchmarks", *SHELL}
     assert {c.words[0] for c in FOUND if c.program == "tools"} <= RUN | PARSED
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A directory with what the commands name: texts, shards made of them, questions, a recipe, three runs."""
+    """A directory with what the commands name: texts, shards made of them,
+    questions, a recipe, three runs.
+    """
     directory = tmp_path_factory.mktemp("workplace")
     shutil.copytree(ROOT / "configs", directory / "configs")
     for name in ("my.txt", "tinyshakespeare.txt", "books/a.txt", "more/b.txt"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text("To be, or not to be: that is the question.\n" * 2000)
-    question = dict(activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1)
+    question = dict(
+        activity_label="a", ctx_a="To be", ctx_b="or", ctx="To be or", endings=[*"abcd"], label=1
+    )
     (directory / "questions.jsonl").write_text(json.dumps(question) + "\n")
     (directory / "mine.yaml").write_text("model: {size: d12}\n")
     model, config = tiny_model(model=dict(vocab_size=256), data=dict(tokenizer="bytes"))
     tensors, state = {"params": model.state.params}, checkpoints.state(1, config=config.to_dict())
     for run in ("mine", "other", "124m", "quickstart"):
         save_checkpoint(directory / "runs" / run / "checkpoints", 1, tensors, state, Retention(1))
-        (directory / "runs" / run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5, "tokens": 1024}\n')
+        (directory / "runs" / run / "metrics.jsonl").write_text(
+            '{"step": 1, "loss": 5.5, "tokens": 1024}\n'
+        )
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
     for arch, name in (("llama", "models/Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
         model, config = tiny_model(model=dict(arch=arch))
@@ -84,7 +126,13 @@ def workplace(tmp_path_factory):
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        assert main(tools_app, "prepare text my.txt --out data/fineweb10B --tokenizer bytes --workers 1".split()) == 0
+        assert (
+            main(
+                tools_app,
+                "prepare text my.txt --out data/fineweb10B --tokenizer bytes --workers 1".split(),
+            )
+            == 0
+        )
     return directory
 
 
@@ -92,9 +140,12 @@ def workplace(tmp_path_factory):
 def test_training_commands_are_accepted(command, capsys, monkeypatch, workplace):
     monkeypatch.chdir(workplace)
     words = command.words
-    shown = next((option for option in ("--plan", "--print_config", "--help") if option in words), None)
+    shown = next(
+        (option for option in ("--plan", "--print_config", "--help") if option in words), None
+    )
     if shown is None:
-        shown = "--plan" if "--gpus" in words else "--print_config"  # which is faster, but of one GPU
+        # which is faster, but of one GPU
+        shown = "--plan" if "--gpus" in words else "--print_config"
         words = [*words, shown]
     assert main(train_app, words) == 0, capsys.readouterr().err
     said = {"--plan": "\nmemory ", "--print_config": "n_layer:", "--help": "--optim.lr"}[shown]
@@ -111,9 +162,11 @@ def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
     if command.inline or name in PARSED:
         assert _parses(command.words)
         return
-    for made in ("dataset.prepare_dataset", "pretokenized.download", "nanogpt.prepare_nanogpt"):  # tests/data/prepare
+    # tests/data/prepare
+    for made in ("dataset.prepare_dataset", "pretokenized.download", "nanogpt.prepare_nanogpt"):
         monkeypatch.setattr(f"gpt2_triton.data.prepare.{made}", lambda *arguments, **named: None)
-    for option in ("--out", "-o", "--json"):  # in a directory of this test: one that is not empty would be refused
+    # in a directory of this test: one that is not empty would be refused
+    for option in ("--out", "-o", "--json"):
         if option in words:
             at = words.index(option) + 1
             words[at] = str(tmp_path / words[at].replace("/", "_"))
@@ -136,7 +189,9 @@ def test_tool_commands(command, capsys, monkeypatch, workplace, tmp_path):
 
 
 def _parses(words):
-    """Parse a command of the tools without running it; cyclopts raises for unknown options and missing values."""
+    """Parse a command of the tools without running it; cyclopts raises for unknown
+    options and missing values.
+    """
     _, bound, _ = tools_app.parse_args(words, exit_on_error=False, print_error=False)
     return bound.arguments
 
@@ -148,12 +203,16 @@ def test_benchmark_commands_parse(command, capsys, monkeypatch):
         assert main(benchmarks_app, [*command.words, "--help"]) == 0
     else:
         assert main(benchmarks_app, command.words) == 2
-        assert capsys.readouterr().err == f"error: {command.words[0]}: needs a CUDA GPU, found none\n"
+        assert (
+            capsys.readouterr().err == f"error: {command.words[0]}: needs a CUDA GPU, found none\n"
+        )
 
 
 @pytest.mark.parametrize("command", [c for program in sorted(SHELL) for c in of(program)])
 def test_shell_commands_name_what_exists(command):
-    """Files, extras and targets in them exist; they are not run: they need a network, root or a cluster."""
+    """Files, extras and targets in them exist; they are not run: they need a
+    network, root or a cluster.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"\[(\w+)\]", command.line.replace("lm-eval[hf]", "")):
         assert extras in project["optional-dependencies"]
@@ -167,8 +226,12 @@ def test_shell_commands_name_what_exists(command):
 
 @pytest.fixture(scope="module")
 def help_of_all_tools():
-    """Return what `--help` prints for every command that the pages name, of tools and of benchmarks."""
-    words = {tuple(c.words[: 2 if c.words[0] == "prepare" else 1]) for c in FOUND if c.program == "tools"}
+    """Return what `--help` prints for every command that the pages name,
+    of tools and of benchmarks.
+    """
+    words = {
+        tuple(c.words[: 2 if c.words[0] == "prepare" else 1]) for c in FOUND if c.program == "tools"
+    }
     words = {word for word in words if word[0] != "--version" and "..." not in word}
     calls = [["-m", "gpt2_triton", *word] for word in sorted(words)]
     calls += [["-m", "benchmarks", c.words[0]] for c in FOUND if c.program == "benchmarks"]
@@ -177,7 +240,13 @@ def help_of_all_tools():
             patch.setattr(app, "console", Console(width=120))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for _, package, *command in calls:
-                assert main(tools_app if package == "gpt2_triton" else benchmarks_app, [*command, "--help"]) == 0
+                assert (
+                    main(
+                        tools_app if package == "gpt2_triton" else benchmarks_app,
+                        [*command, "--help"],
+                    )
+                    == 0
+                )
     return printed.getvalue()
 
 
@@ -187,12 +256,20 @@ def test_options_in_the_text_are_known(help_of_all_tools):
     assert {name for name in unknown if not re.search(rf"{name}\b", help_of_all_tools)} == set()
 
 
-@pytest.mark.parametrize("page", [p for p in USED if p.name != "api.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in USED if p.name != "api.md"], ids=lambda page: page.name
+)
 def test_keys_in_the_text_exist(page):
     named = {
-        s.split()[0] for s in spans(text_of(page)) if re.match(r"(\w+)\.\w", s) and s.partition(".")[0] in SECTIONS
+        s.split()[0]
+        for s in spans(text_of(page))
+        if re.match(r"(\w+)\.\w", s) and s.partition(".")[0] in SECTIONS
     }
-    files = {name for name in named if name.endswith((".py", ".json", ".jsonl", ".bin", ".safetensors", ".sbatch"))}
+    files = {
+        name
+        for name in named
+        if name.endswith((".py", ".json", ".jsonl", ".bin", ".safetensors", ".sbatch"))
+    }
     assert named - files <= KEYS
 
 
@@ -213,20 +290,40 @@ def test_links_and_anchors_exist():
 
 def test_files_in_the_text_and_pages_in_the_sources_exist():
     pattern = r"(?:tests|docs|benchmarks|configs|eval|gpt2_triton)/[\w/.]*"
-    named = {(page, s) for page in PAGES for s in spans(text_of(page)) if re.fullmatch(pattern, s) and "NAME" not in s}
-    files = [path for top in SOURCES for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml", ".sbatch")]
-    named |= {(path, page) for path in files for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
-    missing = {f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).exists()}
+    named = {
+        (page, s)
+        for page in PAGES
+        for s in spans(text_of(page))
+        if re.fullmatch(pattern, s) and "NAME" not in s
+    }
+    files = [
+        path
+        for top in SOURCES
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in (".py", ".yaml", ".sbatch")
+    ]
+    named |= {
+        (path, page) for path in files for page in re.findall(r"docs/[\w/]+\.md", path.read_text())
+    }
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).exists()
+    }
     assert not missing and len(named) >= 50
 
 
 def test_tests_that_pages_name_exist():
     """As `data/test_shards.py::name`, below tests/ and without `test_`."""
     engineering = sorted((ROOT / "docs" / "engineering").glob("*.md"))
-    named = {found for page in engineering for found in re.findall(r"`([\w/]+\.py)::(\w+)`", text_of(page))}
+    named = {
+        found
+        for page in engineering
+        for found in re.findall(r"`([\w/]+\.py)::(\w+)`", text_of(page))
+    }
     files = {file: (ROOT / "tests" / file) for file, _ in named}
     sources = {file: path.read_text() if path.exists() else "" for file, path in files.items()}
-    assert {f"{file}::{name}" for file, name in named if f"def test_{name}(" not in sources[file]} == set()
+    assert {
+        f"{file}::{name}" for file, name in named if f"def test_{name}(" not in sources[file]
+    } == set()
 
 
 def test_every_page_is_in_the_index_and_every_picture_on_a_page():
@@ -264,21 +361,35 @@ def test_the_yaml_file_of_the_guide_is_a_configuration_and_its_first_half_the_de
 
 def test_the_command_with_muon_has_what_was_measured():
     """The longest run with Muon of benchmarks/losses/scale.yaml."""
-    (command,) = (c for c in commands(text_of(ROOT / "docs" / "guide" / "recipes.md")) if "muon" in c.words)
-    printed = Config.load(command.words[0], parse_overrides([w for w in command.words[1:] if w != "--resume"][2:]))
+    (command,) = (
+        c for c in commands(text_of(ROOT / "docs" / "guide" / "recipes.md")) if "muon" in c.words
+    )
+    printed = Config.load(
+        command.words[0], parse_overrides([w for w in command.words[1:] if w != "--resume"][2:])
+    )
     measured = pairs.read_series(LOSSES / "scale.yaml").arms["L1 muon 1B"].options
     run = Config.load("gpt2_124m", measured)
     assert printed.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
     assert printed.replace(optim={"lr": run.optim.lr}).optim == run.optim
-    assert (printed.train.steps, printed.train.step_tokens) == (run.train.steps, run.train.step_tokens)
+    assert (printed.train.steps, printed.train.step_tokens) == (
+        run.train.steps,
+        run.train.step_tokens,
+    )
     assert printed.choose_precision("9.0")[0].train.precision == run.train.precision
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide" / "api.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs" / "guide" / "api.md"], ids=lambda page: page.stem
+)
 def test_python_on_the_pages_runs(page, workplace, monkeypatch, capsys):
-    """`train` returns a run of the workplace here: the quickstart takes minutes, and has a test of its own."""
+    """`train` returns a run of the workplace here: the quickstart takes minutes,
+    and has a test of its own.
+    """
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(gpt2_triton, "train", lambda *_, **__: gpt2_triton.Run("runs/mine"))
     (block,) = blocks(text_of(page), "python")
-    exec(block.replace("tokens=48", "tokens=2").replace(" the number of items in a container", ""), {})
+    exec(
+        block.replace("tokens=48", "tokens=2").replace(" the number of items in a container", ""),
+        {},
+    )
     assert capsys.readouterr().out

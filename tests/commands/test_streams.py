@@ -1,4 +1,6 @@
-"""Standard streams that are closed or full: a run ends as it would, and a command without a traceback."""
+"""Standard streams that are closed or full: a run ends as it would, and a
+command without a traceback.
+"""
 
 import json
 import os
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16
+SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 \
+--train.seq_len 16
     --optim.warmup 0 --train.total_batch_tokens null --train.steps 2
     --eval.every 0 --sample.every 2 --sample.tokens 2""".split()
 PRINTS_MUCH = """
@@ -28,9 +31,13 @@ def environment(**variables):
 
 
 def shell(command, *args, **variables):
-    """Run a shell's command, in which "$@" is Python with `args`; return its exit code, stdout and stderr."""
+    """Run a shell's command, in which "$@" is Python with `args`; return its
+    exit code, stdout and stderr.
+    """
     words = ["sh", "-c", command, "sh", sys.executable, *args]
-    done = subprocess.run(words, cwd=ROOT, env=environment(**variables), capture_output=True, timeout=250)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(**variables), capture_output=True, timeout=250
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -52,11 +59,17 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
     ("command", "expected", "message"),
     [
         ('{ "$@"; echo $? >&2; } | (exec <&-)', 141, b""),
-        ('"$@" > /dev/full; echo $? >&2', 2, b"error: output: No space left on device; make room\n"),
+        (
+            '"$@" > /dev/full; echo $? >&2',
+            2,
+            b"error: output: No space left on device; make room\n",
+        ),
         ('"$@" >&-; echo $? >&2', 0, b""),
     ],
 )
-@pytest.mark.parametrize("words", ["train.py configs/quickstart.yaml --print_config".split(), ["-c", PRINTS_MUCH]])
+@pytest.mark.parametrize(
+    "words", ["train.py configs/quickstart.yaml --print_config".split(), ["-c", PRINTS_MUCH]]
+)
 def test_command_whose_output_is_not_taken_has_no_traceback(command, expected, message, words):
     """The second command prints more than a buffer: `print` itself fails."""
     assert shell(command, *words)[2] == message + b"%d\n" % expected

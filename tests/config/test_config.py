@@ -23,19 +23,32 @@ def test_config_keys_have_a_meaning():
 
 def test_config_yaml_reads_back_equal(tmp_path):
     config = Config.model_validate(
-        dict(train=dict(total_batch_tokens=2**19), sample=dict(prompt='null: "é"\n'), optim=dict(eps=1e-8))
+        dict(
+            train=dict(total_batch_tokens=2**19),
+            sample=dict(prompt='null: "é"\n'),
+            optim=dict(eps=1e-8),
+        )
     )
     path = tmp_path / "x.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
     assert Config.load(path) == config
-    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == Config.model_validate(config.to_dict()) == config
+    assert (
+        Config.model_validate(yaml.safe_load(config.to_yaml()))
+        == Config.model_validate(config.to_dict())
+        == config
+    )
 
 
 def test_tau_gives_the_decay_for_the_rate_and_the_steps():
     config = Config.load({}, {"optim.tau": "4", "optim.lr": "1e-3", "train.steps": "2000"})
     assert config.weight_decay == 2.0 and config.optim.weight_decay is None
     assert Config.model_validate(config.to_dict()) == config  # as a resume reads it
-    assert Config.load(config.to_dict(), {"optim.tau": "null", "optim.weight_decay": "0.5"}).weight_decay == 0.5
+    assert (
+        Config.load(
+            config.to_dict(), {"optim.tau": "null", "optim.weight_decay": "0.5"}
+        ).weight_decay
+        == 0.5
+    )
     assert Config().weight_decay == Config.load({}, {"optim.tau": "null"}).weight_decay == 0.1
 
 
@@ -50,7 +63,9 @@ def test_config_derived_sizes():
     assert (config.model.padded_vocab, config.head_rows) == (50304, 11264)
     assert StepShape.of(config) == StepShape(gpus=1, micro_batch=64, accumulation=8, zero=0)
     assert config.train.step_tokens == 524_288
-    small = Config.model_validate(dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20)))
+    small = Config.model_validate(
+        dict(train=dict(total_batch_tokens=4096), model=dict(n_embd=1280, n_head=20))
+    )
     assert StepShape.of(small) == StepShape(gpus=1, micro_batch=4, accumulation=1, zero=0)
     assert small.head_rows == 10112
     assert Config.load({}, {"train.total_batch_tokens": "null"}).train.step_tokens == 64 * 1024
@@ -58,7 +73,9 @@ def test_config_derived_sizes():
 
 def test_the_defaults_are_the_recipe_gpt2_124m_but_for_the_keys_that_config_md_names():
     recipe = Config.load("gpt2_124m")
-    added = recipe.replace(sample=Config().sample.model_dump(), checkpoint={"major": 0}, eval={"hellaswag_every": 0})
+    added = recipe.replace(
+        sample=Config().sample.model_dump(), checkpoint={"major": 0}, eval={"hellaswag_every": 0}
+    )
     assert added == Config() and recipe != Config()
 
 
@@ -88,10 +105,16 @@ def test_model_sizes_have_the_parameters_of_gpt2():
 
 def test_model_sizes_have_the_parameters_of_llama_3():
     """transformers counts 1,235,814,400, 3,212,749,824 and 8,030,261,248."""
-    found = [Config.model_validate({"model": {"size": f"llama:{name}"}}).n_params for name in ("1b", "3b", "8b")]
+    found = [
+        Config.model_validate({"model": {"size": f"llama:{name}"}}).n_params
+        for name in ("1b", "3b", "8b")
+    ]
     assert found == [1_235_814_400, 3_212_749_824, 8_030_261_248]
 
 
 def test_operations_of_a_step_count_an_untied_head_but_not_its_embedding():
-    tied, untied = (Config.model_validate({"model": {"size": "llama:1b", "tied": tied}}) for tied in (True, False))
+    tied, untied = (
+        Config.model_validate({"model": {"size": "llama:1b", "tied": tied}})
+        for tied in (True, False)
+    )
     assert tied.flops_per_token == untied.flops_per_token and tied.n_params < untied.n_params

@@ -12,91 +12,252 @@ from gpt2_triton.errors import ConfigError
 MISTAKES = [  # YAML, overrides, what the message says
     ("model: {n_layr: 6}", {}, "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
     ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
-    ("data: {align: document}", {}, "x.yaml:1: data.align: unknown key; it was removed: it ended 0.07 higher"),
+    (
+        "data: {align: document}",
+        {},
+        "x.yaml:1: data.align: unknown key; it was removed: it ended 0.07 higher",
+    ),
     ("", {"data.align": "document"}, "data.align: unknown key; it was removed: it ended"),
-    ("eval: {tasks: piqa}", {}, "x.yaml:1: eval.tasks: unknown key; it was removed: `eval/lm_eval.sh"),
+    (
+        "eval: {tasks: piqa}",
+        {},
+        "x.yaml:1: eval.tasks: unknown key; it was removed: `eval/lm_eval.sh",
+    ),
     ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
-    ("weight_decay: 0.1", {}, "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
+    (
+        "weight_decay: 0.1",
+        {},
+        "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?",
+    ),
     ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
-    ("", {"optim": {"lr": 1}}, "optim: got a dictionary, expected a value for each dotted key, such as optim.lr"),
+    (
+        "",
+        {"optim": {"lr": 1}},
+        "optim: got a dictionary, expected a value for each dotted key, such as optim.lr",
+    ),
     ("model: {n_layer: six}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
     ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
     ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: must not be a boolean"),
     ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
-    ("train: {steps: 0x10}", {}, "x.yaml:1: train.steps: must be a valid integer, got '0x10' (optimizer steps)"),
-    ("train: {steps: 1:30}", {}, "x.yaml:1: train.steps: must be a valid integer, got '1:30' (optimizer steps)"),
-    ("train: {steps: 1.5}", {}, "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part"),
+    (
+        "train: {steps: 0x10}",
+        {},
+        "x.yaml:1: train.steps: must be a valid integer, got '0x10' (optimizer steps)",
+    ),
+    (
+        "train: {steps: 1:30}",
+        {},
+        "x.yaml:1: train.steps: must be a valid integer, got '1:30' (optimizer steps)",
+    ),
+    (
+        "train: {steps: 1.5}",
+        {},
+        "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part",
+    ),
     ("", {"train.steps": "1,000"}, "train.steps: must be a valid integer, got '1,000'"),
     ("optim: {lr: '0,001'}", {}, "x.yaml:1: optim.lr: must be a valid number, got '0,001' (peak"),
     ("", {"train.steps": "1.2345k"}, "train.steps: must be a valid integer, got '1.2345k'"),
     ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
-    ("# all is commented out\n", {}, "x.yaml: expected sections such as `model:` and `train:`, got nothing"),
-    ("train:\n  steps:", {}, "x.yaml:2: train.steps: must be a valid integer, got null (optimizer steps)"),
+    (
+        "# all is commented out\n",
+        {},
+        "x.yaml: expected sections such as `model:` and `train:`, got nothing",
+    ),
+    (
+        "train:\n  steps:",
+        {},
+        "x.yaml:2: train.steps: must be a valid integer, got null (optimizer steps)",
+    ),
     ("data: {allow_changed: ~}", {}, "must be a valid boolean, got null (true: resume"),
     ("fp8: {keep_bf16: qkv}", {}, "x.yaml:1: fp8.keep_bf16: must be 'head' or 'none', got 'qkv'"),
-    ("model:\n  n_layer: 1\n  n_layer: 2", {}, "x.yaml:3: model.n_layer: given twice, first in line 2"),
+    (
+        "model:\n  n_layer: 1\n  n_layer: 2",
+        {},
+        "x.yaml:3: model.n_layer: given twice, first in line 2",
+    ),
     ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),
     ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
-    ("a: !!python/object/apply:os.getcwd []", {}, "x.yaml:1:4: not valid YAML: could not determine a constructor"),
-    ("optim: {weight_decay: 0.1}", {"optim.tau": "4"}, "optim.tau: 4.0 beside optim.weight_decay 0.1; give one"),
+    (
+        "a: !!python/object/apply:os.getcwd []",
+        {},
+        "x.yaml:1:4: not valid YAML: could not determine a constructor",
+    ),
+    (
+        "optim: {weight_decay: 0.1}",
+        {"optim.tau": "4"},
+        "optim.tau: 4.0 beside optim.weight_decay 0.1; give one",
+    ),
     ("", {"optim.adamw_lr": "1e-3"}, "optim.adamw_lr: goes with optim.name muon; set optim.lr"),
-    ("", {"optim.weight_decay": "null"}, "optim.tau: None beside optim.weight_decay None; give one"),
-    ("optim: {lr: 0}", {}, "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
+    (
+        "",
+        {"optim.weight_decay": "null"},
+        "optim.tau: None beside optim.weight_decay None; give one",
+    ),
+    (
+        "optim: {lr: 0}",
+        {},
+        "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)",
+    ),
     ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
-    ("parallel: {gpus: 3}", {}, "train.total_batch_tokens: 524288 is no multiple of train.seq_len 1024 times 3 GPUs"),
+    (
+        "parallel: {gpus: 3}",
+        {},
+        "train.total_batch_tokens: 524288 is no multiple of train.seq_len 1024 times 3 GPUs",
+    ),
     ("", {"memory.recompute": "all"}, "memory.recompute: must be auto, none, gelu"),
     ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
-    ("", {"memory.recompute": "gelu:13"}, "memory.recompute: gelu:13 names more layers than model.n_layer 12"),
+    (
+        "",
+        {"memory.recompute": "gelu:13"},
+        "memory.recompute: gelu:13 names more layers than model.n_layer 12",
+    ),
     ("", {"model.n_embd": "770"}, "model.n_embd: must be a multiple of 16"),
     ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; train --help lists them"),
-    ("bias: false", {}, "x.yaml:1: bias: unknown key; nanoGPT's bias has no counterpart here: models have biases"),
-    ("data: {path: x}", {}, "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed"),
-    ("every: 3", {}, "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
-    ("max_iters: 3", {}, "x.yaml:1: max_iters: unknown key; for nanoGPT's max_iters use train.steps, one more: "),
-    ("train: {block_size: 3}", {}, "for nanoGPT's block_size use train.seq_len, at most model.block_size"),
     (
-        "", {"gradient_accumulation_steps": "8"},
-        "use train.total_batch_tokens, in tokens of all GPUs: gradient_accumulation_steps * batch_size * block_size",
+        "bias: false",
+        {},
+        "x.yaml:1: bias: unknown key; nanoGPT's bias has no counterpart here: models have biases",
+    ),
+    (
+        "data: {path: x}",
+        {},
+        "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed",
+    ),
+    ("every: 3", {}, "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
+    (
+        "max_iters: 3",
+        {},
+        "x.yaml:1: max_iters: unknown key; for nanoGPT's max_iters use train.steps, one more: ",
+    ),
+    (
+        "train: {block_size: 3}",
+        {},
+        "for nanoGPT's block_size use train.seq_len, at most model.block_size",
+    ),
+    (
+        "",
+        {"gradient_accumulation_steps": "8"},
+        (
+            "use train.total_batch_tokens, in tokens of all GPUs: "
+            "gradient_accumulation_steps * batch_size * block_size"
+        ),
     ),
     ("init_from: resume", {}, "nanogpt:FILE; got resume; use --resume"),
     ("init_from: gpt2-xl", {}, "got gpt2-xl; use hf:openai-community/gpt2-xl"),
     ("", {"model.size": "d13"}, "model.size: unknown size d13; known are d6"),
-    ("model: {size: d12, n_layer: 3}", {}, "model.size: d12 has n_layer 12, but n_layer is 3; remove one"),
     (
-        "model: {vocab_size: 256}", {"model.size": "llama:1b"},
-        "llama:1b has vocab_size 128256, but vocab_size is 256; give data.tokenizer llama3, and no vocab_size",
+        "model: {size: d12, n_layer: 3}",
+        {},
+        "model.size: d12 has n_layer 12, but n_layer is 3; remove one",
     ),
-    ("model: {n_head: 7}", {}, "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or"),
-    ("", {"model.n_head": "24"}, "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set"),
-    ("model: {arch: llama, n_inner: 1024}", {"train.precision": "fp8"}, "fp8 needs 1152 or more, got 1024; raise it"),
-    ("", {"train.precision": "fp8", "train.dtype": "fp32"}, "train.precision: fp8 needs train.dtype bf16, got fp32"),
-    ("", {"train.precision": "fp8", "train.seq_len": "8"}, "train.seq_len: train.precision fp8 needs a multiple of"),
-    ("model: {arch: llama, tied: false}", {"train.precision": "fp8"}, "fp8.keep_bf16: an untied head stays in bf16"),
-    ("model: {arch: llama, n_kv_head: 5}", {}, "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change"),
-    ("model: {n_kv_head: 4}", {}, "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it"),
-    ("", {"train.steps": "100"}, "optim.warmup: 700 steps of warmup are more than train.steps 100; lower it"),
     (
-        "train: {rewind_after: 3}", {"checkpoint.every": "0"},
+        "model: {vocab_size: 256}",
+        {"model.size": "llama:1b"},
+        (
+            "llama:1b has vocab_size 128256, but vocab_size is 256; "
+            "give data.tokenizer llama3, and no vocab_size"
+        ),
+    ),
+    (
+        "model: {n_head: 7}",
+        {},
+        "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or",
+    ),
+    (
+        "",
+        {"model.n_head": "24"},
+        "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set",
+    ),
+    (
+        "model: {arch: llama, n_inner: 1024}",
+        {"train.precision": "fp8"},
+        "fp8 needs 1152 or more, got 1024; raise it",
+    ),
+    (
+        "",
+        {"train.precision": "fp8", "train.dtype": "fp32"},
+        "train.precision: fp8 needs train.dtype bf16, got fp32",
+    ),
+    (
+        "",
+        {"train.precision": "fp8", "train.seq_len": "8"},
+        "train.seq_len: train.precision fp8 needs a multiple of",
+    ),
+    (
+        "model: {arch: llama, tied: false}",
+        {"train.precision": "fp8"},
+        "fp8.keep_bf16: an untied head stays in bf16",
+    ),
+    (
+        "model: {arch: llama, n_kv_head: 5}",
+        {},
+        "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change",
+    ),
+    (
+        "model: {n_kv_head: 4}",
+        {},
+        "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it",
+    ),
+    (
+        "",
+        {"train.steps": "100"},
+        "optim.warmup: 700 steps of warmup are more than train.steps 100; lower it",
+    ),
+    (
+        "train: {rewind_after: 3}",
+        {"checkpoint.every": "0"},
         "x.yaml:1: train.rewind_after: there is no checkpoint to go back to",
     ),
     ("", {"train.seq_len": "2048"}, "train.seq_len: 2048 is longer than model.block_size 1024"),
-    ("", {"model.vocab_size": "256"}, "the gpt2 tokenizer has 50257 tokens, got 256; set model.vocab_size or data.tok"),
-    ("init_from: hf:x", {"model.vocab_size": "256"}, "has 50257 tokens, got 256; set data.tokenizer"),
-    ("checkpoint: {best: val_loss}\neval: {every: 0}", {}, "x.yaml:1: checkpoint.best: there is no validation loss"),
-    ("", {"train.patience": "3"}, "train.patience: the best checkpoint would be lost; set checkpoint.best"),
+    (
+        "",
+        {"model.vocab_size": "256"},
+        "the gpt2 tokenizer has 50257 tokens, got 256; set model.vocab_size or data.tok",
+    ),
+    (
+        "init_from: hf:x",
+        {"model.vocab_size": "256"},
+        "has 50257 tokens, got 256; set data.tokenizer",
+    ),
+    (
+        "checkpoint: {best: val_loss}\neval: {every: 0}",
+        {},
+        "x.yaml:1: checkpoint.best: there is no validation loss",
+    ),
+    (
+        "",
+        {"train.patience": "3"},
+        "train.patience: the best checkpoint would be lost; set checkpoint.best",
+    ),
     ("", {"data.train": "builtin"}, "make both builtin, or neither"),
-    ("data: {train: builtin, val: builtin}", {"data.train": "x.bin"}, "data.train: data.train is x.bin and data.val"),
-    ("", {"train.dtype": "fp32", "optim.master": "fp32"}, "fp32 parameters are their own master copies"),
+    (
+        "data: {train: builtin, val: builtin}",
+        {"data.train": "x.bin"},
+        "data.train: data.train is x.bin and data.val",
+    ),
+    (
+        "",
+        {"train.dtype": "fp32", "optim.master": "fp32"},
+        "fp32 parameters are their own master copies",
+    ),
     ("", {"eval.tokens": "1023"}, "eval.tokens: 1023 is less than train.seq_len 1024"),
-    ("init_from: gpt2", {}, "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME"),
-    ("train: {total_batch_tokens: 1500}", {}, "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048"),
+    (
+        "init_from: gpt2",
+        {},
+        "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME",
+    ),
+    (
+        "train: {total_batch_tokens: 1500}",
+        {},
+        "1500 is no multiple of train.seq_len 1024; set it to 1024 or 2048",
+    ),
     (
         "train: {total_batch_tokens: 524288, batch_size: 48}",
         {},
         "a step of 512 sequences (total_batch_tokens 524288) does not divide into batches of 48; "
         "set it to 32, or, in a new run, total_batch_tokens to 491520",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
@@ -123,12 +284,16 @@ def test_load_reports_all_mistakes_at_once(tmp_path):
 @pytest.mark.parametrize(("name", "file"), [("hf", "config.json"), ("checkpoint", "config.yaml")])
 def test_load_says_what_a_bare_directory_of_init_from_is(tmp_path, name, file):
     (tmp_path / file).touch()
-    with pytest.raises(ConfigError, match=f"init_from: .*; got {tmp_path}; did you mean {name}:{tmp_path}\\?$"):
+    with pytest.raises(
+        ConfigError, match=f"init_from: .*; got {tmp_path}; did you mean {name}:{tmp_path}\\?$"
+    ):
         Config.load({"init_from": str(tmp_path)})
 
 
 def test_load_names_an_unreadable_file(tmp_path):
-    with pytest.raises(ConfigError, match="emty.yaml: cannot read the configuration: No such file or directory$"):
+    with pytest.raises(
+        ConfigError, match="emty.yaml: cannot read the configuration: No such file or directory$"
+    ):
         Config.load(tmp_path / "emty.yaml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         Config.load(tmp_path)
@@ -148,7 +313,9 @@ def test_load_names_an_unreadable_file(tmp_path):
 def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("optim: {lr: 3e-4, warmup: 5}\nmemory:\n")
-    config = Config.load(path, {"optim.lr": "1e-3", "train.total_batch_tokens": "65_536", "memory.head_rows": "null"})
+    config = Config.load(
+        path, {"optim.lr": "1e-3", "train.total_batch_tokens": "65_536", "memory.head_rows": "null"}
+    )
     assert (config.optim.lr, config.optim.warmup, config.optim.beta2) == (1e-3, 5, 0.95)
     assert config.train.total_batch_tokens == 65536
     assert config.memory == MemoryConfig()
@@ -170,7 +337,11 @@ def test_load_prefers_overrides_to_file_to_defaults(tmp_path):
 def test_load_takes_whole_numbers_as_people_write_them(tmp_path, text, number):
     (tmp_path / "x.yaml").write_text(f"train: {{steps: {text}}}\n")
     config = Config.load(tmp_path / "x.yaml", {"eval.every": text, "memory.head_rows": text})
-    assert (config.train.steps, config.eval.every, config.memory.head_rows) == (number, number, number)
+    assert (config.train.steps, config.eval.every, config.memory.head_rows) == (
+        number,
+        number,
+        number,
+    )
 
 
 def test_load_takes_yaml_merge_keys(tmp_path):
@@ -181,7 +352,8 @@ def test_load_takes_yaml_merge_keys(tmp_path):
 
 def test_model_size_override_replaces_keys_of_the_file(tmp_path):
     (tmp_path / "x.yaml").write_text(
-        "model:\n  n_layer: 2\n  n_head: 1\n  n_embd: 64\n  vocab_size: 300\ndata: {tokenizer: bytes}\n"
+        "model:\n  n_layer: 2\n  n_head: 1\n  n_embd: 64\n"
+        "  vocab_size: 300\ndata: {tokenizer: bytes}\n"
     )
     m = Config.load(tmp_path / "x.yaml", {"model.size": "d12", "model.block_size": "2048"}).model
     assert (m.n_layer, m.n_embd, m.n_head, m.block_size, m.vocab_size) == (12, 768, 12, 2048, 300)
@@ -189,7 +361,9 @@ def test_model_size_override_replaces_keys_of_the_file(tmp_path):
 
 def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
     """96 sequences do not divide into batches of 64, on 8 GPUs they are 12 each."""
-    (tmp_path / "x.yaml").write_text("train: {batch_size: 64, seq_len: 128, total_batch_tokens: 12288}\n")
+    (tmp_path / "x.yaml").write_text(
+        "train: {batch_size: 64, seq_len: 128, total_batch_tokens: 12288}\n"
+    )
     with pytest.raises(ConfigError, match="a step of 96 sequences"):
         Config.load(tmp_path / "x.yaml")
     shape = StepShape.of(Config.load(tmp_path / "x.yaml", gpus=8), 8)
@@ -199,5 +373,7 @@ def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
 
 
 def test_a_mistake_beside_a_recipe_has_no_line_of_the_recipe():
-    with pytest.raises(ConfigError, match="^quickstart: model.n_head: head size n_embd / n_head is 400"):
+    with pytest.raises(
+        ConfigError, match="^quickstart: model.n_head: head size n_embd / n_head is 400"
+    ):
         Config.load("quickstart", {"model.n_embd": "800"})

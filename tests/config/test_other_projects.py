@@ -1,4 +1,6 @@
-"""nanoGPT's and llm.c's options: what is said about them are keys of ours, and docs/guide/interop.md says the same."""
+"""nanoGPT's and llm.c's options: what is said about them are keys of ours, and
+docs/guide/interop.md says the same.
+"""
 
 import re
 from inspect import signature
@@ -10,7 +12,9 @@ from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.config.other_projects import LLMC, NANOGPT, USUAL, counterpart
 from gpt2_triton.config.schema import options
 
-KEYS = {key for key, _ in options()} | {f"--{flag}" for flag in (*FLAGS, *signature(sample).parameters)}
+KEYS = {key for key, _ in options()} | {
+    f"--{flag}" for flag in (*FLAGS, *signature(sample).parameters)
+}
 
 
 def keys_in(text):
@@ -26,7 +30,8 @@ def rows(request):
     return [
         (
             set(re.findall(r"`(-[a-z]+)", llmc)),
-            set(re.findall(r"`([a-z0-9_]+)", nanogpt)) & NANOGPT.keys() | set(re.findall(r"`([a-z0-9_]+)`", nanogpt)),
+            set(re.findall(r"`([a-z0-9_]+)", nanogpt)) & NANOGPT.keys()
+            | set(re.findall(r"`([a-z0-9_]+)`", nanogpt)),
             keys_in(here),
         )
         for llmc, nanogpt, here in cells

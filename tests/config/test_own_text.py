@@ -1,4 +1,6 @@
-"""Keys for a user's own text: valid on every machine, in proportion to the text, and after the keys that are given."""
+"""Keys for a user's own text: valid on every machine, in proportion to the text, and
+after the keys that are given.
+"""
 
 import math
 
@@ -26,7 +28,9 @@ def tokens_of(characters, tokenizer):
 def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
     tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib, given).tokenizer)
-    keys = choose(characters, tokens or tokens_of(characters, tokenizer), gpu_gib, tokenizer, given, gpus)
+    keys = choose(
+        characters, tokens or tokens_of(characters, tokenizer), gpu_gib, tokenizer, given, gpus
+    )
     assert not keys.keys() & given.keys()
     return Config.load("own", keys | given | DATA, gpus)
 
@@ -63,7 +67,9 @@ def epochs_of(config, characters):
 
 @pytest.mark.parametrize("per_character", [0.2, 0.25, 1.0, 2.5])
 def test_a_text_of_any_script_is_read_three_times_in_finetuning(per_character):
-    """GPT-2 has a token for four English characters, and more than one for each Russian or Chinese character."""
+    """GPT-2 has a token for four English characters, and more than one for each
+    Russian or Chinese character.
+    """
     tokens = int(500_000 * per_character)
     assert 2.4 < epochs(config_for(500_000, 139.8, tokens=tokens, init_from="hf:gpt2"), tokens) <= 3
 
@@ -79,7 +85,11 @@ def test_model_and_tokens_grow_with_the_text():
     configs = [config_for(n, 139.8) for n in LENGTHS]
     assert [c.data.tokenizer for c in configs] == ["bytes"] * 3 + ["gpt2"] * 2
     assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
-    assert (configs[-1].model.n_layer, configs[-1].model.n_embd, configs[-1].train.step_tokens) == (12, 768, 524_288)
+    assert (configs[-1].model.n_layer, configs[-1].model.n_embd, configs[-1].train.step_tokens) == (
+        12,
+        768,
+        524_288,
+    )
     assert [c.train.precision for c in configs] == ["bf16"] * 4 + ["auto"]
 
 
@@ -93,38 +103,76 @@ def test_other_keys_follow_the_given_ones():
     assert choose(10**6, 10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
     usual = config_for(1_000_000, 139.8)
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
-    assert (half.train.step_tokens, half.train.steps) == (8192, pytest.approx(2 * usual.train.steps, abs=1))
+    assert (half.train.step_tokens, half.train.steps) == (
+        8192,
+        pytest.approx(2 * usual.train.steps, abs=1),
+    )
     short = config_for(1_000_000, train__steps="20")
-    assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (20, 6, 4, 10)
+    assert (short.train.steps, short.optim.warmup, short.eval.every, short.sample.every) == (
+        20,
+        6,
+        4,
+        10,
+    )
     wide = config_for(1_000_000, model__n_embd="256")
     assert (wide.model.n_head, wide.model.n_layer) == (4, 4)
     assert config_for(1_000_000, model__n_head="3").model.n_embd == 192
     sized = config_for(1_000_000, model__size="d6")
     assert (sized.model.n_layer, sized.model.n_embd, sized.model.vocab_size) == (6, 384, 256)
     long = config_for(1_000_000, train__seq_len="512", train__batch_size="1")
-    assert (long.model.block_size, long.train.step_tokens) == (512, 1024)  # a batch accumulates to a step
+    # a batch accumulates to a step
+    assert (long.model.block_size, long.train.step_tokens) == (512, 1024)
     gpt2, llama3 = (config_for(1_000_000, data__tokenizer=name) for name in ("gpt2", "llama3"))
-    assert (gpt2.model.vocab_size, llama3.model.vocab_size) == (50257, 128256) and gpt2.eval == llama3.eval
+    assert (gpt2.model.vocab_size, llama3.model.vocab_size) == (
+        50257,
+        128256,
+    ) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
     assert not config_for(1_000_000, 139.8, model__size="llama:c768").model.dropout
 
 
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
     usual, long = config_for(1_000_000, 139.8), config_for(100_000_000, 139.8)
-    assert usual.model.dropout and usual.data.windows == "shifted" and usual.optim.tau and usual.train.patience
-    assert (long.model.dropout, long.data.windows, long.weight_decay, long.train.patience) == (0, "fixed", 0.1, 0)
+    assert (
+        usual.model.dropout
+        and usual.data.windows == "shifted"
+        and usual.optim.tau
+        and usual.train.patience
+    )
+    assert (long.model.dropout, long.data.windows, long.weight_decay, long.train.patience) == (
+        0,
+        "fixed",
+        0.1,
+        0,
+    )
     assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
     assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
-    assert config_for(1_000_000, 139.8, train__dtype="fp32").optim.master == "none" != usual.optim.master
+    assert (
+        config_for(1_000_000, 139.8, train__dtype="fp32").optim.master
+        == "none"
+        != usual.optim.master
+    )
     for given in (dict(eval__every="0"), dict(checkpoint__best="none")):
         assert config_for(1_000_000, 139.8, **given).train.patience == 0
 
 
 def test_weights_from_the_hub_decide_size_and_tokenizer():
-    for name, layers, gib in (("hf:gpt2", 12, None), ("hf:openai-community/gpt2-xl", 48, 139.8), ("hf:DIR", 12, 23.5)):
+    for name, layers, gib in (
+        ("hf:gpt2", 12, None),
+        ("hf:openai-community/gpt2-xl", 48, 139.8),
+        ("hf:DIR", 12, 23.5),
+    ):
         config = config_for(1_000_000, gib, init_from=name)
-        assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (layers, 1024, "gpt2")
-        assert 2 < epochs_of(config, 1_000_000) <= 3 and config.optim.lr < 1e-4 and config.model.dropout
+        assert (config.model.n_layer, config.model.block_size, config.data.tokenizer) == (
+            layers,
+            1024,
+            "gpt2",
+        )
+        assert (
+            2 < epochs_of(config, 1_000_000) <= 3
+            and config.optim.lr < 1e-4
+            and config.model.dropout
+        )
     other = config_for(1_000_000, init_from="hf:DIR", model__n_layer="6")
     assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
     short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
@@ -132,30 +180,52 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
 
 
 def test_finetuning_saves_no_oftener_than_its_steps_pay_for():
-    for characters, saves in ((50_000, 3), (1_000_000, 3), (6_000_000, 3), (12_000_000, 5), (100_000_000, 11)):
+    for characters, saves in (
+        (50_000, 3),
+        (1_000_000, 3),
+        (6_000_000, 3),
+        (12_000_000, 5),
+        (100_000_000, 11),
+    ):
         config = config_for(characters, 139.8, init_from="hf:gpt2")
         every = config.eval.every
         assert every == config.checkpoint.every and math.ceil(config.train.steps / every) == saves
 
 
 def test_weights_that_were_read_decide_model_and_sequence():
-    source = ModelConfig(arch="llama", vocab_size=128256, block_size=131072, n_kv_head=4, rope_factor=32.0)
+    source = ModelConfig(
+        arch="llama", vocab_size=128256, block_size=131072, n_kv_head=4, rope_factor=32.0
+    )
     given = {"init_from": "hf:DIR"}
     for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
         config = Config.load(
-            "own", choose(characters, characters // 4, 139.8, "llama3", given, source=source) | given | DATA, 1
+            "own",
+            choose(characters, characters // 4, 139.8, "llama3", given, source=source)
+            | given
+            | DATA,
+            1,
         )
         assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
-    short = choose(100_000, 100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32))
-    assert (short["train.seq_len"], short["model.vocab_size"], short["model.dropout"]) == (32, 256, 0.1)
+    short = choose(
+        100_000, 100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32)
+    )
+    assert (short["train.seq_len"], short["model.vocab_size"], short["model.dropout"]) == (
+        32,
+        256,
+        0.1,
+    )
 
 
 def test_too_little_text_is_refused_with_what_is_needed():
     assert config_for(1320).train.steps >= 1
-    with pytest.raises(DataError, match=r"1,319 tokens are too little text; .* needs 1,320; give more"):
+    with pytest.raises(
+        DataError, match=r"1,319 tokens are too little text; .* needs 1,320; give more"
+    ):
         config_for(1319)
     assert config_for(400, train__seq_len="32").train.seq_len == 32
-    with pytest.raises(ConfigError, match="init_from: expected scratch or one of .*; got runs/mine"):
+    with pytest.raises(
+        ConfigError, match="init_from: expected scratch or one of .*; got runs/mine"
+    ):
         config_for(1320, init_from="runs/mine")
 
 

@@ -46,11 +46,16 @@ def test_path_stays_a_path(path):
 
 @pytest.mark.parametrize("path", ["gpt2_124m.yaml", "configs/gpt2_124m.yaml", "configs/gpt2_124m"])
 def test_missing_file_called_like_a_recipe_is_refused_with_the_name(path):
-    with pytest.raises(ConfigError, match=f"^{path}: no such file; the recipe is called gpt2_124m, without directory"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{path}: no such file; the recipe is called gpt2_124m, without directory",
+    ):
         Config.load(path)
 
 
-@pytest.mark.parametrize(("name", "near"), [("owm", "own"), ("quikstart", "quickstart"), ("nope", None)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("owm", "own"), ("quikstart", "quickstart"), ("nope", None)]
+)
 def test_unknown_name_gets_a_suggestion_if_one_is_near_else_the_list(name, near):
     with pytest.raises(ConfigError) as error:
         recipes.find(name)

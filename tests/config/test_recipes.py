@@ -1,4 +1,6 @@
-"""Every file in configs/ is a valid configuration that fits its GPUs, and its first line says what it trains."""
+"""Every file in configs/ is a valid configuration that fits its GPUs, and its first
+line says what it trains.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,10 @@ SIZES |= dict(gpt2_124m_fast=124, gpt2_1558m_fast=1558)
 
 def require_fit(config, gpu, gpus=1):
     """Fail unless the plan of a run on `gpus` GPUs of this name fits each."""
-    budget, shape = device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES, StepShape.of(config, gpus)
+    budget, shape = (
+        device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES,
+        StepShape.of(config, gpus),
+    )
     config = choose_recompute(config, kernels, budget, shape)
     plan, _ = plan_memory(config, kernels, shape)
     assert plan.total <= budget
@@ -49,13 +54,19 @@ def test_recipe_first_line_has_its_tokens_and_steps(name):
     config, line = Config.load(name), recipes.find(name).read_text().partition("\n")[0]
     tokens, steps = re.search(r"\): ([\d.]+)B tokens, ([\d,]+) steps to ", line).groups()
     assert int(steps.replace(",", "")) == config.train.steps
-    assert float(tokens) * 1e9 == pytest.approx(config.train.steps * config.train.step_tokens, rel=0.01)
+    assert float(tokens) * 1e9 == pytest.approx(
+        config.train.steps * config.train.step_tokens, rel=0.01
+    )
     assert int(config.n_params / 1e6) == pytest.approx(SIZES[name], abs=1)
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m", "gpt2_1558m", "gpt3_125m", "finetune_shakespeare"])
+@pytest.mark.parametrize(
+    "name", ["gpt2_124m", "gpt2_350m", "gpt2_1558m", "gpt3_125m", "finetune_shakespeare"]
+)
 def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypatch):
-    """It is in docs/guide/recipes.md, or in the recipe's first lines; another command makes Llama 3's tokens."""
+    """It is in docs/guide/recipes.md, or in the recipe's first lines; another
+    command makes Llama 3's tokens.
+    """
     pattern = Config.load(name).data.train
     with pytest.raises(DataError, match="no such shards") as raised:
         open_shards(pattern, 50257, 1024)
@@ -64,8 +75,17 @@ def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypa
     assert command and command in told
     with pytest.raises(DataError) as raised:
         open_shards(pattern, 128_256, 1024)
-    command, train = re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1].split(), []
-    monkeypatch.setattr(dataset, "prepare_dataset", lambda given, out, tokenizer, *_: train.append((out, tokenizer)))
+    command, train = (
+        re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1].split(),
+        [],
+    )
+    monkeypatch.setattr(
+        dataset, "prepare_dataset", lambda given, out, tokenizer, *_: train.append((out, tokenizer))
+    )
     monkeypatch.setattr(text, "measure_text", lambda *_: None)
-    monkeypatch.setattr(text, "prepare_text", lambda measured, out, tokenizer, *_, **__: train.append((out, tokenizer)))
+    monkeypatch.setattr(
+        text,
+        "prepare_text",
+        lambda measured, out, tokenizer, *_, **__: train.append((out, tokenizer)),
+    )
     assert main(tools, command) == 0 and train == [(Path(pattern).parent, "llama3")]

@@ -1,4 +1,6 @@
-"""StepShape: how a step divides on a number of GPUs, decided by the configuration and that number alone."""
+"""StepShape: how a step divides on a number of GPUs, decided by the
+configuration and that number alone.
+"""
 
 import pytest
 
@@ -8,7 +10,9 @@ from gpt2_triton.errors import ConfigError
 
 
 def config_of(**parallel) -> Config:
-    """Return a configuration whose step has 96 sequences: 64 at once do not divide it, nor do 12 on 5 GPUs."""
+    """Return a configuration whose step has 96 sequences: 64 at once do not
+    divide it, nor do 12 on 5 GPUs.
+    """
     train = dict(batch_size=64, seq_len=128, total_batch_tokens=96 * 128)
     return Config.model_validate(dict(train=train, parallel=parallel))
 
@@ -17,15 +21,21 @@ def test_of_depends_on_the_config_and_the_world_size_only():
     config = config_of()
     eight = StepShape(gpus=8, micro_batch=12, accumulation=1, zero=1)
     assert StepShape.of(config, 8) == eight
-    with pytest.raises(ConfigError, match="train.batch_size: a step of 96 sequences .* batches of 64; set it to 48"):
+    with pytest.raises(
+        ConfigError, match="train.batch_size: a step of 96 sequences .* batches of 64; set it to 48"
+    ):
         StepShape.of(config)
     assert StepShape.of(config, 8) == eight  # nothing is kept in the configuration
     assert config == config_of()
 
 
 def test_of_takes_parallel_gpus_where_no_world_size_is_given():
-    assert StepShape.of(config_of(gpus=4, zero=2)) == StepShape(gpus=4, micro_batch=24, accumulation=1, zero=2)
-    with pytest.raises(ConfigError, match="parallel.gpus: 4, but torchrun, srun or --gpus gives 8; start 4"):
+    assert StepShape.of(config_of(gpus=4, zero=2)) == StepShape(
+        gpus=4, micro_batch=24, accumulation=1, zero=2
+    )
+    with pytest.raises(
+        ConfigError, match="parallel.gpus: 4, but torchrun, srun or --gpus gives 8; start 4"
+    ):
         StepShape.of(config_of(gpus=4), 8)
 
 

@@ -1,4 +1,6 @@
-"""HellaSwag's file is downloaded whole or not at all; a failure is one line.  tests/inference tests its questions."""
+"""HellaSwag's file is downloaded whole or not at all; a failure is one line.
+tests/inference tests its questions.
+"""
 
 import hashlib
 import io
@@ -24,7 +26,9 @@ class Cut(io.BytesIO):
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
-    """The responses to the next downloads, of which an error is raised; the cache is in tmp_path."""
+    """The responses to the next downloads, of which an error is raised;
+    the cache is in tmp_path.
+    """
     found = []
 
     def urlopen(url, timeout):
@@ -59,6 +63,8 @@ def test_download_happens_once_and_replaces_a_damaged_file(answers, tmp_path, mo
 ])  # fmt: skip
 def test_failed_download_is_one_line_and_leaves_no_file(answers, tmp_path, answer, message):
     answers.append(answer)
-    with pytest.raises(DataError, match=f"^{hellaswag.URL}: {message}.*; try again; else get it with"):
+    with pytest.raises(
+        DataError, match=f"^{hellaswag.URL}: {message}.*; try again; else get it with"
+    ):
         hellaswag.load_questions(None, None, 0, ())
     assert [*(tmp_path / hellaswag.CACHED).parent.iterdir()] == []

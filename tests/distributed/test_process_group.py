@@ -1,4 +1,6 @@
-"""The process group: errors when other ranks are gone, and a group that the program has made before."""
+"""The process group: errors when other ranks are gone, and a group that
+the program has made before.
+"""
 
 import os
 from types import SimpleNamespace
@@ -15,14 +17,17 @@ from tests.support import ranks
 
 def gone(*_arguments, **_names):
     raise RuntimeError(
-        "[/torch/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:9. This is typical. Good luck\nframe"
+        "[/torch/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:9. "
+        "This is typical. Good luck\nframe"
     )
 
 
 def test_failed_collective_is_one_line_with_torchs_first_sentence():
     with pytest.raises(PeerLostError) as lost:
         ProcessGroup("cpu", 30)._collective(gone)
-    assert str(lost.value).startswith("gone failed (Connection closed by peer [10.0.0.1]:9): another rank has exited;")
+    assert str(lost.value).startswith(
+        "gone failed (Connection closed by peer [10.0.0.1]:9): another rank has exited;"
+    )
     assert len(str(lost.value).splitlines()) == 1
 
 

@@ -1,4 +1,6 @@
-"""One writer per run directory: refused while the holder lives, taken over when it is dead, with and without flock."""
+"""One writer per run directory: refused while the holder lives, taken over when it is
+dead, with and without flock.
+"""
 
 import errno
 import fcntl
@@ -14,7 +16,10 @@ from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
 from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-HOLD = "import sys; from gpt2_triton.distributed.run_lock import lock_run_dir; from pathlib import Path"
+HOLD = (
+    "import sys; from gpt2_triton.distributed.run_lock import "
+    "lock_run_dir; from pathlib import Path"
+)
 HOLD += "\nwith lock_run_dir(Path(sys.argv[1])): print(1, flush=True); sys.stdin.read()"
 
 
@@ -45,7 +50,9 @@ def refuse(run_dir, match):
 def test_second_writer_is_refused_with_host_process_and_start_of_the_first(tmp_path, holder):
     record = (tmp_path / NAME).read_text()
     assert record.startswith(f"pid {holder.pid} on {os.uname().nodename}, started 20")
-    refuse(tmp_path, f"^--run_dir: {record} writes to {tmp_path}; wait for its end, or choose another$")
+    refuse(
+        tmp_path, f"^--run_dir: {record} writes to {tmp_path}; wait for its end, or choose another$"
+    )
     holder.send_signal(signal.SIGSTOP)
     refuse(tmp_path, "writes to")
     assert (tmp_path / NAME).read_text() == record
@@ -60,7 +67,9 @@ def test_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, holder):
     assert os.listdir(tmp_path) == []
 
 
-def test_file_of_another_user_is_locked_and_replaced_once_its_process_has_ended(tmp_path, monkeypatch, holder):
+def test_file_of_another_user_is_locked_and_replaced_once_its_process_has_ended(
+    tmp_path, monkeypatch, holder
+):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
     refuse(tmp_path, f"^--run_dir: pid {holder.pid} on .* writes to {tmp_path}; wait for its end")
     holder.kill()
@@ -87,7 +96,13 @@ def test_file_that_its_holder_removes_meanwhile_is_made_again(tmp_path, monkeypa
 def test_without_flock_the_file_is_the_lock(tmp_path, without_flock, holder):
     holder.kill()
     holder.wait()
-    refuse(tmp_path, f"pid {holder.pid} on .*, may write to {tmp_path}; if it has ended, delete {tmp_path / NAME}, ")
+    refuse(
+        tmp_path,
+        (
+            f"pid {holder.pid} on .*, may write to {tmp_path}; "
+            f"if it has ended, delete {tmp_path / NAME}, "
+        ),
+    )
     (tmp_path / NAME).unlink()
     with lock_run_dir(tmp_path):
         refuse(tmp_path, f"pid {os.getpid()} on .*, may write to")

@@ -12,7 +12,9 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.shared_memory import SharedBuffer, open_shared
 from tests.support import ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="forks, which a process with CUDA may not"
+)
 
 
 def mapped() -> int:
@@ -38,7 +40,9 @@ def test_open_shared_refuses_memory_without_a_handle():
 
 
 def allocate(local_world_size: str, refused: bool) -> list[list[int]]:
-    """Allocate twice; return what this rank reads of each rank's memory, to which that rank has written its number."""
+    """Allocate twice; return what this rank reads of each rank's memory, to which that
+    rank has written its number.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = local_world_size
     group, found, held = ProcessGroup("cpu", 30), [], []
     if refused and group.rank == 1:
@@ -63,10 +67,13 @@ def allocate(local_world_size: str, refused: bool) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "local_world_size, refused, want", [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])]
+    "local_world_size, refused, want",
+    [("2", False, [1, 2]), ("2", True, []), ("1", False, []), ("", False, [])],
 )
 def test_allocate_shared_needs_one_host_and_all_ranks(tmp_path, local_world_size, refused, want):
     """One rank that cannot read is enough; one warning for each allocation."""
-    assert ranks.run(2, tmp_path / "stderr", allocate, local_world_size, refused) == [[want, want]] * 2
+    assert (
+        ranks.run(2, tmp_path / "stderr", allocate, local_world_size, refused) == [[want, want]] * 2
+    )
     warning = "warning: the ranks of this host cannot read each other's memory (no peer access)"
     assert (tmp_path / "stderr").read_text().count(warning) == 2 * refused

@@ -1,4 +1,6 @@
-"""The watchdog's diagnosis, and that one rank alone reports it.  Runs that hang are in training/test_multi_rank.py."""
+"""The watchdog's diagnosis, and that one rank alone reports it.  Runs that hang are in
+training/test_multi_rank.py.
+"""
 
 import itertools
 import os
@@ -10,7 +12,11 @@ from torch.distributed import HashStore
 from gpt2_triton.distributed import watchdog
 from gpt2_triton.distributed.watchdog import Status, Watchdog, diagnose
 
-AHEAD, BEHIND, OLDER = Status(9, 40, 7, "training"), Status(9, 39, 6, "training"), Status(9, 38, 6, "saving")
+AHEAD, BEHIND, OLDER = (
+    Status(9, 40, 7, "training"),
+    Status(9, 39, 6, "training"),
+    Status(9, 38, 6, "saving"),
+)
 
 
 @pytest.mark.parametrize("states, silent, diagnosis", [
@@ -31,18 +37,25 @@ def test_report_is_printed_by_the_first_rank_alone(capsys, monkeypatch):
     dog._report_and_exit("rank 2 is behind")
     dog._report_and_exit("rank 2 is behind")
     [message] = capsys.readouterr().err.splitlines()
-    assert message == "error: rank 0: no progress for 0 s at step 7: rank 2 is behind; restart the job, with --resume"
+    assert message == (
+        "error: rank 0: no progress for 0 s at step 7: "
+        "rank 2 is behind; restart the job, with --resume"
+    )
     assert codes == [1, 1]
 
 
 class Watched:
-    """A watchdog of rank 0 of two, with a timeout of 100 s, under a clock of its own; `published` is rank 1's state."""
+    """A watchdog of rank 0 of two, with a timeout of 100 s, under a clock of its own;
+    `published` is rank 1's state.
+    """
 
     def __init__(self, monkeypatch, phase):
         self.now, self.reported, self.published = 1000.0, [], Status(1, 1, 1, phase)
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr(Watchdog, "_publish", lambda dog: None)
-        monkeypatch.setattr(Watchdog, "_report_and_exit", lambda dog, diagnosis: self.reported.append(diagnosis))
+        monkeypatch.setattr(
+            Watchdog, "_report_and_exit", lambda dog, diagnosis: self.reported.append(diagnosis)
+        )
         own = Status(1, 1, 1, phase)
         both = lambda dog: [own._replace(tick=int(self.now)), self.read()]  # noqa: E731
         monkeypatch.setattr(Watchdog, "_read_all", both)

@@ -1,12 +1,13 @@
 """Sorts the reports of compute-sanitizer's racecheck on the kernels of tests/gpu/sanitize.py:
 
-    compute-sanitizer --tool racecheck --print-limit 1000000 --log-file LOG python -m tests.gpu.sanitize 7
-    python -m tests.gpu.races LOG ...
+    compute-sanitizer --tool racecheck --print-limit 1000000 --log-file LOG python -m
+    tests.gpu.sanitize 7 python -m tests.gpu.races LOG ...
 
-Triton starts the warps of a `warp_specialize` partition through a word in shared memory: the first warps write the
-number of the partition, and waiting warps read it after a barrier that racecheck does not see.  The reading code is the
-compiler's, at the line of the kernel's `def`, where no code of ours reads shared memory.  Such reports are counted; any
-other is printed, and the exit code is 1.  A log without racecheck's summary is one of a check that did not finish.
+Triton starts the warps of a `warp_specialize` partition through a word in shared memory: the first
+warps write the number of the partition, and waiting warps read it after a barrier that racecheck
+does not see.  The reading code is the compiler's, at the line of the kernel's `def`, where no code
+of ours reads shared memory.  Such reports are counted; any other is printed, and the exit code is
+1.  A log without racecheck's summary is one of a check that did not finish.
 """
 
 import inspect
@@ -32,7 +33,9 @@ def entries() -> dict[str, str]:
     found = {}
     for module in MODULES:
         source = inspect.getsource(module)
-        for kernel in re.finditer(r"^def (_\w+_kernel)\((?:.*\n)+?(?=^@|^def |\Z)", source, re.MULTILINE):
+        for kernel in re.finditer(
+            r"^def (_\w+_kernel)\((?:.*\n)+?(?=^@|^def |\Z)", source, re.MULTILINE
+        ):
             if "warp_specialize(" in kernel[0]:
                 line = source.count("\n", 0, kernel.start()) + 1
                 found[kernel[1]] = f"{Path(inspect.getfile(module)).name}:{line}"
@@ -40,7 +43,9 @@ def entries() -> dict[str, str]:
 
 
 def sort(log: str) -> tuple[Counter[str], list[str]]:
-    """Return the number of reports of a dispatch word for each kernel, and a line for each other report."""
+    """Return the number of reports of a dispatch word for each kernel, and a
+    line for each other report.
+    """
     dispatch: Counter[str] = Counter()
     others, entry = [], entries()
     reports = list(REPORT.finditer(log))
@@ -48,7 +53,9 @@ def sort(log: str) -> tuple[Counter[str], list[str]]:
         if r["read"] == entry.get(r["kernel"]) and int(r["value"]) < PARTITIONS:
             dispatch[r["kernel"]] += 1
         else:
-            others.append(f"{r['kernel']}: {r['address']} written in {r['write']}, read in {r['read']}")
+            others.append(
+                f"{r['kernel']}: {r['address']} written in {r['write']}, read in {r['read']}"
+            )
     if unread := log.count("hazard detected") - len(reports):
         others.append(f"{unread} reports in a form that is not known")
     if SUMMARY not in log:
@@ -61,7 +68,9 @@ def main(logs: list[str]) -> int:
     for name in logs:
         dispatch, others = sort(Path(name).read_text(errors="replace"))
         counts = ", ".join(f"{n} of {kernel}'s dispatch word" for kernel, n in dispatch.items())
-        head = f"{name}: {len(others)} reports of other memory; {counts or 'none of a dispatch word'}"
+        head = (
+            f"{name}: {len(others)} reports of other memory; {counts or 'none of a dispatch word'}"
+        )
         print(head, *others, sep="\n")
         failed |= bool(others)
     return int(failed)

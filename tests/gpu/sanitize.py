@@ -1,12 +1,16 @@
-"""Every launcher of bf16, fp32 and fp8 at ragged sizes, its tensors in allocations of their own, for compute-sanitizer:
+"""Every launcher of bf16, fp32 and fp8 at ragged sizes, its tensors in allocations of
+their own, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9
+    python -m tests.gpu.sanitize
 
-Arguments are numbers of CASES; by default all are taken.  tests/gpu/races.py reads what racecheck reports.
+Arguments are numbers of CASES; by default all are taken.  tests/gpu/races.py
+reads what racecheck reports.
 
-In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each launch here gets copies of
-its tensors.  The sanitizer frees no copy: one step of case 3 takes about 50 GiB.  Without the sanitizer this compiles
-the kernels, so that the run under it finds them in Triton's cache.
+In a run all buffers are views of one arena, inside which memcheck sees no overrun.  So each
+launch here gets copies of its tensors.  The sanitizer frees no copy: one step of case 3
+takes about 50 GiB.  Without the sanitizer this compiles the kernels, so that the run under
+it finds them in Triton's cache.
 """
 
 import dataclasses
@@ -25,8 +29,9 @@ from tests.support.launchers import WrappedKernels
 from tests.support.models import calibrate, train_steps
 from tests.support.tiny import tiny_config
 
-# n_head, n_embd, sequences, T, dtype, recompute, rows of a head chunk.  Rows in multiples of 32 take Hopper's kernels,
-# 1600 channels its wide tiles; the others leave partial tiles in every dimension
+# n_head, n_embd, sequences, T, dtype, recompute, rows of a head chunk.  Rows in
+# multiples of 32 take Hopper's kernels, 1600 channels its wide tiles; the others leave
+# partial tiles in every dimension
 CASES = (
     (12, 768, 3, 200, "bf16", "gelu", 176),
     (12, 768, 2, 256, "bf16", "gelu+ln+qkv", 512),
@@ -77,7 +82,9 @@ def _tensors(operand: Any) -> list[str]:
 def _copied(argument: Any) -> Any:
     """Return an argument of a launcher with tensors of its own."""
     if isinstance(argument, kernels.Fp8):
-        return dataclasses.replace(argument, **{name: getattr(argument, name).clone() for name in _tensors(argument)})
+        return dataclasses.replace(
+            argument, **{name: getattr(argument, name).clone() for name in _tensors(argument)}
+        )
     return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
@@ -88,7 +95,12 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
         vocab = 50257 if number in (0, 3) else 301
         config = tiny_config(
             model=dict(
-                n_layer=2, n_head=heads, n_embd=C, vocab_size=vocab, block_size=T, dropout=0.1 if number in MUON else 0
+                n_layer=2,
+                n_head=heads,
+                n_embd=C,
+                vocab_size=vocab,
+                block_size=T,
+                dropout=0.1 if number in MUON else 0,
             )
             | (dict(arch="llama", n_kv_head=LLAMA[number]) if number in LLAMA else {}),
             train=dict(
@@ -100,7 +112,8 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
             ),
             fp8=dict(keep_bf16="head" if number == 9 else "none"),
             optim=dict(
-                name="muon" if number in MUON else "adamw", master="fp32" if number % 2 and dtype == "bf16" else "none"
+                name="muon" if number in MUON else "adamw",
+                master="fp32" if number % 2 and dtype == "bf16" else "none",
             ),
             memory=dict(recompute=level, head_rows=rows),
             log=dict(stats_every=1),
@@ -141,9 +154,14 @@ def main() -> int:
     torch.cuda.synchronize()
     left = sorted(name for name in contract.LAUNCHERS.keys() - K.launched if hasattr(kernels, name))
     print(
-        f"{len(K.launched)} launchers launched; not launched: {', '.join(left) or 'none'}; triton {triton.__version__}"
+        f"{len(K.launched)} launchers launched; not launched: "
+        f"{', '.join(left) or 'none'}; triton {triton.__version__}"
     )
-    caching = "off" if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1" else "ON: overruns inside it stay unseen"
+    caching = (
+        "off"
+        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"
+        else "ON: overruns inside it stay unseen"
+    )
     print(f"caching of allocations: {caching}")
     return 1 if left else 0
 

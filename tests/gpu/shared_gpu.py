@@ -1,4 +1,5 @@
-"""Compares a training step with the same step under other conditions, launch by launch and bit by bit:
+"""Compares a training step with the same step under other conditions,
+launch by launch and bit by bit:
 
     python -m tests.gpu.shared_gpu [bf16|fp8 ...]
 
@@ -6,11 +7,12 @@ alone        again, alone on the GPU
 dirty        with NaN, before the step, in every buffer whose contents do not outlive a step
 shared       while another process multiplies with PyTorch on the same GPU, PASSES times
 
-The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.  Each condition is
-tried in two ways: launch by launch, each followed by sums of its outputs' bytes, which names the first launch that
-differs and counts those after it; and as the graphs of a run, of which the gradients and the step's results are
-compared.  A product of PyTorch's on constant operands, as long as the head's, shows whether kernels that are not ours
-are disturbed too.  The exit code is 1 if anything of ours differs.
+The model has two layers of GPT-2 1558M's shape and micro-batch, whose kernels take 0.1 to 4 ms.
+Each condition is tried in two ways: launch by launch, each followed by sums of its outputs' bytes,
+which names the first launch that differs and counts those after it; and as the graphs of a run, of
+which the gradients and the step's results are compared.  A product of PyTorch's on constant
+operands, as long as the head's, shows whether kernels that are not ours are disturbed too.  The
+exit code is 1 if anything of ours differs.
 """
 
 import contextlib
@@ -33,13 +35,16 @@ from tests.support.models import calibrate, packed
 from tests.support.tiny import tiny_config
 
 PASSES = 30
-KEPT = ("window", "scale", "history", "amax", "step_out", "step_in", "step_key", "batch")  # beside the checkpoint's
+# beside the checkpoint's
+KEPT = ("window", "scale", "history", "amax", "step_out", "step_in", "step_key", "batch")
 
 Sums = list[tuple[str, list[int]]]  # of each launch: its launcher, and a sum of each output's bytes
 
 
 class Checksums(WrappedKernels):
-    """The kernels, each launch followed by sums of its outputs on the device while `sums` is true."""
+    """The kernels, each launch followed by sums of its outputs on the
+    device while `sums` is true.
+    """
 
     def __init__(self) -> None:
         self.sums, self.launches = True, list[tuple[str, list[Tensor]]]()
@@ -49,8 +54,12 @@ class Checksums(WrappedKernels):
         if self.sums:
             launcher: Any = contract.LAUNCHERS[name]
             written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
-            results = [t for output, t in written if t is not None and output not in contract.WORKSPACE]
-            self.launches.append((name, [sum_of_bytes(t) for result in results for t in tensors_of(name, result)]))
+            results = [
+                t for output, t in written if t is not None and output not in contract.WORKSPACE
+            ]
+            self.launches.append(
+                (name, [sum_of_bytes(t) for result in results for t in tensors_of(name, result)])
+            )
 
     def take(self) -> Sums:
         """Return the sums since the last call."""
@@ -59,15 +68,20 @@ class Checksums(WrappedKernels):
 
 
 def tensors_of(launcher: str, output: Any) -> list[Tensor]:
-    """Return the tensors that a launch writes: of an fp8 operand its forms, without what is not written."""
+    """Return the tensors that a launch writes: of an fp8 operand its forms,
+    without what is not written.
+    """
     if not isinstance(output, kernels.Fp8):
         return [output]
-    columns = output.columns if output.transposed and launcher != "attention_fwd" else None  # attention_bwd: att.T
+    # attention_bwd: att.T
+    columns = output.columns if output.transposed and launcher != "attention_fwd" else None
     return [t for t in (output.rows, columns, output.value, output.amax) if t is not None]
 
 
 def sum_of_bytes(t: Tensor) -> Tensor:
-    """Return an int64 that nearly every change of the tensor's bytes changes; sums of integers have no order."""
+    """Return an int64 that nearly every change of the tensor's bytes changes; sums
+    of integers have no order.
+    """
     flat = t.reshape(-1).view(torch.uint8)
     words = flat[: flat.numel() // 4 * 4].view(torch.int32)
     place = torch.arange(len(words), device=t.device) % 1021 + 1  # moved words count too
@@ -75,7 +89,9 @@ def sum_of_bytes(t: Tensor) -> Tensor:
 
 
 def one_pass(model: Model, arena: Tensor) -> Sums:
-    """Run a step launch by launch from the arena's contents `arena`; return the sums of its launches."""
+    """Run a step launch by launch from the arena's contents `arena`; return
+    the sums of its launches.
+    """
     model.arena.copy_(arena)
     model.K.sums = model.eager = True
     run_step(model)
@@ -97,9 +113,14 @@ def run_step(model: Model) -> None:
 
 
 def dirty(model: Model, pristine: Tensor) -> Tensor:
-    """Return `pristine` with bytes of 0xFF, which are NaN, in all buffers that do not outlive a step."""
+    """Return `pristine` with bytes of 0xFF, which are NaN, in all buffers
+    that do not outlive a step.
+    """
     kept = torch.zeros_like(pristine, dtype=torch.bool)
-    state = {**state_io.state_buffers(model.state), **{name: getattr(model.state, name) for name in KEPT}}
+    state = {
+        **state_io.state_buffers(model.state),
+        **{name: getattr(model.state, name) for name in KEPT},
+    }
     for tensor in state.values():
         if tensor is not None and tensor.numel():
             first = tensor.data_ptr() - model.arena.data_ptr()
@@ -108,7 +129,9 @@ def dirty(model: Model, pristine: Tensor) -> Tensor:
 
 
 def differing(found: Sums, want: Sums) -> str:
-    """Return the first launch that differs, as "layernorm_bwd (launch 12, output 0; 3 later ones differ)", or ""."""
+    """Return the first launch that differs, as "layernorm_bwd (launch 12, output 0; 3
+    later ones differ)", or "".
+    """
     assert [name for name, _ in found] == [name for name, _ in want]
     wrong = [i for i, ((_, ours), (_, theirs)) in enumerate(zip(found, want)) if ours != theirs]
     if not wrong:
@@ -119,7 +142,9 @@ def differing(found: Sums, want: Sums) -> str:
 
 
 def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
-    """Return a model with the sections of a configuration, and the contents of its arena before a step."""
+    """Return a model with the sections of a configuration, and the contents
+    of its arena before a step.
+    """
     sections["train"] |= dict(precision=precision)
     config = tiny_config(log=dict(stats_every=0), sample=dict(every=0), **sections)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +163,9 @@ def prepare(precision: str, **sections: Any) -> tuple[Model, Tensor]:
 
 @contextlib.contextmanager
 def another_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Let a process run from its first line, "running", to the end of the block; RuntimeError if it ends before."""
+    """Let a process run from its first line, "running", to the end of the block;
+    RuntimeError if it ends before.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if not process.stdout or process.stdout.readline() != "running\n":
@@ -163,14 +190,21 @@ class Control:
     """A product of PyTorch's of constant operands, bf16 [16384, 1600] and [1600, 50304]."""
 
     def __init__(self) -> None:
-        self._a, self._b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((16384, 1600), (1600, 50304)))
+        self._a, self._b = (
+            torch.randn(s, device="cuda", dtype=torch.bfloat16)
+            for s in ((16384, 1600), (1600, 50304))
+        )
 
     def sum(self) -> int:
         return int(sum_of_bytes(self._a @ self._b))
 
 
-def passes_of(model: Model, arena: Tensor, control: Control, passes: int) -> tuple[list[Sums], list[Sums], list[int]]:
-    """Return the sums of so many passes launch by launch and as graphs, and of PyTorch's product."""
+def passes_of(
+    model: Model, arena: Tensor, control: Control, passes: int
+) -> tuple[list[Sums], list[Sums], list[int]]:
+    """Return the sums of so many passes launch by launch and as graphs,
+    and of PyTorch's product.
+    """
     launched = [one_pass(model, arena) for _ in range(passes)]
     replayed = [one_replay(model, arena) for _ in range(passes)]
     return launched, replayed, [control.sum() for _ in range(passes)]
@@ -191,12 +225,19 @@ def compare(precision: str) -> int:
     with another_process([sys.executable, "-m", "tests.gpu.shared_gpu", "--load"]):
         found["shared"] = passes_of(model, pristine, control, PASSES)
     for condition, (launched, replayed, controls) in found.items():
-        for way, passes, expected in (("launches", launched, want), ("graphs", replayed, want_replayed)):
+        for way, passes, expected in (
+            ("launches", launched, want),
+            ("graphs", replayed, want_replayed),
+        ):
             first = [line for line in (differing(sums, expected) for sums in passes) if line]
             wrong += len(first)
             lines = "".join(f"\n  {first.count(line)} x {line}" for line in dict.fromkeys(first))
             print(
-                f"{precision}, {condition}, {way}: {len(passes) - len(first)} of {len(passes)} equal{lines}", flush=True
+                (
+                    f"{precision}, {condition}, {way}: {len(passes) - len(first)} "
+                    f"of {len(passes)} equal{lines}"
+                ),
+                flush=True,
             )
         if disturbed := sum(value != want_control for value in controls):
             print(f"  PyTorch's product differs in {disturbed} of {len(controls)}", flush=True)

@@ -1,6 +1,6 @@
-"""Tests that need a GPU: gradients at 124M's width, the plan against the memory in use, kernel names, equal bits of
-two runs, of graphs and launches and beside another process, and gaps in the device's work.  Nothing else may use the
-GPU meanwhile.
+"""Tests that need a GPU: gradients at 124M's width, the plan against the memory in use, kernel
+names, equal bits of two runs, of graphs and launches and beside another process, and gaps in the
+device's work.  Nothing else may use the GPU meanwhile.
 """
 
 import collections
@@ -40,14 +40,18 @@ bf16_and_fp8 = pytest.mark.parametrize("precision", ["bf16", fp8_precisions[-1]]
 
 
 def wide_config(
-    arch: str = "gpt2", dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2, T: int = 256,
-    accumulation: int = 1, every=0,
+    arch: str = "gpt2", dtype: str = "bf16", level: str = "gelu", n_layer: int = 2, B: int = 2,
+    T: int = 256, accumulation: int = 1, every=0,
 ):  # fmt: skip
     """Return a configuration with GPT-2 124M's width and vocabulary and fewer layers."""
     shape = dict(n_head=12, n_embd=768, vocab_size=50257, block_size=1024)
     return tiny_config(
-        model=dict(n_layer=n_layer, **shape, **(dict(arch=arch, n_kv_head=4) if arch == "llama" else {})),
-        train=dict(batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T),
+        model=dict(
+            n_layer=n_layer, **shape, **(dict(arch=arch, n_kv_head=4) if arch == "llama" else {})
+        ),
+        train=dict(
+            batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T
+        ),
         memory=dict(recompute=level),
         eval=dict(every=every),
         sample=dict(every=every),
@@ -69,15 +73,22 @@ def in_precision(precision: str, config):
 
 def jit_functions() -> list[triton.JITFunction]:
     """Return all kernels of the package, and the jit functions that they call."""
-    names = (m.name for m in pkgutil.walk_packages(gpt2_triton.kernels.__path__, "gpt2_triton.kernels."))
+    names = (
+        m.name for m in pkgutil.walk_packages(gpt2_triton.kernels.__path__, "gpt2_triton.kernels.")
+    )
     modules = map(importlib.import_module, names)
     return [f for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)]
 
 
 def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
-    """Run train_steps as the trainer does: from pinned batches, reading each step after the next one's launch."""
+    """Run train_steps as the trainer does: from pinned batches, reading each step
+    after the next one's launch.
+    """
     config, waiting, history = model.config, [], []
-    pinned = [[b.pin_memory() for b in packed(config, model.shape.accumulation, seed)] for seed in range(n)]
+    pinned = [
+        [b.pin_memory() for b in packed(config, model.shape.accumulation, seed)]
+        for seed in range(n)
+    ]
     for step in range(n):
         model.begin_step(step_inputs(step, config), step, 1)
         for micro, batch in enumerate(pinned[step]):
@@ -89,21 +100,30 @@ def late_steps(model: Model, n: int) -> list[tuple[float, float, bool]]:
 
 
 def exact_gradients(model: Model) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the first step of the reference launchers in float64, from the model's weights."""
+    """Return loss and gradients of the first step of the reference launchers in float64,
+    from the model's weights.
+    """
     exact = Model(model.config, reference, "cuda", dtypes=F64)
     exact.eager = True
     exact.state.params.copy_(model.state.params)
     [(loss, _, _)] = train_steps(exact, 1)
-    return loss, {name: t.clone() for name, t, _ in torch_reference.tensors(exact.train_view.g, exact.dims)}
+    return loss, {
+        name: t.clone() for name, t, _ in torch_reference.tensors(exact.train_view.g, exact.dims)
+    }
 
 
 def torch_gradients(model: Model) -> dict[str, torch.Tensor]:
     """Return PyTorch's gradients of the first step with everything in bf16."""
-    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+    d, params = (
+        model.dims,
+        torch_reference.leaves(model.state.params, model.dims, table=model.A.Params),
+    )
     [(ids, targets)] = batches(model.config, 1)
     words = params, ids.cuda(), targets.cuda(), d["V"], d["NH"]
     if model.config.model.arch == "llama":
-        loss = torch_reference.llama_loss(*words, model.train_view.a.rope, model.config.model.norm_eps)
+        loss = torch_reference.llama_loss(
+            *words, model.train_view.a.rope, model.config.model.norm_eps
+        )
     else:
         loss = torch_reference.gpt2_loss(*words)
     loss.backward()
@@ -112,12 +132,15 @@ def torch_gradients(model: Model) -> dict[str, torch.Tensor]:
 
 @every_arch
 def test_gradients_in_bf16_are_as_accurate_as_pytorchs(arch):
-    """Each tensor's error is at most 1.1 times that of PyTorch in bf16, which also rounds the gradients."""
+    """Each tensor's error is at most 1.1 times that of PyTorch in bf16, which
+    also rounds the gradients.
+    """
     model = wide_model(arch=arch)
     want, exact = exact_gradients(model)
     torchs = torch_gradients(model)
     [(loss, _, _)] = train_steps(model, 1)
-    assert abs(loss - want) < 1e-3 * want  # about ten roundings of 2e-3 each in a logit, averaged over 400 tokens
+    # about ten roundings of 2e-3 each in a logit, averaged over 400 tokens
+    assert abs(loss - want) < 1e-3 * want
     for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
         off, bound = error(ours, exact[name]), 1.1 * error(torchs[name], exact[name])
         assert off <= bound and off < 0.02, f"{name}: {off:.1e}, PyTorch {bound / 1.1:.1e}"
@@ -137,15 +160,21 @@ def test_gradients_in_fp32_equal_float64(arch):
 @every_arch
 @pytest.mark.parametrize("precision", fp8_precisions)
 def test_gradients_in_fp8_point_where_those_of_float64_do(precision, arch):
-    """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and those of the layers below."""
+    """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and
+    those of the layers below.
+    """
     model = wide_model(precision, arch=arch)
     want, exact = exact_gradients(SimpleNamespace(config=wide_config(arch), state=model.state))
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 2e-3 * want
     for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
-        cosine = torch.nn.functional.cosine_similarity(ours.double().flatten(), exact[name].flatten(), dim=0).item()
+        cosine = torch.nn.functional.cosine_similarity(
+            ours.double().flatten(), exact[name].flatten(), dim=0
+        ).item()
         ratio = (ours.double().norm() / exact[name].norm()).item()
-        assert cosine > 0.99 and 0.97 < ratio < 1.03, f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
+        assert cosine > 0.99 and 0.97 < ratio < 1.03, (
+            f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
+        )
 
 
 @every_arch
@@ -156,7 +185,10 @@ def test_evaluation_between_fp8_steps_has_the_bits_of_a_bf16_model(precision, ar
     plain.state.params.copy_(model.state.params)
     batch = [t.numpy() for t in batches(model.config, 1)[0]]
     in_bf16 = model.evaluate(*batch)
-    assert torch.equal(in_bf16, plain.evaluate(*batch)) and 0 < error(model.evaluate(*batch, fp8=True), in_bf16) < 1e-2
+    assert (
+        torch.equal(in_bf16, plain.evaluate(*batch))
+        and 0 < error(model.evaluate(*batch, fp8=True), in_bf16) < 1e-2
+    )
 
 
 @every_precision
@@ -178,7 +210,9 @@ def test_a_step_launches_triton_kernels_and_copies_only(precision):
 
 @bf16_and_fp8
 def test_plan_equals_the_memory_in_use(precision):
-    """Between a warm context (a step of the same kernels) and the third step free memory shrinks by the arena."""
+    """Between a warm context (a step of the same kernels) and the third step free
+    memory shrinks by the arena.
+    """
     train_steps(wide_model(precision, n_layer=1, T=1024), 1)
     gc.collect()
     torch.cuda.empty_cache()
@@ -188,7 +222,9 @@ def test_plan_equals_the_memory_in_use(precision):
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
     # 2%: modules that the driver loads later, and its pages of 2 MiB
-    assert abs((before - after) / model.plan.total - 1) < 0.02, f"plan {model.plan.total:,}, taken {before - after:,}"
+    assert abs((before - after) / model.plan.total - 1) < 0.02, (
+        f"plan {model.plan.total:,}, taken {before - after:,}"
+    )
 
 
 def allocations() -> int:
@@ -217,7 +253,10 @@ def test_two_runs_give_the_same_bits(dtype):
 @bf16_and_fp8
 def test_every_recompute_level_gives_the_same_bits(precision, arch):
     levels = (*RECOMPUTE_LEVELS, "gelu:1", "gelu+ln+qkv:1", "block:1")
-    runs = {level: (model := wide_model(precision, arch=arch, level=level), train_steps(model, 2)) for level in levels}
+    runs = {
+        level: (model := wide_model(precision, arch=arch, level=level), train_steps(model, 2))
+        for level in levels
+    }
     model, history = runs["none"]
     for level, (other, others) in runs.items():
         assert others == history, level
@@ -227,7 +266,9 @@ def test_every_recompute_level_gives_the_same_bits(precision, arch):
 
 @bf16_and_fp8
 def test_graphs_give_the_bits_of_eager_launches(precision):
-    """Five steps of two micro-steps: the first overwrites, the second adds, and all three graphs are replayed."""
+    """Five steps of two micro-steps: the first overwrites, the second adds, and all
+    three graphs are replayed.
+    """
     eager, graphs = wide_model(precision, accumulation=2), wide_model(precision, accumulation=2)
     eager.eager = True
     assert train_steps(eager, 5) == late_steps(graphs, 5)
@@ -238,22 +279,32 @@ def test_graphs_give_the_bits_of_eager_launches(precision):
 
 
 def test_steps_leave_no_gap_on_the_device_and_one_wait_on_the_host():
-    """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time, and the host waits for the step before."""
+    """GPT-2 124M at batch 64, four steps: kernels cover 99% of the time, and the host
+    waits for the step before.
+    """
     model = wide_model(n_layer=12, B=64, T=1024)
     late_steps(model, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         late_steps(model, 4)
     on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = sorted((e.time_range.start, e.time_range.end) for e in on_device if not e.name.startswith("Mem"))
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end) for e in on_device if not e.name.startswith("Mem")
+    )
     begin = end = kernels[0][0]
     busy = 0.0
     for start, stop in kernels:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    assert busy > 0.99 * (end - begin), f"{(end - begin - busy) / 4:.0f} us idle per step of {(end - begin) / 4:.0f} us"
+    assert busy > 0.99 * (end - begin), (
+        f"{(end - begin - busy) / 4:.0f} us idle per step of {(end - begin) / 4:.0f} us"
+    )
     calls = collections.Counter(e.name for e in profile.events())
     assert calls["cudaGraphLaunch"] == 2 * 4  # the trace saw the steps
-    assert calls["cudaEventSynchronize"] == 4 and calls["cudaStreamSynchronize"] == 0 and calls["cudaMemcpy"] == 0
+    assert (
+        calls["cudaEventSynchronize"] == 4
+        and calls["cudaStreamSynchronize"] == 0
+        and calls["cudaMemcpy"] == 0
+    )
     assert calls["cudaDeviceSynchronize"] <= 1  # the profiler's own, as it ends
 
 

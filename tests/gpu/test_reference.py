@@ -1,4 +1,6 @@
-"""Five steps of the kernels have the losses and gradient norms of five steps of the reference launchers in float64."""
+"""Five steps of the kernels have the losses and gradient norms of five steps of the
+reference launchers in float64.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ WIDTH = dict(  # GPT-2 124M's, in two layers
     train=dict(batch_size=2, seq_len=256, total_batch_tokens=512, steps=5),
     memory=dict(recompute="gelu"),
 )
-RAGGED = dict(batch_size=3, seq_len=208, total_batch_tokens=624)  # rows and tokens that fill no whole blocks
+# rows and tokens that fill no whole blocks
+RAGGED = dict(batch_size=3, seq_len=208, total_batch_tokens=624)
 CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "GPT-2, heads of 64": {},
     "GPT-2, heads of 80": dict(model=dict(n_head=5, n_embd=400), train=RAGGED),
@@ -29,7 +32,8 @@ CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln+qkv")),
     "Muon": dict(optim=dict(name="muon")),
 }
-# largest relative differences.  Five steps of Hopper's kernels in bf16 and fp8 have losses 2e-5 and 4e-4 from fp32's
+# largest relative differences.  Five steps of Hopper's kernels in bf16 and fp8 have
+# losses 2e-5 and 4e-4 from fp32's
 LOSS = {"fp32": 5e-6, "bf16": 1e-4, "fp8": 2e-3}
 NORM = {"fp32": 5e-5, "bf16": 1e-2, "fp8": 5e-2}
 
@@ -41,7 +45,9 @@ def configuration(case: str, dtype: str) -> Config:
 
 
 def exact_steps(case: str, weights: torch.Tensor) -> list[tuple[float, float, bool]]:
-    """Return (loss, gradient norm, applied) of five steps of the reference launchers from these weights."""
+    """Return (loss, gradient norm, applied) of five steps of the reference
+    launchers from these weights.
+    """
     exact = Model(configuration(case, "fp32"), reference, DEVICE, dtypes=F64)
     exact.eager = True
     exact.initialise(seed=1)
@@ -53,7 +59,11 @@ def exact_steps(case: str, weights: torch.Tensor) -> list[tuple[float, float, bo
 @pytest.mark.parametrize("case", CASES)
 def test_five_steps_are_those_of_the_reference_launchers(case, precision):
     config = configuration(case, "fp32" if precision == "fp32" else "bf16")
-    model = Model(config if precision == "fp32" else in_precision(precision, config), gpt2_triton.kernels, DEVICE)
+    model = Model(
+        config if precision == "fp32" else in_precision(precision, config),
+        gpt2_triton.kernels,
+        DEVICE,
+    )
     model.initialise(seed=1)
     exact = exact_steps(case, model.state.params)
     if model.has_fp8:
@@ -61,4 +71,6 @@ def test_five_steps_are_those_of_the_reference_launchers(case, precision):
     kind = precision.partition(",")[0]
     for ours, want in zip(train_steps(model, 5), exact, strict=True):
         assert ours[2] and want[2]
-        assert abs(ours[0] / want[0] - 1) < LOSS[kind] and abs(ours[1] / want[1] - 1) < NORM[kind], (ours, want)
+        assert (
+            abs(ours[0] / want[0] - 1) < LOSS[kind] and abs(ours[1] / want[1] - 1) < NORM[kind]
+        ), (ours, want)

@@ -40,7 +40,10 @@ def test_log_file_on_a_full_disk_keeps_lines_in_order(tmp_path, capsys):
     lines.write("fourth\n")
     lines.close()
     assert disk.data == b"second\nthird\nfourth\n" and disk.closed
-    warning = f"warning: {tmp_path}/x.jsonl: cannot be written (No space left on device): its lines wait; make room\n"
+    warning = (
+        f"warning: {tmp_path}/x.jsonl: cannot be written (No space left on "
+        "device): its lines wait; make room\n"
+    )
     assert capsys.readouterr().err == warning
 
 
@@ -100,7 +103,9 @@ class Stderr(io.StringIO):
 @pytest.mark.parametrize(("terminal", "rank", "delay", "shown"), [
     (True, "0", 0, True), (True, "0", 5, False), (False, "0", 0, False), (True, "1", 0, False),
 ])  # fmt: skip
-def test_progress_is_shown_by_rank_0_of_long_work_on_a_terminal(monkeypatch, terminal, rank, delay, shown):
+def test_progress_is_shown_by_rank_0_of_long_work_on_a_terminal(
+    monkeypatch, terminal, rank, delay, shown
+):
     """Also of work that learns its total while it works."""
     monkeypatch.setattr("sys.stderr", stderr := Stderr(terminal))
     monkeypatch.setattr(console, "DELAY", delay)
@@ -110,7 +115,11 @@ def test_progress_is_shown_by_rank_0_of_long_work_on_a_terminal(monkeypatch, ter
         for done in (1, 3):
             progress.show(done, 4, "matmul")
     text = stderr.getvalue()
-    assert ("compiling:  75%" in text and "3.00/4.00" in text and "matmul" in text) == shown == bool(text)
+    assert (
+        ("compiling:  75%" in text and "3.00/4.00" in text and "matmul" in text)
+        == shown
+        == bool(text)
+    )
 
 
 def test_printed_lines_have_no_control_characters(capsys):
@@ -128,6 +137,9 @@ def test_format_bytes_has_digits_for_small_sizes():
 
 
 def test_messages_name_commands_as_the_user_called_one(monkeypatch):
-    for started, called in ("/usr/bin/gpt2-triton", "gpt2-triton"), ("train.py", "python -m gpt2_triton"):
+    for started, called in (
+        ("/usr/bin/gpt2-triton", "gpt2-triton"),
+        ("train.py", "python -m gpt2_triton"),
+    ):
         monkeypatch.setattr("sys.argv", [started])
         assert console.command_line("plot") == f"{called} plot"

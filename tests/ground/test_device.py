@@ -24,7 +24,9 @@ UNLIMITED = {"v1": ("4:memory:/", {"memory/memory.limit_in_bytes": 2**43}), "v2"
 
 
 def make_groups(tmp_path, patch, named, files):
-    """Let the process be in control groups of which each has 1 MiB of its own and 2 MiB of pages of files."""
+    """Let the process be in control groups of which each has 1 MiB of its own
+    and 2 MiB of pages of files.
+    """
     (tmp_path / "named").write_text(named + "\n")
     for name, limit in files.items():
         group = (tmp_path / name).parent

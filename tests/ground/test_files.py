@@ -55,7 +55,9 @@ def test_new_directory_refuses_a_taken_place(tmp_path):
 
 
 def test_free_space_of_a_directory_to_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 if path == tmp_path else 0))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=7 if path == tmp_path else 0)
+    )
     assert free_space(tmp_path / "a" / "b") == 7
 
 

@@ -1,4 +1,6 @@
-"""The replaced parts of Triton's interpreter give Triton's bits, for all types and shapes that they know or refuse."""
+"""The replaced parts of Triton's interpreter give Triton's bits, for all types and shapes
+that they know or refuse.
+"""
 
 import os
 import pickle
@@ -18,7 +20,8 @@ from tests.support import interpreted
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 
 OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod lt le gt ge eq ne and or xor lshift"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod "
+    "rmod lt le gt ge eq ne and or xor lshift"
 )
 METHODS = [f"__{name}__" for name in [*OPERATORS.split(), "rshift", "getitem", "init"]]
 REPLACED = {
@@ -31,12 +34,16 @@ REPLACED = {
     core.tensor_descriptor_base: "load store",
 }
 KEPT = {
-    interpreter: "_implicit_cvt GridExecutor interpreter_semantic interpreter_builder InterpreterOptions _interpreter",
+    interpreter: (
+        "_implicit_cvt GridExecutor interpreter_semantic "
+        "interpreter_builder InterpreterOptions _interpreter"
+    ),
     interpreter.InterpretedFunction: "rewritten_fn rewrite",
     core: "validate_block_shape _unwrap_shape",
 }
 FUNCTIONS = (
-    "exp exp2 log log2 sqrt sin cos floor minimum maximum sum max arange full zeros zeros_like program_id where dot "
+    "exp exp2 log log2 sqrt sin cos floor minimum maximum sum max arange full "
+    "zeros zeros_like program_id where dot "
     "split load store"
 )
 
@@ -71,8 +78,8 @@ def test_every_expression_has_triton_s_bits(tmp_path):
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [
-        ("a[:, None] * 8 + b[None, :]", Affine), ("fp + (a.to(tl.int64) * n + n)", Affine), ("fp + n + a", Affine),
-        ("fp + 3", Affine), ("n // 2 * m + 1", Affine),
+        ("a[:, None] * 8 + b[None, :]", Affine), ("fp + (a.to(tl.int64) * n + n)", Affine),
+        ("fp + n + a", Affine), ("fp + 3", Affine), ("n // 2 * m + 1", Affine),
         ("(a < 5)[:, None] & (b < n)[None, :]", Box), ("a.to(tl.int64) * 300_000_000", Affine),
         ("a * 300_000_000", interpreter.TensorHandle), ("a * a", interpreter.TensorHandle),
         ("a >= 5", interpreter.TensorHandle),
@@ -92,7 +99,8 @@ def test_a_triton_newer_than_the_tests_keeps_its_own_interpreter(tmp_path):
 from gpt2_triton import version
 version.NEWEST_TRITON = "3.0"
 from gpt2_triton import Config, train
-config = Config.load("quickstart", {"train.steps": 1, "train.seq_len": 16, "train.batch_size": 1, "model.n_layer": 1,
+config = Config.load("quickstart", \
+{"train.steps": 1, "train.seq_len": 16, "train.batch_size": 1, "model.n_layer": 1,
     "optim.warmup": 1, "eval.every": 0, "sample.every": 0})
 run = train(config, RUN)
 from triton.runtime import interpreter
@@ -100,7 +108,10 @@ print(run.loss, interpreter._patch_lang.__module__)
 """
     words = [sys.executable, "-c", code.replace("RUN", repr(str(tmp_path / "run")))]
     done = subprocess.run(
-        words, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, capture_output=True, text=True
+        words,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     loss, module = done.stdout.split()

@@ -13,17 +13,22 @@ from gpt2_triton.version import git_state, web_address
 
 
 def git(directory, *words):
-    subprocess.run(["git", "-C", directory, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+    subprocess.run(
+        ["git", "-C", directory, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True
+    )
 
 
 def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "__init__.py").write_text("")
-    assert git_state(tmp_path) is None  # not tracked, as an installed package inside another checkout
+    # not tracked, as an installed package inside another checkout
+    assert git_state(tmp_path) is None
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "one")
-    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     (tmp_path / "notes.txt").write_text("untracked files do not count")
     assert git_state(tmp_path) == {"commit": head, "dirty": False}
     (tmp_path / "__init__.py").write_text("1")
@@ -31,9 +36,11 @@ def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
 
 
 @pytest.mark.parametrize(("origin", "address"), [
-    ("https://host.org/us/it.git", "https://host.org/us/it"), ("https://me:secret@host.org/us/it", "https://host.org/us/it"),
-    ("git@host.org:us/it.git", "https://host.org/us/it"), ("ssh://git@host.org/us/it/", "https://host.org/us/it"),
-    ("/home/me/it", None), ("../it.git", None), (None, None),
+    ("https://host.org/us/it.git", "https://host.org/us/it"),
+    ("https://me:secret@host.org/us/it", "https://host.org/us/it"),
+    ("git@host.org:us/it.git", "https://host.org/us/it"),
+    ("ssh://git@host.org/us/it/", "https://host.org/us/it"), ("/home/me/it", None),
+    ("../it.git", None), (None, None),
 ])  # fmt: skip
 def test_web_address_is_of_the_clone_s_origin_without_a_password(tmp_path, origin, address):
     git(tmp_path, "init", "-q")
@@ -52,7 +59,10 @@ def test_installed_package_has_the_commit_of_its_wheel(tmp_path, monkeypatch, di
     state = {"commit": "1a2b", "dirty": dirty}
     (tmp_path / version.COMMIT).write_text(json.dumps(state))
     assert version.code_state() == state
-    assert version.version_text().splitlines()[1] == "commit 1a2b" + " with uncommitted changes" * dirty
+    assert (
+        version.version_text().splitlines()[1]
+        == "commit 1a2b" + " with uncommitted changes" * dirty
+    )
 
 
 def test_version_text_without_a_commit_and_without_triton(tmp_path, monkeypatch):
@@ -75,9 +85,12 @@ def test_triton_of_torch_for_amd_has_another_name(monkeypatch):
 def test_version_imports_no_other_package():
     program = (
         "import sys; before = {*sys.modules}; import gpt2_triton.version as v; v.version_text();"
-        "print({name.partition('.')[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names})"
+        "print({name.partition('.')[0] for name in {*sys.modules} - "
+        "before} - {*sys.stdlib_module_names})"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "{'gpt2_triton'}\n"
 
 

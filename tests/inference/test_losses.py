@@ -1,4 +1,6 @@
-"""Commands hellaswag and perplexity: results equal those of training for any batch; mistakes are one line."""
+"""Commands hellaswag and perplexity: results equal those of training for any
+batch; mistakes are one line.
+"""
 
 import json
 import math
@@ -44,7 +46,9 @@ def trained(tmp_path_factory):
 
 def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, capsys):
     directory, logged = trained
-    [val_loss] = [record["val_loss"] for record in logged if record["step"] == 1 and "val_loss" in record]
+    [val_loss] = [
+        record["val_loss"] for record in logged if record["step"] == 1 and "val_loss" in record
+    ]
     out = tmp_path / "out.json"
     arguments = [str(directory / "run"), "--tokens", "256", "--json", str(out)]
     assert main(app, ["perplexity", *arguments, "--batch_tokens", "200"]) == 0
@@ -65,7 +69,8 @@ def test_perplexity_takes_all_windows_of_the_shards(trained):
     assert load_for_losses(config, stored, 64).B == 192 // 16  # at least one sequence of block_size
     found = losses.perplexity(model, opened, 0)
     assert found.tokens == 199 // 16 * 16
-    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # one byte per token, no end of text
+    # one byte per token, no end of text
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
 
 
 @pytest.mark.slow
@@ -75,9 +80,12 @@ def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     tokens = np.append(gpt2().encode(text)[:16], gpt2().eot).astype(np.uint16)
     write_shard(tmp_path / "a.bin", tokens)
     model, _ = tiny_model(model=dict(vocab_size=50300), data=dict(tokenizer="gpt2"))
-    found_losses = model.evaluate(tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)).numpy()
+    found_losses = model.evaluate(
+        tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)
+    ).numpy()
     found = losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
-    size = len(gpt2().decode(tokens[1:16]).encode())  # the first token is no target, the last has no text
+    # the first token is no target, the last has no text
+    size = len(gpt2().decode(tokens[1:16]).encode())
     assert found.bits_per_byte == pytest.approx(found_losses[:15].sum() / size / math.log(2))
 
 
@@ -88,7 +96,10 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
     monkeypatch.setattr(losses, "get_tokenizer", missing)
     write_shard(tmp_path / "a.bin", np.arange(17, dtype=np.uint16))
     model, _ = tiny_model()
-    assert losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte is None
+    assert (
+        losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte
+        is None
+    )
     assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
 
 
@@ -98,21 +109,43 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
         (["hellaswag", "none"], 4, "none: no checkpoint found"),
         (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot read or write"),
         (["hellaswag", "RUN", "--json", "none/out.json"], 2, "--json: none is not a directory"),
-        (["perplexity", "hf:DIR"], 2, "perplexity: hf:DIR is no run with data.val; name shards after it"),
-        (["perplexity", "RUN", "my.txt"], 3, "my.txt: text, not a shard; `python -m gpt2_triton prepare text my.txt "),
+        (
+            ["perplexity", "hf:DIR"],
+            2,
+            "perplexity: hf:DIR is no run with data.val; name shards after it",
+        ),
+        (
+            ["perplexity", "RUN", "my.txt"],
+            3,
+            "my.txt: text, not a shard; `python -m gpt2_triton prepare text my.txt ",
+        ),
         (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
         (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; choose other data, or"),
-        (["perplexity", "RUN", "gpt2/val.bin"], 3, "made with another tokenizer, gpt2, not bytes; prepare the text"),
-        (["perplexity", "RUN", "VAL", "--tokens", "15"], 3, "15 tokens are too few; give eval.tokens, or --tokens, 16"),
+        (
+            ["perplexity", "RUN", "gpt2/val.bin"],
+            3,
+            "made with another tokenizer, gpt2, not bytes; prepare the text",
+        ),
+        (
+            ["perplexity", "RUN", "VAL", "--tokens", "15"],
+            3,
+            "15 tokens are too few; give eval.tokens, or --tokens, 16",
+        ),
         (
             ["perplexity", "RUN", "VAL", "--seq_len", "193"],
             2,
             "--seq_len: 193, but the model's longest sequence has 192",
         ),
-        (["perplexity", "RUN", "large.bin", "--seq_len", "17"], 3, "a smaller train.seq_len; perplexity has --seq_len"),
+        (
+            ["perplexity", "RUN", "large.bin", "--seq_len", "17"],
+            3,
+            "a smaller train.seq_len; perplexity has --seq_len",
+        ),
     ],
 )
-def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsys, argv, code, message):
+def test_mistakes_are_reported_in_one_line(
+    trained, tmp_path, monkeypatch, capsys, argv, code, message
+):
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").touch()
@@ -127,11 +160,23 @@ def test_mistakes_are_reported_in_one_line(trained, tmp_path, monkeypatch, capsy
 
 
 def test_perplexity_takes_windows_of_another_length(trained, tmp_path, capsys):
-    """Also longer ones than those of training; for other projects' weights the usual length is their context."""
+    """Also longer ones than those of training; for other projects' weights the
+    usual length is their context.
+    """
     directory, _ = trained
     assert main(app, ["export", str(directory / "run"), "--out", str(tmp_path / "out")]) == 0
-    for source, seq_len, tokens in (("run", 8, 192), ("run", 100, 100), (tmp_path / "out", 100, 100)):
-        words = ["perplexity", str(directory / source), str(directory / "val_0.bin"), "--seq_len", str(seq_len)]
+    for source, seq_len, tokens in (
+        ("run", 8, 192),
+        ("run", 100, 100),
+        (tmp_path / "out", 100, 100),
+    ):
+        words = [
+            "perplexity",
+            str(directory / source),
+            str(directory / "val_0.bin"),
+            "--seq_len",
+            str(seq_len),
+        ]
         assert main(app, [*words, "--batch_tokens", "200"]) == 0
         assert f"{tokens} tokens in fp32 | loss " in capsys.readouterr().out
 
@@ -140,7 +185,9 @@ def test_perplexity_takes_windows_of_another_length(trained, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
 def test_the_scripts_of_eval_are_the_commands(trained, tmp_path, monkeypatch, capsys, name):
     words = [str(trained[0] / "run")]
-    words += ["--data", str(write(tmp_path / "rows.jsonl", [row(0)]))] if name == "hellaswag" else []
+    words += (
+        ["--data", str(write(tmp_path / "rows.jsonl", [row(0)]))] if name == "hellaswag" else []
+    )
     assert main(app, [name, *words]) == 0
     printed = capsys.readouterr().out
     script = str(ROOT / "eval" / f"{name}.py")
@@ -156,12 +203,19 @@ def test_the_comparison_with_torch_finds_equal_predictions(trained, tmp_path, ca
     """In fp32 on both sides; autocast may differ."""
     directory, _ = trained
     questions = write(tmp_path / "rows.jsonl", [row(i) for i in range(4)])
-    assert hellaswag.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"]) == 0
+    assert (
+        hellaswag.main([str(directory / "run"), "--data", str(questions), "--batch_tokens", "2000"])
+        == 0
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours, fp32")]
-    assert len(lines) == 2 and all(line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines)
+    assert len(lines) == 2 and all(
+        line.split()[5:] == ["0", "0.0000", "0", "0.0000"] for line in lines
+    )
 
 
-@pytest.mark.parametrize("dtype, stored", [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, None)])
+@pytest.mark.parametrize(
+    "dtype, stored", [("bf16", torch.bfloat16), ("fp32", torch.float32), (None, None)]
+)
 def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
     """By default that of training, here bf16, but fp32 on a CPU."""
     config, saved, _ = load_weights(str(trained[0] / "run"))

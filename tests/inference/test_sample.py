@@ -1,4 +1,6 @@
-"""Generation: tokens equal those of full forward passes, across windows, batches and seeds; text is streamed."""
+"""Generation: tokens equal those of full forward passes, across windows, batches
+and seeds; text is streamed.
+"""
 
 import io
 import itertools
@@ -34,7 +36,9 @@ GREEDY, PLAIN, CUT = Sampling(0.0), Sampling(), Sampling(0.8, 20, 0.9)
 
 
 def randomised(model: Model) -> Model:
-    """Set random weights with which no token is certain and the layers matter more than the last token's embedding."""
+    """Set random weights with which no token is certain and the layers matter more than
+    the last token's embedding.
+    """
     generator = torch.Generator().manual_seed(0)
     model.state.params.copy_(0.2 * torch.randn(model.state.params.shape, generator=generator))
     model.train_view.w.wte.mul_(0.5)
@@ -49,11 +53,15 @@ def decoder(texts: int = 1, **sections) -> Model:
 
 def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
     """Return the tokens of each text."""
-    return [list(text) for text in zip(*generate.generate(model, prompt, count, seeds, Sampling(*how)))]
+    return [
+        list(text) for text in zip(*generate.generate(model, prompt, count, seeds, Sampling(*how)))
+    ]
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
-    """Return the window: all of a text up to T tokens; then the newest T // 2 and the next tokens, again up to T."""
+    """Return the window: all of a text up to T tokens; then the newest T // 2 and the
+    next tokens, again up to T.
+    """
     begin = 0
     for length in range(prompt, len(text) + 1):
         if length - begin > T:
@@ -62,7 +70,9 @@ def window(text: list[int], prompt: int, T: int) -> list[int]:
 
 
 def full_logits(model: Model, ids: np.ndarray) -> np.ndarray:
-    """Return the logits [B*T, V] of the training kernels' forward pass; the last product is in float64."""
+    """Return the logits [B*T, V] of the training kernels' forward pass; the
+    last product is in float64.
+    """
     v = model.view(*ids.shape)
     v.ids.copy_(torch.from_numpy(ids))
     layers.embed(K, v)
@@ -72,7 +82,9 @@ def full_logits(model: Model, ids: np.ndarray) -> np.ndarray:
 
 
 def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROMPT) -> list[int]:
-    """Compute each token by the training kernels' forward pass over its window, and sample it in numpy."""
+    """Compute each token by the training kernels' forward pass over its
+    window, and sample it in numpy.
+    """
     text, (temperature, top_k, top_p) = list(prompt), how
     for drawn in range(count):
         seen = window(text, len(prompt), model.T)
@@ -80,13 +92,17 @@ def by_full_forward(model: Model, count: int, how: tuple, seed: int, prompt=PROM
         ids[0, : len(seen)] = seen
         z = full_logits(model, ids)[len(seen) - 1]
         if temperature:
-            z = np.where(kept(z, temperature, top_k, top_p), scores(z, seed, drawn, temperature), -np.inf)
+            z = np.where(
+                kept(z, temperature, top_k, top_p), scores(z, seed, drawn, temperature), -np.inf
+            )
         text.append(int(z.argmax()))
     return text[len(prompt) :]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how,count", [(GREEDY, 15), (PLAIN, 14), (CUT, 13)], ids=["greedy", "plain", "cut"])
+@pytest.mark.parametrize(
+    "how,count", [(GREEDY, 15), (PLAIN, 14), (CUT, 13)], ids=["greedy", "plain", "cut"]
+)
 def test_generate_equals_full_forward_passes(how, count):
     """fp32; at the 13th token a new window begins."""
     model = decoder()
@@ -99,7 +115,9 @@ def test_generate_equals_full_forward_passes(how, count):
 def test_generate_takes_prompts_of_any_length(length):
     """One token, which needs no forward pass; lengths at and above the window of 16."""
     model, prompt = decoder(), [7 * i % 256 for i in range(length)]
-    assert generated(model, 4, GREEDY, prompt=prompt) == [by_full_forward(model, 4, GREEDY, 0, prompt)]
+    assert generated(model, 4, GREEDY, prompt=prompt) == [
+        by_full_forward(model, 4, GREEDY, 0, prompt)
+    ]
 
 
 @pytest.mark.slow
@@ -112,14 +130,18 @@ def test_text_depends_on_its_seed_and_not_on_its_batch():
 
 @pytest.mark.slow
 def test_generate_takes_more_texts_than_the_window_has_tokens():
-    """Rows of a step are sequences, rows of a prompt are tokens: neither number bounds the other."""
+    """Rows of a step are sequences, rows of a prompt are tokens:
+    neither number bounds the other.
+    """
     texts = generated(decoder(18), 2, PLAIN, seeds=range(18))
     assert len(texts) == 18 and texts[:1] == generated(decoder(), 2, PLAIN, seeds=[0])
 
 
 @pytest.mark.slow
 def test_sample_in_training_equals_its_weights_and_changes_no_bit():
-    """The cache shares memory with the backward pass: the text is the same, and the next step has the same bits."""
+    """The cache shares memory with the backward pass: the text is the same, and the
+    next step has the same bits.
+    """
     sampling, plain = tiny_model(sample=dict(every=1))[0], tiny_model()[0]
     assert train_steps(sampling, 1) == train_steps(plain, 1)
     alone = decoder()
@@ -130,21 +152,29 @@ def test_sample_in_training_equals_its_weights_and_changes_no_bit():
 
 
 def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
-    """The cache of 16 KiB fits the 2 x 16 x 4 x 64 floats of dfch, which are free after the step."""
+    """The cache of 16 KiB fits the 2 x 16 x 4 x 64 floats of dfch,
+    which are free after the step.
+    """
     memory = dict(recompute="block")  # so that the peak is in the backward pass and not in the head
-    model, without = tiny_model(sample=dict(every=1), memory=memory)[0], tiny_model(memory=memory)[0]
+    model, without = (
+        tiny_model(sample=dict(every=1), memory=memory)[0],
+        tiny_model(memory=memory)[0],
+    )
     assert model.plan.by_kind()["decoding"] > 16_384
     assert model.plan.total - without.plan.total < 4096
 
 
 def test_logits_equal_a_product_on_the_host_and_stay_in_small_chunks():
-    """All positions of a sequence of 40 tokens, in chunks of 16 rows; then the last position alone."""
+    """All positions of a sequence of 40 tokens, in chunks of 16 rows;
+    then the last position alone.
+    """
     model = decoder(train=dict(seq_len=40), model=dict(block_size=40, vocab_size=300))
     ids = np.random.default_rng(0).integers(0, 300, (1, 40), dtype=np.int32)
     want = full_logits(model, ids)[None]
     got = model.logits(ids, 0, 40)
     assert got.shape == (1, 40, 300) and got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())  # fp32 sums of 64 products
+    # fp32 sums of 64 products
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     assert np.array_equal(model.logits(ids, 39, 40), got[:, 39:])  # also in a chunk of one row
     assert model.plan.buffers["logits"].shape == (16, 384) and "p" not in model.plan.buffers
 
@@ -157,7 +187,8 @@ def test_stream_text_ends_pieces_between_characters():
     got = list(sample.stream_text(tokenizer, tokenizer.encode(text).tolist()))
     assert got == ["a", "–", "é", "\N{GRINNING FACE}", "z", ""]
     cut = tokenizer.encode(text).tolist()[:-2]
-    assert "".join(sample.stream_text(tokenizer, cut)) == tokenizer.decode(cut)  # half a character at the end
+    # half a character at the end
+    assert "".join(sample.stream_text(tokenizer, cut)) == tokenizer.decode(cut)
     noise = np.random.default_rng(0).integers(0, 256, 300).tolist()
     assert "".join(sample.stream_text(tokenizer, noise)) == tokenizer.decode(noise)
 
@@ -166,7 +197,9 @@ def test_stream_text_ends_pieces_between_characters():
 def step_dir(tmp_path_factory) -> Path:
     model = decoder()
     state = checkpoints.state(1, config=model.config.to_dict())
-    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, {"params": model.state.params.cpu()}, state, Retention(1))
+    return save_checkpoint(
+        tmp_path_factory.mktemp("run"), 1, {"params": model.state.params.cpu()}, state, Retention(1)
+    )
 
 
 def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
@@ -175,16 +208,24 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", lambda s: written.append((len(launched), s)))
     launch = Model.decode
-    monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    monkeypatch.setattr(
+        Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how))
+    )
     sample_command.sample(str(step_dir), prompt=["Hello"], tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
-    assert pieces[0] == (0, "Hello") and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3 and pieces[-1][1] == "\n"
+    assert (
+        pieces[0] == (0, "Hello")
+        and pieces[1][0] <= generate.STEPS_IN_FLIGHT + 3
+        and pieces[-1][1] == "\n"
+    )
     assert len(pieces) > 4
 
 
 @pytest.mark.slow
 def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
-    """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes between; the rate is on stderr."""
+    """5 texts, 2 at once: text i is that of seed + i alone, with a line of dashes
+    between; the rate is on stderr.
+    """
     sample_command.sample(str(step_dir), tokens=3, seed=3, num=5, batch=2)  # without a prompt
     out, err = capsys.readouterr()
     assert err.startswith("15 tokens in ")
@@ -197,15 +238,21 @@ def test_texts_of_several_batches_equal_single_texts_in_order(step_dir, capsys):
 
 @pytest.mark.parametrize("num", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_texts_stop_at_every_end_of_text(num, tmp_path, monkeypatch):
-    """The tokens that end them are two that they draw; no step runs long after the last text has ended."""
+    """The tokens that end them are two that they draw; no step runs long
+    after the last text has ended.
+    """
     seeds, model = range(7, 7 + num), decoder(num)
     plain = generated(model, 6, PLAIN, seeds)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain[0][4], plain[-1][3]]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [plain[0][4], plain[-1][3]]})
+    )
     ends = sample.ends_of_text(ByteTokenizer(), tmp_path)
     assert ends == {ByteTokenizer.eot, plain[0][4], plain[-1][3]}
     lengths = [next((i for i, token in enumerate(text) if token in ends), 6) for text in plain]
     launched, launch = [], Model.decode
-    monkeypatch.setattr(Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how)))
+    monkeypatch.setattr(
+        Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how))
+    )
     texts = [[*text] for text in sample.draw(model, PROMPT, 6, PLAIN, 7, num, ends)]
     assert texts == [text[:length] for text, length in zip(plain, lengths)]
     assert lengths[0] <= 4 and lengths[-1] <= 3
@@ -219,12 +266,17 @@ def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monke
     seen = []
     monkeypatch.setattr(sample, "draw", lambda model, ids, *_: seen.append(bytes(ids)) or [])
     for words, said in (([], "special tokens in the prompts: 1\n"), (["--no-special"], "")):
-        assert main(tools, ["sample", str(step_dir), "--prompt", "a<|endoftext|>b<|eot_id|>", *words]) == 0
+        assert (
+            main(tools, ["sample", str(step_dir), "--prompt", "a<|endoftext|>b<|eot_id|>", *words])
+            == 0
+        )
         assert capsys.readouterr().err.startswith(said + "0 tokens in ")
     assert seen == [b"a\0b<|eot_id|>", b"a<|endoftext|>b<|eot_id|>"]
 
 
-@pytest.mark.parametrize(("length", "note"), [(16, ""), (17, "note: .* 17 tokens, of which .* the last 8\n")])
+@pytest.mark.parametrize(
+    ("length", "note"), [(16, ""), (17, "note: .* 17 tokens, of which .* the last 8\n")]
+)
 def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
     assert list(sample.draw(decoder(2), [97] * length, 1, PLAIN, 7, 3, {0})) != []
     assert re.fullmatch(note, capsys.readouterr().err)
@@ -232,7 +284,9 @@ def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
 
 @pytest.mark.slow
 def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, capsys, monkeypatch):
-    """Those of the command line come first, then a line of the file each; a text is the same as alone."""
+    """Those of the command line come first, then a line of the file each; a
+    text is the same as alone.
+    """
     (tmp_path / "prompts.txt").write_text("\ufeffSecond\r\n\nThird\n")
     monkeypatch.setattr(sys, "stdin", open(tmp_path / "prompts.txt"))
     for num, file in (("1", str(tmp_path / "prompts.txt")), ("2", "-")):
@@ -243,14 +297,23 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
             sample_command.sample(str(step_dir), prompt=[prompt], tokens=3, num=int(num))
             alone.append(capsys.readouterr().out)
         assert together == "---\n".join(alone)
-    for content, wrong in ((None, "No such file"), (b"\xe9", "invalid continuation byte|unexpected end of data")):
-        (tmp_path / "prompts.txt").unlink() if content is None else (tmp_path / "prompts.txt").write_bytes(content)
-        with pytest.raises(ConfigError, match=f"--prompt_file: .*prompts.txt cannot be read: .*({wrong})"):
+    for content, wrong in (
+        (None, "No such file"),
+        (b"\xe9", "invalid continuation byte|unexpected end of data"),
+    ):
+        (tmp_path / "prompts.txt").unlink() if content is None else (
+            tmp_path / "prompts.txt"
+        ).write_bytes(content)
+        with pytest.raises(
+            ConfigError, match=f"--prompt_file: .*prompts.txt cannot be read: .*({wrong})"
+        ):
             sample_command.sample(str(step_dir), prompt_file=tmp_path / "prompts.txt")
 
 
 @pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])
-def test_control_characters_are_escaped_on_a_terminal_only(step_dir, capsys, monkeypatch, num, terminal):
+def test_control_characters_are_escaped_on_a_terminal_only(
+    step_dir, capsys, monkeypatch, num, terminal
+):
     """A file gets the text as it is."""
     prompt = "\x1b[2J\x9b\a"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)

@@ -1,11 +1,13 @@
 """Compiles the kernels of whole runs for GPUs that are not here, and prints what each kernel needs.
 
-    python -m tests.kernels.compile_targets gfx942 sm_100 [--kernels NAME ...]      a few minutes for each target
-    python -m tests.kernels.compile_targets                                         all targets: `make compile-all`
+    python -m tests.kernels.compile_targets gfx942 sm_100 [--kernels NAME ...]
+        a few minutes for each target
+    python -m tests.kernels.compile_targets
+        all targets: `make compile-all`
 
-A driver that launches nothing stands for the GPU, and Model.compile makes the calls of a run.  Left out are the Gluon
-kernels of kernels/hopper, which test_hopper.py compiles.  The exit code is 1 if a kernel does not compile or fit,
-spills more than SPILLED, or loads operands slowly (`faults`).
+A driver that launches nothing stands for the GPU, and Model.compile makes the calls of a run.  Left
+out are the Gluon kernels of kernels/hopper, which test_hopper.py compiles.  The exit code is 1 if a
+kernel does not compile or fit, spills more than SPILLED, or loads operands slowly (`faults`).
 """
 
 import argparse
@@ -64,21 +66,31 @@ BF16: dict[str, dict[str, object]] = dict(
 )
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
-    "bf16, recompute": dict(memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16")),
+    "bf16, recompute": dict(
+        memory=dict(recompute="gelu+ln"), optim=dict(master="none", m="bf16", v="bf16")
+    ),
     "bf16, dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln")),
     "bf16, muon": dict(optim=dict(name="muon")),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
     "bf16, llama 8B": dict(
-        model=dict(arch="llama", n_layer=1, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14_336, tied=False)
+        model=dict(
+            arch="llama", n_layer=1, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14_336, tied=False
+        )
     ),
     "fp32": dict(train=dict(dtype="fp32"), optim=dict(master="none")),
-    "fp32, recompute": dict(train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")),
+    "fp32, recompute": dict(
+        train=dict(dtype="fp32"), optim=dict(master="none"), memory=dict(recompute="gelu+ln")
+    ),
     "fp32, muon": dict(train=dict(dtype="fp32"), optim=dict(name="muon", master="none")),
-    "fp32, wide heads": dict(train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)),
+    "fp32, wide heads": dict(
+        train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)
+    ),
     "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
-    "fp8, llama": dict(train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
+    "fp8, llama": dict(
+        train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)
+    ),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
 }
@@ -90,7 +102,9 @@ WHOLE = 128  # bits that a thread loads at once
 
 @dataclasses.dataclass
 class Needs:
-    """The most shared memory that a variant of a kernel needs, and the most bytes that its threads spill."""
+    """The most shared memory that a variant of a kernel needs, and the most
+    bytes that its threads spill.
+    """
 
     variants: int = 0
     shared: int = 0
@@ -102,11 +116,15 @@ def device(name: str) -> Any:
     from triton.backends.compiler import GPUTarget
 
     target = TARGETS[name]
-    return absent_driver(GPUTarget(target.backend, target.arch, target.warp), [*TARGETS].index(name))
+    return absent_driver(
+        GPUTarget(target.backend, target.arch, target.warp), [*TARGETS].index(name)
+    )
 
 
 class Compiler:
-    """Takes the place of triton.compiler.compile; keeps the kernels, and what they need, by name."""
+    """Takes the place of triton.compiler.compile; keeps the kernels,
+    and what they need, by name.
+    """
 
     def __init__(self, compile_kernel: Any):
         self._compile = compile_kernel
@@ -124,20 +142,27 @@ class Compiler:
         needs = self.needs.setdefault(source.fn.__name__, Needs())
         needs.variants += 1
         needs.shared = max(needs.shared, kernel.metadata.shared)
-        for scratch in re.findall(r"\.private_segment_fixed_size: +(\d+)", kernel.asm.get("amdgcn", "")):
+        for scratch in re.findall(
+            r"\.private_segment_fixed_size: +(\d+)", kernel.asm.get("amdgcn", "")
+        ):
             needs.spilled = max(needs.spilled, int(scratch))
         return kernel
 
     def read_ptxas(self, log: str) -> None:
         """Take the bytes spilled from the log of all kernels."""
-        for name, stored in re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL):
+        for name, stored in re.findall(
+            r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL
+        ):
             self.needs[name].spilled = max(self.needs[name].spilled, int(stored))
 
 
-def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, *OTHER_RUNS)) -> Compiler:
+def compile_for(
+    name: str, only: Iterable[str] | None = None, runs: Iterable[str] = (*RUNS, *OTHER_RUNS)
+) -> Compiler:
     """Compile the kernels of these runs for a target.
 
-    only   the kernels that are not left out: NAME, NAME:EPILOGUE for one epilogue of a product, or PRODUCTS
+    only   the kernels that are not left out: NAME, NAME:EPILOGUE for one
+           epilogue of a product, or PRODUCTS
 
     For a process that does nothing else: torch and Triton remain changed.
     """
@@ -172,7 +197,9 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
         return run(self, *args, **keywords) if wanted is None or names & wanted else None
 
     def model(changes: dict[str, dict[str, object]], **options: Any) -> Model:
-        sections = {key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()}
+        sections = {
+            key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()
+        }
         return Model(Config.model_validate(sections), K, "cpu", **options)
 
     def decode(dtype: str, sequences: int) -> None:
@@ -191,7 +218,8 @@ def compile_for(name: str, only: Iterable[str] | None = None, runs: Iterable[str
                         K.add_partials(torch.empty(1 << 20), torch.empty(others, 1 << 20))
                 elif target.fp8 or "fp8" not in key:
                     model(RUNS[key]).compile({(4, 1024)})
-            except Exception as error:  # of Triton or of a backend; other runs are compiled nevertheless
+            except Exception as error:
+                # of Triton or of a backend; other runs are compiled nevertheless
                 compiler.failures.append(f"{key}: {type(error).__name__}: {error}")
                 active_mode.set(None)  # Triton 3.6 leaves it set
     JITFunction.run, triton.compiler.compile = run, compile_kernel
@@ -206,9 +234,13 @@ def multiplying() -> set[str]:
     import gpt2_triton.kernels as K
 
     modules = [
-        module for name, module in sys.modules.items() if name.startswith(f"{K.__name__}.") and "hopper" not in name
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(f"{K.__name__}.") and "hopper" not in name
     ]
-    functions = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
+    functions = [
+        f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)
+    ]
     calls = {f.__name__: {*f.fn.__code__.co_names} for f in functions}
     found, more = set[str](), {"dot"}
     while more:
@@ -220,14 +252,16 @@ def multiplying() -> set[str]:
 def faults(name: str, compiler: Compiler) -> list[str]:
     """Return a line for each fault of a target's kernels.
 
-    Without TMA a thread loads 16 bytes of an operand at once, or its share of a smaller block.  NVIDIA's GPUs copy
-    operands to shared memory asynchronously in the loop of their product.  AMD's access shared memory by at least 4
-    bytes, transposed too.
+    Without TMA a thread loads 16 bytes of an operand at once, or its share of a smaller block.
+    NVIDIA's GPUs copy operands to shared memory asynchronously in the loop of their product.  AMD's
+    access shared memory by at least 4 bytes, transposed too.
     """
     target, found = TARGETS[name], list[str]()
     for kernel, needs in compiler.needs.items():
         if needs.shared > target.shared:
-            found.append(f"{kernel}: {needs.shared} bytes of shared memory, {target.shared} are there")
+            found.append(
+                f"{kernel}: {needs.shared} bytes of shared memory, {target.shared} are there"
+            )
         if needs.spilled > SPILLED:
             found.append(f"{kernel}: spills {needs.spilled} bytes")
     for kernel, variants in compiler.kernels.items():
@@ -235,9 +269,15 @@ def faults(name: str, compiler: Compiler) -> list[str]:
         for each in filter(None, loads):
             called = f"{kernel} {each.dtype}"
             least = min(WHOLE, each.share)
-            found += [f"{called}: {bits} bits of an operand at once" for bits in each.accesses if bits < least]
+            found += [
+                f"{called}: {bits} bits of an operand at once"
+                for bits in each.accesses
+                if bits < least
+            ]
             if target.backend == "cuda" and (each.plain or not each.asynchronous):
-                found.append(f"{called}: an operand is not copied asynchronously in the loop of its product")
+                found.append(
+                    f"{called}: an operand is not copied asynchronously in the loop of its product"
+                )
             if each.narrow:
                 found.append(f"{called}: shared memory is accessed by less than 32 bits")
     return [f"{name} {line}" for line in dict.fromkeys(found)]
@@ -246,9 +286,19 @@ def faults(name: str, compiler: Compiler) -> list[str]:
 def report(name: str, compiler: Compiler) -> str:
     """Return a line for each kernel of a target, and one for all."""
     limit, all_needs = TARGETS[name].shared, compiler.needs.values()
-    lines = [f"{name:8}{kernel:34}{n.variants:4}{n.shared:8}{n.spilled:7}" for kernel, n in compiler.needs.items()]
-    most = [sum(n.variants for n in all_needs), max(n.shared for n in all_needs), max(n.spilled for n in all_needs)]
-    total = f"{name:8}{f'{len(lines)} kernels, {limit} bytes of shared memory':34}" + "{:4}{:8}{:7}".format(*most)
+    lines = [
+        f"{name:8}{kernel:34}{n.variants:4}{n.shared:8}{n.spilled:7}"
+        for kernel, n in compiler.needs.items()
+    ]
+    most = [
+        sum(n.variants for n in all_needs),
+        max(n.shared for n in all_needs),
+        max(n.spilled for n in all_needs),
+    ]
+    total = (
+        f"{name:8}{f'{len(lines)} kernels, {limit} bytes of shared memory':34}"
+        + "{:4}{:8}{:7}".format(*most)
+    )
     head = f"{'target':8}{'kernel':34}{'':4}{'shared':>8}{'spilled':>8}"
     return "\n".join([head, *lines, total])
 
@@ -256,14 +306,19 @@ def report(name: str, compiler: Compiler) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="*", default="all", choices=[*TARGETS, "all"])
-    parser.add_argument("--kernels", nargs="+", help=f"all by default; {PRODUCTS}: all that multiply")
+    parser.add_argument(
+        "--kernels", nargs="+", help=f"all by default; {PRODUCTS}: all that multiply"
+    )
     options = parser.parse_args()
     wrong = []
     for name in TARGETS if "all" in options.targets else options.targets:
         began, compiler = time.perf_counter(), compile_for(name, options.kernels)
         assert compiler.needs, f"no run of {name} launches {options.kernels}"
         print(report(name, compiler), f"{time.perf_counter() - began:.0f} s", sep="\n", flush=True)
-        found = [*(f"{name} FAILED {failure}" for failure in compiler.failures), *faults(name, compiler)]
+        found = [
+            *(f"{name} FAILED {failure}" for failure in compiler.failures),
+            *faults(name, compiler),
+        ]
         print("".join(f"{line}\n" for line in found), end="", file=sys.stderr, flush=True)
         wrong += found
     sys.exit(bool(wrong))

@@ -1,8 +1,10 @@
-"""How a compiled kernel loads the operands of its products, read from what Triton makes of it, without a GPU.
+"""How a compiled kernel loads the operands of its products, read from what
+Triton makes of it, without a GPU.
 
-An operand is a tile that a product takes as it was loaded, but for its layout, shape or width.  Triton's last IR
-(`ttgir`) shows how it comes there: copied to shared memory asynchronously, or through registers.  The machine code
-shows by how many bits: its instructions have the line of the source that they come from.
+An operand is a tile that a product takes as it was loaded, but for its layout, shape or width.
+Triton's last IR (`ttgir`) shows how it comes there: copied to shared memory asynchronously, or
+through registers.  The machine code shows by how many bits: its instructions have the line of
+the source that they come from.
 """
 
 import math
@@ -13,8 +15,21 @@ from typing import Any, NamedTuple
 ASYNC_COPY = "ttg.async_copy_global_to_local"
 LOADS = {"tt.load", "amdg.buffer_load", "amdgpu.buffer_load", ASYNC_COPY}
 UNCHANGED = {  # operations whose result has the elements of the first operand
-    *("ttg.convert_layout", "ttg.local_load", "ttg.memdesc_index", "ttg.memdesc_trans", "ttg.memdesc_subslice"),
-    *("ttg.memdesc_reinterpret", "ttg.memdesc_reshape", "tt.trans", "tt.reshape", "tt.bitcast", "tt.fp_to_fp"),
+    *(
+        "ttg.convert_layout",
+        "ttg.local_load",
+        "ttg.memdesc_index",
+        "ttg.memdesc_trans",
+        "ttg.memdesc_subslice",
+    ),
+    *(
+        "ttg.memdesc_reinterpret",
+        "ttg.memdesc_reshape",
+        "tt.trans",
+        "tt.reshape",
+        "tt.bitcast",
+        "tt.fp_to_fp",
+    ),
     *("arith.extf", "arith.truncf", "amdg.in_thread_transpose", "amdgpu.in_thread_transpose"),
 }
 VALUE = r"%[\w.$-]+(?:#\d+)?"
@@ -22,9 +37,13 @@ OPERATION = re.compile(rf"\s*(?:({VALUE})(?::\d+)? = )?\"?([\w.]+)\"?(.*)")
 BLOCK = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?(\w+)")
 BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}  # of AMD's instructions
 FILE = re.compile(r'^\t\.file\t(\d+) "([^"]*)"(?: "([^"]*)")?', re.MULTILINE)
-NVIDIA_LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)|\bcp\.async\.c[ag]\.[^;]*\], 0x([0-9a-f]+)")
+NVIDIA_LOAD = re.compile(
+    r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)|\bcp\.async\.c[ag]\.[^;]*\], 0x([0-9a-f]+)"
+)
 NARROW = re.compile(r"\bds_(?:read|write|load|store)\w*_(?:[ui]?8|b8|[ui]16|b16)\w*")
-AMD_LOAD = re.compile(r"\b(?:global|buffer|flat)_load_(?:d16_|d16_hi_|short_|[su]?(?=byte|short))?(\w+)")
+AMD_LOAD = re.compile(
+    r"\b(?:global|buffer|flat)_load_(?:d16_|d16_hi_|short_|[su]?(?=byte|short))?(\w+)"
+)
 
 Place = tuple[str, int]  # file and line
 
@@ -39,8 +58,9 @@ class Operation(NamedTuple):
 
 
 class OperandLoads(NamedTuple):
-    """The type of a kernel's operands, and a thread's bits of the smallest block; loads in the loops of their products,
-    asynchronous or not; all accesses of these loads, by bits; accesses of less than 32 bits of AMD's shared memory.
+    """The type of a kernel's operands, and a thread's bits of the smallest block; loads in the
+    loops of their products, asynchronous or not; all accesses of these loads, by bits; accesses of
+    less than 32 bits of AMD's shared memory.
     """
 
     dtype: str
@@ -52,18 +72,24 @@ class OperandLoads(NamedTuple):
 
 
 class Graph:
-    """The operations of a kernel in Triton's last IR.  There a value's name is unique in a region; here everywhere."""
+    """The operations of a kernel in Triton's last IR.  There a value's name is unique in
+    a region; here everywhere.
+    """
 
     def __init__(self, text: str):
         self.products: list[Operation] = []
         self._defined: dict[str, Operation] = {}
-        self._choices: dict[str, list[str]] = {}  # of what a loop carries or a branch returns: the values it may have
+        # of what a loop carries or a branch returns: the values it may have
+        self._choices: dict[str, list[str]] = {}
         self._writers: list[Operation] = []  # of shared memory
         self._scopes: list[dict[str, str]] = [{}]
-        self._regions: list[tuple[str, list[str], list[str]]] = []  # operation, its results, what it carries
+        # operation, its results, what it carries
+        self._regions: list[tuple[str, list[str], list[str]]] = []
         self._loops: list[int] = []
         self._places = _places(text)
-        self.threads = math.prod(int(n) for n in re.findall(r'"ttg\.(?:num-warps|threads-per-warp)" = (\d+)', text))
+        self.threads = math.prod(
+            int(n) for n in re.findall(r'"ttg\.(?:num-warps|threads-per-warp)" = (\d+)', text)
+        )
         for number, line in enumerate(text.splitlines()):
             self._read(number, line)
 
@@ -182,7 +208,9 @@ def _places(text: str) -> dict[str, Place]:
 
 
 def accesses(code: str) -> dict[Place, Counter[int]]:
-    """Count the loads from each place in PTX or in AMD's assembly, by the bits that a thread loads at once."""
+    """Count the loads from each place in PTX or in AMD's assembly, by the bits
+    that a thread loads at once.
+    """
     files = {number: "/".join(filter(None, path)) for number, *path in FILE.findall(code)}
     found: dict[Place, Counter[int]] = {}
     place = ("", 0)
@@ -204,7 +232,9 @@ def accesses(code: str) -> dict[Place, Counter[int]]:
 
 
 def bits_loaded(line: str) -> int:
-    """Return the bits that a thread loads from global memory by this instruction; 0 if it loads nothing."""
+    """Return the bits that a thread loads from global memory by this
+    instruction; 0 if it loads nothing.
+    """
     if load := NVIDIA_LOAD.search(line):
         return 8 * int(load[3], 16) if load[3] else int(load[1] or 1) * int(load[2])
     load = AMD_LOAD.search(line)
@@ -212,7 +242,9 @@ def bits_loaded(line: str) -> int:
 
 
 def bits_of(suffix: str) -> int:
-    """Return the bits of an AMD load by the end of its name, as dwordx4, b128, ushort or u8, or of a type, as f32."""
+    """Return the bits of an AMD load by the end of its name, as dwordx4, b128, ushort or
+    u8, or of a type, as f32.
+    """
     if suffix in BITS:
         return BITS[suffix]
     number = re.search(r"\d+", suffix)
@@ -222,16 +254,29 @@ def bits_of(suffix: str) -> int:
 def operand_loads(kernel: Any) -> OperandLoads | None:
     """Return the loads of a compiled kernel's operands; None if it multiplies nothing."""
     graph, code = Graph(kernel.asm["ttgir"]), kernel.asm.get("ptx") or kernel.asm["amdgcn"]
-    loads = [(product, load) for product in graph.products for o in product.operands[:2] for load in graph.origins(o)]
+    loads = [
+        (product, load)
+        for product in graph.products
+        for o in product.operands[:2]
+        for load in graph.origins(o)
+    ]
     if not graph.products:
         return None
-    assert len({product for product, _ in loads}) == len(graph.products), "operands come by operations unknown here"
-    within = {id(load): load for product, load in loads if product.loops and load.loops == product.loops}
+    assert len({product for product, _ in loads}) == len(graph.products), (
+        "operands come by operations unknown here"
+    )
+    within = {
+        id(load): load for product, load in loads if product.loops and load.loops == product.loops
+    }
     kinds = Counter(load.name == ASYNC_COPY for load in within.values())
     by_place = accesses(code)
     places = {load.place for _, load in loads if load.place}
-    assert places and places <= by_place.keys(), f"no loads in the machine code from {places - by_place.keys()}"
+    assert places and places <= by_place.keys(), (
+        f"no loads in the machine code from {places - by_place.keys()}"
+    )
     bits = sum((by_place[place] for place in places), Counter[int]())
     narrow = len(NARROW.findall(code))
     share = min(load.elements * bits_of(load.dtype) // graph.threads for _, load in loads)
-    return OperandLoads(graph.products[0].dtype, share, kinds[True], kinds[False], dict(bits), narrow)
+    return OperandLoads(
+        graph.products[0].dtype, share, kinds[True], kinds[False], dict(bits), narrow
+    )

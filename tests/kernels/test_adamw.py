@@ -1,4 +1,6 @@
-"""AdamW against torch.optim in float64, its stochastic rounding bit by bit, the fp32 master weights."""
+"""AdamW against torch.optim in float64, its stochastic rounding bit by
+bit, the fp32 master weights.
+"""
 
 import numpy as np
 import pytest
@@ -21,22 +23,42 @@ lengths = pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 
 
 class Adam:
-    """Weights in one of the three storages, with the other arguments of adamw; m and v start as zeros."""
+    """Weights in one of the three storages, with the other arguments of
+    adamw; m and v start as zeros.
+    """
 
-    def __init__(self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0, moments=torch.float32):
+    def __init__(
+        self, w, storage, seed=SEED, first=0, decay=DECAY, lr_factor=1.0, moments=torch.float32
+    ):
         self.w = w.to(torch.float32 if storage == "fp32" else torch.bfloat16, copy=True)
-        self.low = torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
+        self.low = (
+            torch.zeros(len(w), dtype=torch.int16, device=DEVICE) if storage == "master" else None
+        )
         self.m, self.v = (torch.zeros(len(w), dtype=moments, device=DEVICE) for _ in range(2))
         self.seed, self.first, self.decay, self.lr_factor, self.t = seed, first, decay, lr_factor, 0
 
     def step(self, g, lr=1e-3, factor=1.0, applied=1.0):
         nan, t = float("nan"), self.t + 1
         step_in = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), nan, nan, nan, nan, nan]
-        step_out, step_in = (torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], step_in))
+        step_out, step_in = (
+            torch.tensor(row, device=DEVICE) for row in ([nan, nan, factor, applied], step_in)
+        )
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(*state, g, step_out, step_in, key, self.first, self.decay, self.lr_factor, BETA1, BETA2, EPSILON)
+        adamw(
+            *state,
+            g,
+            step_out,
+            step_in,
+            key,
+            self.first,
+            self.decay,
+            self.lr_factor,
+            BETA1,
+            BETA2,
+            EPSILON,
+        )
         self.t = t
         return self
 
@@ -54,7 +76,9 @@ def kernel_seed(seed):
 
 
 def rounded(exact, seed, first, step, shift=0):
-    """Round fp32 numbers stochastically, as weights.py defines it, in numpy; moments with shift 16."""
+    """Round fp32 numbers stochastically, as weights.py defines it, in
+    numpy; moments with shift 16.
+    """
     noise = philox(kernel_seed(seed), first, len(exact), step, ROUND) >> shift & 0xFFFF
     bits = exact.cpu().numpy().view(np.uint32) + noise
     return torch.from_numpy((bits >> 16).astype(np.uint16).view(np.int16)).to(DEVICE)
@@ -84,7 +108,8 @@ def test_adamw_matches_torch_over_ten_steps(rng, n, decay):
 @storages
 def test_adamw_multiplies_the_learning_rate_by_its_factor(rng, storage):
     w, g = rng(1000), rng(1000)
-    runs = Adam(w, storage, lr_factor=2.0).step(g, lr=1e-3), Adam(w, storage).step(g, lr=2e-3)  # 2 is exact
+    # 2 is exact
+    runs = Adam(w, storage, lr_factor=2.0).step(g, lr=1e-3), Adam(w, storage).step(g, lr=2e-3)
     assert torch.equal(runs[0].bits(), runs[1].bits())
 
 
@@ -93,13 +118,18 @@ def test_adamw_rounds_moments_to_bf16_by_the_upper_half_of_the_words(rng, storag
     """The weights' update has the moments before they are rounded; in later steps, after."""
     n, first = 5001, 2**31 - 1024
     w, grads = rng(n), [rng(n) for _ in range(2)]
-    exact, run = Adam(w, storage, first=first), Adam(w, storage, first=first, moments=torch.bfloat16)
+    exact, run = (
+        Adam(w, storage, first=first),
+        Adam(w, storage, first=first, moments=torch.bfloat16),
+    )
     for step, g in enumerate(grads):
         exact.m, exact.v = run.m.float(), run.v.float()
         exact.step(g)
         run.step(g)
         for moment, unrounded in ((run.m, exact.m), (run.v, exact.v)):
-            assert torch.equal(moment.view(torch.int16), rounded(unrounded, SEED, first, step, shift=16))
+            assert torch.equal(
+                moment.view(torch.int16), rounded(unrounded, SEED, first, step, shift=16)
+            )
         assert torch.equal(run.bits(), exact.bits())
 
 
@@ -110,7 +140,10 @@ def test_adamw_skipped_step_changes_no_byte(rng, storage):
     before = [t.clone() for t in (run.w, run.m, run.v, run.low) if t is not None]
     run.step(poisoned(1001), factor=float("nan"), applied=0.0)
     after = [t for t in (run.w, run.m, run.v, run.low) if t is not None]
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(before, after, strict=True)
+    )
     run.step(rng(1001))
     assert not torch.equal(before[0], run.w)  # a finite step does change them
 
@@ -150,7 +183,9 @@ def test_adamw_gives_the_same_bits_and_writes_only_its_outputs(rng, storage, n):
 @pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**34 + 4])
 @pytest.mark.parametrize("seed", [0, SEED, 2**62 - 1])
 def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
-    """The weight is that of an fp32 run plus 16 bits of noise, in three steps from the weights stored before."""
+    """The weight is that of an fp32 run plus 16 bits of noise, in three steps from
+    the weights stored before.
+    """
     w = rng(1001, dtype=torch.bfloat16)
     exact, run = Adam(w, "fp32", seed, first), Adam(w, "bf16", seed, first)
     for step in range(3):
@@ -163,7 +198,9 @@ def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
 
 
 def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
-    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: 3 of 10 are rounded down; to nearest, none."""
+    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: 3 of 10 are
+    rounded down; to nearest, none.
+    """
     ones = torch.ones(N, device=DEVICE)
     run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
     assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
@@ -192,14 +229,19 @@ def _round_trip_kernel(hi_ptr, low_ptr, back_ptr, w_ptr, n, BLOCK: tl.constexpr)
 
 def round_trip(bits):
     n = len(bits)
-    hi, low, back = (torch.full((n,), 7, dtype=d, device=DEVICE) for d in (torch.bfloat16, torch.int16, torch.int32))
+    hi, low, back = (
+        torch.full((n,), 7, dtype=d, device=DEVICE)
+        for d in (torch.bfloat16, torch.int16, torch.int32)
+    )
     block = 1 << 17
     _round_trip_kernel[(triton.cdiv(n, block),)](hi, low, back, bits, n, BLOCK=block)
     return hi, low, back
 
 
 def test_join_master_inverts_split_master(rng):
-    """For every bf16 number with edge and random lower bits: signs, zeros, subnormals, infinities and NaNs."""
+    """For every bf16 number with edge and random lower bits: signs, zeros,
+    subnormals, infinities and NaNs.
+    """
     edges = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     every = (torch.arange(1 << 16)[:, None] << 16 | edges).flatten()
     drawn = torch.randint(1 << 32, (1 << 18,), generator=rng.generator)

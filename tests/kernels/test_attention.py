@@ -1,4 +1,6 @@
-"""Causal attention against float64; on a GPU, `benchmarks verify` compares it with PyTorch at GPT-2's shapes."""
+"""Causal attention against float64; on a GPU, `benchmarks verify` compares it with
+PyTorch at GPT-2's shapes.
+"""
 
 import functools
 
@@ -12,14 +14,17 @@ from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned, require_same_bits
 
 B, NH = 2, 2
-SEQUENCES = [1, 17, 300, 320]  # one token; less than a block; two blocks (the interpreter's), ragged; hopper's
+# one token; less than a block; two blocks (the interpreter's), ragged; hopper's
+SEQUENCES = [1, 17, 300, 320]
 HEADS = [64, 80, 128]  # a block of columns exactly full, and partly
 sequences = pytest.mark.parametrize("T", SEQUENCES)
 heads = pytest.mark.parametrize("HS", HEADS)
 
 
 def tolerance(dtype):
-    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded; truncating costs twice that."""
+    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded;
+    truncating costs twice that.
+    """
     return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
 
 
@@ -32,7 +37,9 @@ def walled(tensor):
 
 
 def scratch(T, HS, dtype):
-    return poisoned(attention_bwd_scratch(B, T, NH * HS, HS, dtype_name(torch.empty(0, dtype=dtype))))
+    return poisoned(
+        attention_bwd_scratch(B, T, NH * HS, HS, dtype_name(torch.empty(0, dtype=dtype)))
+    )
 
 
 def exact_forward(qkv, T):
@@ -45,7 +52,8 @@ def check_forward(rng, T, HS, dtype):
     attention_fwd(out, lse, qkv)
     want_out, want_lse = exact_forward(qkv, T)
     assert error(out, want_out) < tolerance(dtype)
-    assert (lse - want_lse).abs().max() < 1e-5  # absolute: it is an exponent, so this is the relative error of p
+    # absolute: it is an exponent, so this is the relative error of p
+    assert (lse - want_lse).abs().max() < 1e-5
 
 
 def check_backward(rng, T, HS, dtype, acc):
@@ -53,12 +61,17 @@ def check_backward(rng, T, HS, dtype, acc):
     qkv, dout = walled(rng(B * T, 3 * C, dtype=dtype)), walled(rng(B * T, C, dtype=dtype))
     out, lse = exact_forward(qkv, T)
     out, lse = walled(out.to(dtype)), walled(lse.float())
-    dqkv, dbias, delta = poisoned(B * T, 3 * C, dtype=dtype), rng(3 * C) if acc else poisoned(3 * C), poisoned(B, NH, T)
+    dqkv, dbias, delta = (
+        poisoned(B * T, 3 * C, dtype=dtype),
+        rng(3 * C) if acc else poisoned(3 * C),
+        poisoned(B, NH, T),
+    )
     want = exact("attention_bwd", [dqkv, dbias, delta], None, dout, qkv, out, lse, acc)
     attention_bwd(dqkv, dbias, delta, scratch(T, HS, dtype), dout, qkv, out, lse, acc)
     assert error(dqkv, want[0]) < tolerance(dtype)
     assert error(delta, want[2]) < 2e-6
-    assert error(dbias, want[1]) < tolerance(dtype)  # in bf16 of p and ds, which are rounded: the sums are not
+    # in bf16 of p and ds, which are rounded: the sums are not
+    assert error(dbias, want[1]) < tolerance(dtype)
     if T > 1:  # the weight of a single token is always 1: dq and dk are zero up to rounding
         for name, got, expected in zip("qkv", dqkv.split(C, 1), want[0].split(C, 1), strict=True):
             assert error(got, expected) < tolerance(dtype), f"d{name}"
@@ -81,18 +94,29 @@ def test_attention_bwd_matches_float64(rng, T, HS, dtype):
 @dtypes
 @pytest.mark.parametrize("T,HS", [(128, 64), (150, 64), (150, 80)])
 def test_attention_matches_float64_with_gpu_blocks(rng, monkeypatch, T, HS, dtype):
-    """Many blocks per sequence, full and ragged, with unequal blocks of queries and keys, as on a GPU."""
+    """Many blocks per sequence, full and ragged, with unequal blocks of
+    queries and keys, as on a GPU.
+    """
     name = dtype_name(torch.empty(0, dtype=dtype))
     for key, row in read_table(TABLES / "h200.json").rows.items():
         if key[0].startswith("attention") and key[1] == name:
-            monkeypatch.setitem(table().rows, key, {k: v for k, v in row.items() if k.startswith("BLOCK")})
+            monkeypatch.setitem(
+                table().rows, key, {k: v for k, v in row.items() if k.startswith("BLOCK")}
+            )
     check_forward(rng, T, HS, dtype)
     check_backward(rng, T, HS, dtype, acc=False)
 
 
 def test_key_blocks_divide_query_blocks():
-    """The forward pass starts its diagonal at a block of queries, where a block of keys must start too."""
-    rows = [row for file in TABLES.iterdir() for (op, _), row in read_table(file).rows.items() if "attention_fwd" in op]
+    """The forward pass starts its diagonal at a block of queries, where a
+    block of keys must start too.
+    """
+    rows = [
+        row
+        for file in TABLES.iterdir()
+        for (op, _), row in read_table(file).rows.items()
+        if "attention_fwd" in op
+    ]
     assert rows and all(row["BLOCK_M"] % row["BLOCK_N"] == 0 for row in rows)
 
 
@@ -131,7 +155,9 @@ def test_attention_keeps_nan_within_its_sequence(rng, T, HS, broken):
 @dtypes
 @pytest.mark.parametrize("T", [300, 320])
 def test_attention_is_causal(rng, T, dtype):
-    """Outputs at a position do not depend on later tokens; gradients do not depend on earlier positions' dout."""
+    """Outputs at a position do not depend on later tokens; gradients do not depend
+    on earlier positions' dout.
+    """
     HS, cut = 64, 130
     qkv, dout = rng(B * T, 3 * NH * HS, dtype=dtype), rng(B * T, NH * HS, dtype=dtype)
     past = run_all(qkv, dout, T, poisoned)[0].view(B, T, -1)[:, :cut].clone()
@@ -146,7 +172,9 @@ def test_attention_is_causal(rng, T, dtype):
 @dtypes
 @pytest.mark.parametrize("T", [100, 128])
 def test_attention_of_large_scores_does_not_overflow(rng, T, dtype):
-    """Scores of +-2000, whose exponentials no float holds: the softmax is one-hot, the first token's is 1."""
+    """Scores of +-2000, whose exponentials no float holds: the softmax is
+    one-hot, the first token's is 1.
+    """
     HS = 64
     qkv = rng(B * T, 3 * NH * HS, dtype=dtype)
     qkv[:, : 2 * NH * HS] *= 20
@@ -154,24 +182,32 @@ def test_attention_of_large_scores_does_not_overflow(rng, T, dtype):
     out, lse, *gradients = run_all(qkv, dout, T, poisoned)
     want_out, want_lse = exact_forward(qkv, T)
     assert want_lse.abs().max() > 1500 and error(lse, want_lse) < 1e-6
-    assert error(out, want_out) < (1e-3 if dtype == torch.float32 else tolerance(dtype))  # an ulp of a score is 2e-4
+    # an ulp of a score is 2e-4
+    assert error(out, want_out) < (1e-3 if dtype == torch.float32 else tolerance(dtype))
     assert all(torch.isfinite(t).all() for t in gradients)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 def test_hopper_kernels_give_the_portable_ones_bits_but_for_dk_on_gpu(rng, monkeypatch):
-    """ds of dk is rounded from another sum, 4e-5 of dk; rows of dv may be added in another order."""
+    """ds of dk is rounded from another sum, 4e-5 of dk; rows of dv may
+    be added in another order.
+    """
     T, C, dtype = 1024, NH * 64, torch.bfloat16
     qkv, dout = rng(B * T, 3 * C, dtype=dtype), rng(B * T, C, dtype=dtype)
     out, lse, dqkv, dbias, delta = run_all(qkv, dout, T, poisoned)
     monkeypatch.setattr(hopper, "takes", lambda *_: None)
-    portable_out, portable_lse, portable, portable_dbias, portable_delta = run_all(qkv, dout, T, poisoned)
+    portable_out, portable_lse, portable, portable_dbias, portable_delta = run_all(
+        qkv, dout, T, poisoned
+    )
     assert torch.equal(out, portable_out) and torch.equal(lse, portable_lse)
-    for ours, others, bound in zip(dqkv.split(C, 1), portable.split(C, 1), (0, 2e-4, 0), strict=True):
+    for ours, others, bound in zip(
+        dqkv.split(C, 1), portable.split(C, 1), (0, 2e-4, 0), strict=True
+    ):
         assert error(ours, others.double()) <= bound
-    # softmax's gradients add up to 0 in each row, and so dk over all keys: what is left of the sums is rounding, and
-    # their difference is held against the length of dk, of whose rows the difference is 4e-5
+    # softmax's gradients add up to 0 in each row, and so dk over all keys: what is left
+    # of the sums is rounding, and their difference is held against the length of dk, of
+    # whose rows the difference is 4e-5
     most = 4e-5 * portable.split(C, 1)[1].double().norm()
     ours, others = (sums.split(C) for sums in (dbias, portable_dbias))
     assert torch.equal(ours[0], others[0])

@@ -6,7 +6,13 @@ import triton
 from triton.runtime.errors import InterpreterError
 
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.blocks import describe, describe_halves, load_block, load_transposed, store_block
+from gpt2_triton.kernels.blocks import (
+    describe,
+    describe_halves,
+    load_block,
+    load_transposed,
+    store_block,
+)
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, has_tma, table
 from gpt2_triton.model import state_io
@@ -30,15 +36,31 @@ def heads(x):
     return x.view(B, T, NH, HS).transpose(1, 2)
 
 
-# a view of 96 x 48 numbers, a block's shape, its place, and the part of the view that the block covers
+# a view of 96 x 48 numbers, a block's shape, its place, and the part of
+# the view that the block covers
 PLACES = {
     "inside": (lambda x: x.view(96, 48), (32, 16), (32, 16), lambda x: x[32:64, 16:32]),
     "rows past the end": (lambda x: x.view(96, 48), (64, 16), (64, 32), lambda x: x[64:, 32:]),
     "columns past the end": (lambda x: x.view(96, 48), (32, 32), (0, 32), lambda x: x[:32, 32:]),
-    "of one of three": (lambda x: x.view(3, 32, 48), (1, 16, 32), (1, 16, 32), lambda x: x[1, 16:, 32:]),
+    "of one of three": (
+        lambda x: x.view(3, 32, 48),
+        (1, 16, 32),
+        (1, 16, 32),
+        lambda x: x[1, 16:, 32:],
+    ),
     "a head's tokens": (heads, (1, 1, 32, 16), (1, 2, 32, 0), lambda x: x[1, 2, 32:]),
-    "tokens of a head": (lambda x: x.view(B, T, NH, HS), (1, 32, 1, 16), (1, 32, 2, 0), lambda x: x[1, 32:, 2]),
-    "transposed tokens": (lambda x: x.view(NH, HS, B, T), (1, 16, 1, 32), (2, 0, 1, 32), lambda x: x[2, :, 1, 32:]),
+    "tokens of a head": (
+        lambda x: x.view(B, T, NH, HS),
+        (1, 32, 1, 16),
+        (1, 32, 2, 0),
+        lambda x: x[1, 32:, 2],
+    ),
+    "transposed tokens": (
+        lambda x: x.view(NH, HS, B, T),
+        (1, 16, 1, 32),
+        (2, 0, 1, 32),
+        lambda x: x[2, :, 1, 32:],
+    ),
 }
 
 
@@ -63,8 +85,12 @@ def test_a_block_is_zeros_outside_and_writes_nothing_there(monkeypatch, rng, pla
 
 
 @in_interpreter
-@pytest.mark.parametrize("describe_right", [lambda x: describe(x, 16, 16), lambda x: describe_halves(x, 16, 32)])
-def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(monkeypatch, rng, describe_right):
+@pytest.mark.parametrize(
+    "describe_right", [lambda x: describe(x, 16, 16), lambda x: describe_halves(x, 16, 32)]
+)
+def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(
+    monkeypatch, rng, describe_right
+):
     """Pointers have no mask there, and so would read or write what is behind the tensor."""
     monkeypatch.setattr(tuning, "has_tma", lambda: False)
     x, out = rng(16, 48), describe(rng(16, 16), 16, 16)
@@ -77,7 +103,8 @@ def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(
         _copy_kernel[(1,)](out, right, out, at, (0, 0))
 
 
-DESCRIBED = ("matmul", "classifier_fwd", "classifier_dx", "attention", "muon")  # operations with described tensors
+# operations with described tensors
+DESCRIBED = ("matmul", "classifier_fwd", "classifier_dx", "attention", "muon")
 SMALL = dict(
     model=dict(n_layer=1, vocab_size=300, block_size=96),
     train=dict(dtype="bf16", batch_size=2, seq_len=96, total_batch_tokens=192),
@@ -96,8 +123,9 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_a_step_by_pointers_is_a_step_by_tma(monkeypatch, run):
-    """With a GPU's blocks: half tiles and blocks of keys past the end, sums in parts, of which the last is short.  The
-    interpreter's sums depend on the layout of numpy's arrays, so a few numbers are rounded otherwise.
+    """With a GPU's blocks: half tiles and blocks of keys past the end, sums in parts, of which
+    the last is short.  The interpreter's sums depend on the layout of numpy's arrays, so a few
+    numbers are rounded otherwise.
     """
     for key, row in read_table(TABLES / "a100.json").rows.items():
         if key[0].startswith(DESCRIBED):
@@ -112,7 +140,9 @@ def test_a_step_by_pointers_is_a_step_by_tma(monkeypatch, run):
         before = model.state.params.clone()
         histories.append(train_steps(model, 2))
         models.append(model)
-        assert all(applied for *_, applied in histories[-1]) and not torch.equal(model.state.params, before)
+        assert all(applied for *_, applied in histories[-1]) and not torch.equal(
+            model.state.params, before
+        )
     assert torch.allclose(*map(torch.tensor, histories), rtol=1e-5)
     for name in ("params", "m", "v"):
         by_tma, by_pointers = (state_io.state_buffers(model.state)[name] for model in models)

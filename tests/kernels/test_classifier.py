@@ -1,4 +1,6 @@
-"""The output head and its loss: each launcher against float64, and the whole recipe against autograd."""
+"""The output head and its loss: each launcher against float64, and the
+whole recipe against autograd.
+"""
 
 import math
 
@@ -13,7 +15,16 @@ from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
-from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
+from tests.support.helpers import (
+    DTYPES,
+    EPS,
+    accumulate,
+    dtypes,
+    error,
+    exact,
+    poisoned,
+    require_same_bits,
+)
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
 SHAPES = [(1, 48, 300), (77, 48, 300), (1100, 528, 1100)]
@@ -31,7 +42,9 @@ SCALE = 1 / 3000  # the loss scale
 
 
 def tolerance(dtype):
-    """fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up to 2 EPS, truncating by 4."""
+    """fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up
+    to 2 EPS, truncating by 4.
+    """
     return 2e-6 if dtype == torch.float32 else EPS[dtype] * (4 if INTERPRET else 2)
 
 
@@ -40,7 +53,9 @@ def max_relative(got, want):
 
 
 def draw(rng, R, C, V, dtype):
-    """Return lnf, wte with zeros in the padding, and targets, every fifth of them ignored; logits are of order one."""
+    """Return lnf, wte with zeros in the padding, and targets, every fifth of them
+    ignored; logits are of order one.
+    """
     Vp = -(-V // 128) * 128
     lnf, wte = rng(R, C, dtype=dtype), rng(Vp, C).mul(C**-0.5).to(dtype)
     wte[V:] = 0
@@ -66,7 +81,11 @@ def target_logits(lnf, wte, targets):
 def run_losses(lnf, wte, targets, V, keep_p=True):
     """Return losses and p, computed by the launchers alone."""
     R, Vp = len(targets), len(wte)
-    p, rowsum, losses = poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None, scratch(R, Vp, lnf.dtype), poisoned(R)
+    p, rowsum, losses = (
+        poisoned(R, Vp, dtype=lnf.dtype) if keep_p else None,
+        scratch(R, Vp, lnf.dtype),
+        poisoned(R),
+    )
     cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
     cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, step_in(), False)
     return losses, p
@@ -119,25 +138,37 @@ def test_fwd_matches_float64(rng, R, C, V, dtype):
 def test_stats_match_float64(rng, R, C, V, dtype, acc):
     lnf, _, targets = draw(rng, R, C, V, dtype)
     s = rng(R).mul(6).exp()  # 1e-8 to 1e8
-    losses, rs, ks, lns = rng(R) if acc else poisoned(R), poisoned(R), poisoned(R), poisoned(R, C, dtype=dtype)
+    losses, rs, ks, lns = (
+        rng(R) if acc else poisoned(R),
+        poisoned(R),
+        poisoned(R),
+        poisoned(R, C, dtype=dtype),
+    )
     want = exact("classifier_loss", [losses, rs, ks, lns], s, lnf, targets, step_in(), acc)
     cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, step_in(), acc)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
     if not acc:
         valid = targets >= 0
-        assert max_relative(losses[valid], want[0][valid]) < 1e-6  # of each loss separately, the tiny ones too
+        # of each loss separately, the tiny ones too
+        assert max_relative(losses[valid], want[0][valid]) < 1e-6
     assert error(lns, want[3]) < tolerance(dtype)
 
 
 @cases(*SHAPES)
 def test_dx_matches_float64(rng, R, C, V, dtype):
     _, wte, targets = draw(rng, R, C, V, dtype)
-    p, rs, ks, dln = rng(R, len(wte)).exp().to(dtype), rng(R).exp(), rng(R).mul(10), poisoned(R, C, dtype=dtype)
+    p, rs, ks, dln = (
+        rng(R, len(wte)).exp().to(dtype),
+        rng(R).exp(),
+        rng(R).mul(10),
+        poisoned(R, C, dtype=dtype),
+    )
     ks[targets < 0] = 0
     [want] = exact("classifier_dx", [dln], p, wte, rs, ks, targets)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
-    # a sum of V products in fp32 is good to 5e-6, one of 50304 on tensor cores to 1e-5: far below bf16's rounding
+    # a sum of V products in fp32 is good to 5e-6, one of 50304 on tensor cores to
+    # 1e-5: far below bf16's rounding
     assert error(dln, want) < max(5e-6, tolerance(dtype))
 
 
@@ -145,18 +176,28 @@ def test_dx_matches_float64(rng, R, C, V, dtype):
 
 
 def head(lnf, wte, targets, V, chunk):
-    """Return losses, dlnf and dwte as in the schedule: chunk by chunk, then the target rows by embedding_bwd."""
+    """Return losses, dlnf and dwte as in the schedule: chunk by chunk, then the
+    target rows by embedding_bwd.
+    """
     (R, C), Vp = lnf.shape, len(wte)
     parts = []
     dwte = poisoned(Vp, C)
     for first in range(0, R, chunk):
         rows = slice(first, first + chunk)
         losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
-        matmul_dw(dwte, poisoned(max(1, matmul_dw_scratch(len(p), dtype_name(p), (Vp, C)))), p, lns, first > 0)
+        matmul_dw(
+            dwte,
+            poisoned(max(1, matmul_dw_scratch(len(p), dtype_name(p), (Vp, C)))),
+            p,
+            lns,
+            first > 0,
+        )
         parts.append((losses, dln, ks))
     losses, dln, ks = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = torch.randint(V, (R,), dtype=torch.int32)
-    tables = [torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)]
+    tables = [
+        torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)
+    ]
     slots = poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
     embedding_bwd(dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, *tables, R, False)
     return losses, dln, dwte
@@ -170,7 +211,8 @@ def autograd_head(lnf, wte, targets, V):
     return losses.detach(), lnf.grad, wte.grad
 
 
-RECIPES = [(77, 48, 300, dtype, chunk) for dtype in DTYPES for chunk in (77, 30)]  # one chunk, ragged ones
+# one chunk, ragged ones
+RECIPES = [(77, 48, 300, dtype, chunk) for dtype in DTYPES for chunk in (77, 30)]
 RECIPES += [pytest.param(*size, torch.bfloat16, 3072, marks=pytest.mark.gpu) for size in GPT2]
 
 
@@ -209,7 +251,9 @@ def with_logits(*logits):
 
 @pytest.mark.parametrize("gap", [-70.0, -40.0, -15.0, -2.0, -0.7, 0.0, 3.0, 20.0, 70.0])
 def test_losses_are_precise_from_1e_minus_30_to_70(gap):
-    """The other token's logit is `gap` above the target's: loss = log(1 + exp(gap)), no cancellation where tiny."""
+    """The other token's logit is `gap` above the target's: loss = log(1 + exp(gap)),
+    no cancellation where tiny.
+    """
     losses, *_, ks, _, dln = run_chunk(*with_logits(-gap / 2, gap / 2))
     share = math.exp(gap) / (1 + math.exp(gap))
     # exp(gap) is as precise as the exponent gap / log(2) in fp32: at 100, half an ulp is 4e-6
@@ -237,7 +281,9 @@ def test_nan_in_a_row_makes_its_loss_nan(rng, dtype):
 
 
 @dtypes
-def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(rng, monkeypatch, dtype):
+def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(
+    rng, monkeypatch, dtype
+):
     inputs = draw(rng, 1100, 48, 1100, dtype)
 
     def run(outputs):

@@ -11,10 +11,16 @@ INTERNAL = {"column_sums"}  # called by launchers only
 
 
 def test_every_launcher_is_an_attribute_of_the_package():
-    assert all(getattr(kernels, name) is launcher for name, launcher in LAUNCHERS.items() if name not in INTERNAL)
+    assert all(
+        getattr(kernels, name) is launcher
+        for name, launcher in LAUNCHERS.items()
+        if name not in INTERNAL
+    )
 
 
 def test_every_launcher_has_a_reference_with_its_signature():
     for name in LAUNCHERS.keys() - INTERNAL - STATISTICS - FP8:
-        launcher, exact = (inspect.signature(function) for function in (LAUNCHERS[name], getattr(reference, name)))
+        launcher, exact = (
+            inspect.signature(function) for function in (LAUNCHERS[name], getattr(reference, name))
+        )
         assert list(launcher.parameters) == list(exact.parameters), name

@@ -12,7 +12,9 @@ from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
 
 def tolerance(dtype):
-    """fp32: sums of 3072 products in another order.  bf16: three roundings; the interpreter truncates: twice that."""
+    """fp32: sums of 3072 products in another order.  bf16: three roundings; the
+    interpreter truncates: twice that.
+    """
     return 1e-6 if dtype == torch.float32 else 3 * EPS[dtype] * (2 if INTERPRET else 1)
 
 
@@ -30,20 +32,30 @@ def test_decode_embed_adds_token_and_row(rng, dtype):
     assert error(x, exact("decode_embed", [x], seq, wte, wpe)[0]) < tolerance(dtype)
 
 
-# B, N, K: one sequence; the most for narrow blocks; the fewest for wide ones; two wide blocks; GPT-2's widths
+# B, N, K: one sequence; the most for narrow blocks; the fewest for wide ones;
+# two wide blocks; GPT-2's widths
 SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 
 
 @dtypes
 @pytest.mark.parametrize("B,N,K", SHAPES)
-@pytest.mark.parametrize("norm,bias,gelu,res", [(1, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 0), (1, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "norm,bias,gelu,res", [(1, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 0), (1, 0, 0, 0)]
+)
 def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, gelu, res):
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
-    given = [b if bias else None, lnw if norm else None, lnb if norm else None, added if res else None]
+    given = [
+        b if bias else None,
+        lnw if norm else None,
+        lnb if norm else None,
+        added if res else None,
+    ]
     out = poisoned(B, N, dtype=dtype)
     kernels.decode_matmul(out, x, w, *given, gelu=bool(gelu))
-    assert error(out, exact("decode_matmul", [out], x, w, *given, gelu=bool(gelu))[0]) < tolerance(dtype)
+    assert error(out, exact("decode_matmul", [out], x, w, *given, gelu=bool(gelu))[0]) < tolerance(
+        dtype
+    )
 
 
 def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
@@ -56,7 +68,9 @@ def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
 @dtypes
 @pytest.mark.parametrize("HS", [64, 80, 128])
 def test_decode_attention_matches_float64(rng, dtype, HS):
-    """Rows before, at and after a block's end; the new row is stored, and rows after it (NaN) are not read."""
+    """Rows before, at and after a block's end; the new row is stored, and rows
+    after it (NaN) are not read.
+    """
     NH, T, rows = 2, 150, [0, 1, 63, 64, 65, 149]
     B, C, seq = len(rows), NH * HS, sequences(rows)
     qkv, cache = rng(B, 3 * C, dtype=dtype), rng(B, T, 2, C, dtype=dtype)
@@ -79,7 +93,9 @@ def test_cache_fill_copies_keys_and_values(rng, dtype):
 
 
 def test_decode_bits_do_not_depend_on_the_batch(rng):
-    """Up to 16 sequences, the sums of a row do not depend on the other rows, and so neither do sampled tokens."""
+    """Up to 16 sequences, the sums of a row do not depend on the other rows, and so
+    neither do sampled tokens.
+    """
     x, w, lnw, lnb = rng(16, 64), rng(48, 64), rng(64), rng(64)
     whole = poisoned(16, 48)
     kernels.decode_matmul(whole, x, w, None, lnw, lnb, None)

@@ -23,17 +23,21 @@ def _apply_kernel(gelu_ptr, dgelu_ptr, x_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def values():
-    """Return x, gelu(x), dgelu(x) for every 1/128 from -10 to 10, and large values of both signs."""
+    """Return x, gelu(x), dgelu(x) for every 1/128 from -10 to 10, and
+    large values of both signs.
+    """
     x = torch.cat([torch.arange(-1280, 1281) / 128, torch.tensor(LARGE)]).to(DEVICE, torch.float32)
     outputs = poisoned(len(x)), poisoned(len(x))
     _apply_kernel[(1,)](*outputs, x, len(x), BLOCK=4096)
     return x, *outputs
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy warns where 1 / (1 + exp(300)) becomes 0
+# numpy warns where 1 / (1 + exp(300)) becomes 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gelu_and_its_derivative_match_float64(values):
     x, y, dy = values
-    # an exponent of size |2u| carries 2^-24 |2u| of rounding into the sigmoid, whose own value is at most 1
+    # an exponent of size |2u| carries 2^-24 |2u| of rounding into the sigmoid,
+    # whose own value is at most 1
     for got, want in ((y, reference.gelu(x.double())), (dy, reference.dgelu(x.double()))):
         assert ((got - want).abs() <= 1e-6 * x.abs().clamp(min=1)).all()
 

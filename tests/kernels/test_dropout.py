@@ -25,7 +25,9 @@ def kept(R, C, p, i=1, **place):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("R,C,row,i,p", [(1, 16, 0, 0, 0.5), (7, 48, 7, 96, 0.1), (33, 768, 1 << 30, 3, 0.9)])
+@pytest.mark.parametrize(
+    "R,C,row,i,p", [(1, 16, 0, 0, 0.5), (7, 48, 7, 96, 0.1), (33, 768, 1 << 30, 3, 0.9)]
+)
 def test_dropout_equals_philox_in_numpy(rng, R, C, row, i, p, dtype):
     """Also where the elements of a step pass 32 bits: 2^30 rows of 768 channels."""
     x, res = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype)
@@ -33,7 +35,9 @@ def test_dropout_equals_philox_in_numpy(rng, R, C, row, i, p, dtype):
     for residual in (None, res):
         got = x.clone()
         dropout(got, residual, key(row), i, p)
-        assert error(got, want if residual is None else want + res.double()) < (1e-7 if dtype.itemsize == 4 else 4e-3)
+        assert error(got, want if residual is None else want + res.double()) < (
+            1e-7 if dtype.itemsize == 4 else 4e-3
+        )
         assert residual is not None or torch.equal(got == 0, want == 0)
 
 
@@ -42,8 +46,10 @@ def test_masks_have_the_probability_and_depend_on_step_point_and_row_only():
     whole = kept(R, C, p)
     deviation = (p * (1 - p) / (R * C)) ** 0.5
     assert abs((whole == 0).double().mean() - p) < 4 * deviation
-    assert error(whole[whole > 0], torch.full_like(whole[whole > 0], 1 / (1 - p))) < 1e-4  # p is a multiple of 2^-16
-    assert ((whole == 0).double().mean(0) - p).abs().max() < 5 * (p * (1 - p) / R) ** 0.5  # of each channel
+    # p is a multiple of 2^-16
+    assert error(whole[whole > 0], torch.full_like(whole[whole > 0], 1 / (1 - p))) < 1e-4
+    # of each channel
+    assert ((whole == 0).double().mean(0) - p).abs().max() < 5 * (p * (1 - p) / R) ** 0.5
     for other in (kept(R, C, p, i=2), kept(R, C, p, step=4), kept(R, C, p, row=R)):
         both = ((whole == 0) & (other == 0)).double().mean()
         assert abs(both - p * p) < 4 * (p * p * (1 - p * p) / (R * C)) ** 0.5

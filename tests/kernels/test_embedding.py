@@ -13,7 +13,8 @@ from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
-# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few tokens, so that all are split
+# B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few
+# tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
 shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
 
@@ -28,9 +29,14 @@ def scratch(R, V, C):
 
 
 def draw_tokens(rng, R, V):
-    """Return ids and targets that follow Zipf's law, as words do; each seventh target is ignored."""
+    """Return ids and targets that follow Zipf's law, as words do; each
+    seventh target is ignored.
+    """
     weights = 1 / torch.arange(1, V + 1)
-    ids, targets = (torch.multinomial(weights, R, replacement=True, generator=rng.generator).int() for _ in range(2))
+    ids, targets = (
+        torch.multinomial(weights, R, replacement=True, generator=rng.generator).int()
+        for _ in range(2)
+    )
     targets[6::7] = -1
     return ids, targets
 
@@ -86,9 +92,13 @@ def test_embedding_bwd_for_amd_gives_the_same_bits(rng, monkeypatch):
     assert torch.equal(*found) and not torch.equal(found[0], before)
 
 
-@pytest.mark.parametrize("count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1])
+@pytest.mark.parametrize(
+    "count", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 128 * SEGMENT + 1]
+)
 def test_embedding_bwd_with_full_segments(count):
-    """Entries alternate between 1, 2, 4 and 8: their sum is exact in fp32, so a lost or doubled one is visible."""
+    """Entries alternate between 1, 2, 4 and 8: their sum is exact in fp32, so a lost
+    or doubled one is visible.
+    """
     R, C = count + 43, 16
     ids = np.full(R, 1, np.int32)
     ids[count:] = 2
@@ -103,7 +113,10 @@ def run_bwd(R, V, C, outputs):
     """Run embedding_bwd on the same inputs each time; `outputs(*shape)` allocates its outputs."""
     generator = torch.Generator().manual_seed(0)
     dx, lnf = (torch.randn(R, C, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
-    ks, tokens = torch.randn(R, generator=generator).to(DEVICE), torch.randint(V, (2, R), generator=generator)
+    ks, tokens = (
+        torch.randn(R, generator=generator).to(DEVICE),
+        torch.randint(V, (2, R), generator=generator),
+    )
     dwte, dwpe = outputs(V, C), outputs(R // 2 + 5, C)
     slots = outputs(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
     dwte.fill_(1)

@@ -1,4 +1,6 @@
-"""fp8 operands: rounding bit by bit, maxima and scales, and products against float64 of the dequantised operands."""
+"""fp8 operands: rounding bit by bit, maxima and scales, and products against float64 of
+the dequantised operands.
+"""
 
 import dataclasses
 import math
@@ -40,7 +42,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
-def operand(rows: int, columns: int, scale: float = 1.0, transposed: bool = True, value=None, dtype=E4M3) -> Fp8:
+def operand(
+    rows: int, columns: int, scale: float = 1.0, transposed: bool = True, value=None, dtype=E4M3
+) -> Fp8:
     """Return an operand full of NaN, or with the rows and columns of `value`."""
     x8, x8t = (torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(dtype) for shape in
                ((rows, columns), (columns, rows)))  # fmt: skip
@@ -69,15 +73,33 @@ def _round_kernel(out_ptr, x_ptr, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_rounding_equals_torch_in_every_bit(monkeypatch, dtype):
-    """Random numbers of all binades, every number of 8 bits and its neighbours, midpoints, ends, NaN and infinity."""
-    monkeypatch.setattr(e4m3, "_rounded", getattr(e4m3._rounded, "replaced", e4m3._rounded))  # tests' interpreter's
+    """Random numbers of all binades, every number of 8 bits and its neighbours,
+    midpoints, ends, NaN and infinity.
+    """
+    # tests' interpreter's
+    monkeypatch.setattr(e4m3, "_rounded", getattr(e4m3._rounded, "replaced", e4m3._rounded))
     generator = np.random.default_rng(0)
     random = generator.standard_normal(40_000) * np.exp2(generator.integers(-22, 20, 40_000))
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = codes[codes.isfinite()].sort().values
     middle = (finite[1:] + finite[:-1]) / 2
     near = [torch.nextafter(middle, torch.tensor(side)) for side in (-1e9, 1e9)]
-    ends = [0.0, -0.0, 448.0, 464.0, 480.0, 57344.0, 61440.0, 65536.0, 1e9, -1e9, 1e-30, -1e-30, math.inf, -math.inf]
+    ends = [
+        0.0,
+        -0.0,
+        448.0,
+        464.0,
+        480.0,
+        57344.0,
+        61440.0,
+        65536.0,
+        1e9,
+        -1e9,
+        1e-30,
+        -1e-30,
+        math.inf,
+        -math.inf,
+    ]
     ends = torch.tensor([*ends, math.nan, -math.nan])
     x = torch.cat([torch.from_numpy(random).float(), codes, middle, *near, ends]).to(DEVICE)
     x = torch.cat([x, x.new_zeros(65536 - len(x))])
@@ -112,13 +134,18 @@ def rolled(amax, history=None, applied=1.0):
     cells[:, 7] = torch.tensor(amax) / 2
     cells = cells.view(torch.int32)
     history = torch.zeros(A, 16, device=DEVICE) if history is None else history.clone()
-    scale, step_out = torch.full((A,), 3.0, device=DEVICE), torch.tensor([2.0, 1.0, 1.0, applied], device=DEVICE)
+    scale, step_out = (
+        torch.full((A,), 3.0, device=DEVICE),
+        torch.tensor([2.0, 1.0, 1.0, applied], device=DEVICE),
+    )
     K.roll_scales(scale, history, cells, step_out)
     assert not cells.any()
     return scale, history
 
 
-@pytest.mark.parametrize("value, bad", [(3.4e38, False), (float("inf"), True), (float("nan"), True)])
+@pytest.mark.parametrize(
+    "value, bad", [(3.4e38, False), (float("inf"), True), (float("nan"), True)]
+)
 def test_an_amax_that_is_not_finite_makes_the_norm_nan(value, bad):
     """The last cell of the last of 40 tensors is set: those are more cells than a block has."""
     cells = torch.ones(40, AMAX_CELLS, device=DEVICE)
@@ -144,7 +171,9 @@ def test_the_window_is_sixteen_steps():
     assert history[0].tolist() == [2.0, 1.0] + [0.0] * 14 and scale.item() == 64.0
 
 
-@pytest.mark.parametrize("amax, applied", [([0.0], 1.0), ([1.0], 0.0), ([float("nan")], 1.0), ([float("inf")], 1.0)])
+@pytest.mark.parametrize(
+    "amax, applied", [([0.0], 1.0), ([1.0], 0.0), ([float("nan")], 1.0), ([float("inf")], 1.0)]
+)
 def test_what_is_not_recorded_changes_no_scale(amax, applied):
     before = torch.arange(16.0, device=DEVICE).view(1, 16)
     scale, history = rolled(amax, before, applied)
@@ -165,7 +194,9 @@ def test_weights_are_cast_and_transposed(shapes, rng):
     K.cast_weights(*operands, *weights)
     for w8, w in zip(operands, weights, strict=True):
         want = as_e4m3(w.float() * 64)
-        assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(bits(w8.columns), bits(want).T)
+        assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(
+            bits(w8.columns), bits(want).T
+        )
         assert amax_of(w8) == w.float().abs().max().item()
 
 
@@ -186,7 +217,8 @@ def test_transposition_in_pairs(rng):
 
 
 def close_to_rounded(got: Fp8, want: torch.Tensor) -> None:
-    """Compare with the rounding of float64 numbers: a small share is rounded the other way, one step off.
+    """Compare with the rounding of float64 numbers: a small share is rounded
+    the other way, one step off.
 
     On a GPU, tensor cores add fp8 products to 14 bits, and GELU's arithmetic is in fp16.
     """
@@ -201,7 +233,11 @@ def test_layernorm_writes_fp8_alone_and_beside_bf16(rng):
     x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
     results = []
     for value in (None, poisoned(R, C, dtype=BF16)):
-        out, mean, rstd = dataclasses.replace(operand(R, C, 16.0), value=value), poisoned(R), poisoned(R)
+        out, mean, rstd = (
+            dataclasses.replace(operand(R, C, 16.0), value=value),
+            poisoned(R),
+            poisoned(R),
+        )
         K.layernorm_fwd(out, mean, rstd, x, w, b)
         results.append((bits(out.rows), out.amax, mean, rstd))
     plain = poisoned(R, C, dtype=BF16)
@@ -228,12 +264,15 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()
     assert error(dequantised(out), value) < 0.03  # e4m3 itself: 0.027
-    assert abs(amax_of(out) / value.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
+    # the interpreter truncates to bf16
+    assert abs(amax_of(out) / value.abs().max().item() - 1) < 2**-7
 
 
 @pytest.mark.parametrize("T,HS", [(48, 64), (48, 80), (128, 64)])
 def test_attention_writes_fp8(T, HS, rng):
-    """Blocks reach past a sequence of 48, and 80 of a head, but not into the next one's columns; 128 are Hopper's."""
+    """Blocks reach past a sequence of 48, and 80 of a head, but not into the next one's
+    columns; 128 are Hopper's.
+    """
     B, NH = 2, 2
     width = NH * HS
     qkv, dout = rng(B * T, 3 * width, dtype=BF16), rng(B * T, width, dtype=BF16)
@@ -249,7 +288,8 @@ def test_attention_writes_fp8(T, HS, rng):
     assert torch.equal(out.value, plain)
     for got, want in ((out, plain), (dqkv8, dqkv)):
         assert error(dequantised(got), want) < 0.03  # e4m3's own 0.027
-        assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7  # the interpreter truncates to bf16
+        # the interpreter truncates to bf16
+        assert abs(amax_of(got) / want.abs().max().item() - 1) < 2**-7
         assert torch.equal(bits(got.columns), in_pairs(got.rows))
 
 
@@ -281,10 +321,14 @@ def test_products_equal_float64(residual, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not is_hopper(), reason="the portable kernels sum in the tensor cores' own precision")
+@pytest.mark.skipif(
+    not is_hopper(), reason="the portable kernels sum in the tensor cores' own precision"
+)
 @pytest.mark.parametrize("depth", [1600, 6400])
 def test_long_sums_of_one_sign_are_not_biased(depth, rng):
-    """A tensor core's sum of 1,600 terms of one sign is 2.3% too small, of 6,400 10%; in parts of 128, 0.06%."""
+    """A tensor core's sum of 1,600 terms of one sign is 2.3% too small, of 6,400
+    10%; in parts of 128, 0.06%.
+    """
     a, w = product_operands(rng, 256, 320, depth)
     for x in (a, w):
         x.rows.copy_(as_e4m3(x.rows.float().abs()))
@@ -297,12 +341,17 @@ def test_long_sums_of_one_sign_are_not_biased(depth, rng):
         assert abs((out.double() * want).sum() / (want * want).sum() - 1) < 2e-3
 
 
-GPU_SIZES = [(384, 512), (2176, 2304)]  # whole tiles: six; 153, so that some of 132 programs have a second one
+# whole tiles: six; 153, so that some of 132 programs have a second one
+GPU_SIZES = [(384, 512), (2176, 2304)]
 
 
-@pytest.mark.parametrize("R, N", [(96, 112), *(pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_SIZES)])
+@pytest.mark.parametrize(
+    "R, N", [(96, 112), *(pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_SIZES)]
+)
 def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
-    """In the portable kernels, and on Hopper, where M and N fill whole tiles, in those of kernels/hopper."""
+    """In the portable kernels, and on Hopper, where M and N fill whole tiles,
+    in those of kernels/hopper.
+    """
     a, w = product_operands(rng, R, N, C)
     b, slope = rng(N, dtype=BF16), torch.zeros(R, N, dtype=torch.uint8, device=DEVICE)
     out = operand(R, N, 16.0)
@@ -332,20 +381,28 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
     """Inputs are so large that 15 times their value, or they themselves, are beyond fp16."""
     M, N = 128, 256
     a, w = product_operands(rng, M, N, C)
-    b, slope = torch.tensor([far, -far], dtype=BF16, device=DEVICE).repeat(N // 2), poisoned(M, N).to(torch.uint8)
+    b, slope = (
+        torch.tensor([far, -far], dtype=BF16, device=DEVICE).repeat(N // 2),
+        poisoned(M, N).to(torch.uint8),
+    )
     K.matmul_gelu(operand(M, N, 1 / 16), slope, a, w, b)
     dout, w2 = product_operands(rng, M, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre = operand(M, N, 4.0)
     K.matmul_dx_dgelu(dpre, poisoned(N), None, poisoned(M * N), dout, w2, slope, False)
     product = dequantised(dout) @ dequantised(w2)
     got = dequantised(dpre)
-    assert (got[:, 1::2] == 0).all() and error(got[:, ::2], product[:, ::2]) < 0.03  # e4m3's own 0.027
+    # e4m3's own 0.027
+    assert (got[:, 1::2] == 0).all() and error(got[:, ::2], product[:, ::2]) < 0.03
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered in exp")
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered", "ignore:overflow encountered in exp"
+)
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_an_infinite_bias_is_seen(value, rng):
-    """Output or amax is not finite, so the step is skipped; Hopper's GELU cuts inputs beyond fp16, but not infinity."""
+    """Output or amax is not finite, so the step is skipped; Hopper's GELU cuts inputs
+    beyond fp16, but not infinity.
+    """
     a, w = product_operands(rng, 128, 256, C)
     b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
     b[[3, 200]] = value  # in both halves of Hopper's tile
@@ -361,7 +418,8 @@ def test_weight_gradients_equal_float64(transposed, rng):
     want = dequantised(dout).T @ dequantised(inp)
     for acc in (False, True):
         K.matmul_dw(dw, scratch, dout, inp, acc)
-        assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 128 terms
+        # 14 bits within 128 terms
+        assert error(dw, want * (1 + acc)) < (2e-4 if DEVICE == "cuda" else 1e-6)
     assert torch.equal(bits(dout.columns), in_pairs(dout.rows))
 
 
@@ -371,7 +429,9 @@ V, VP = 300, 384
 
 
 def head_operands(rng):
-    """Return lnf, wte and targets, every fifth of them ignored; wte has a second row equal to each target's."""
+    """Return lnf, wte and targets, every fifth of them ignored; wte has a second
+    row equal to each target's.
+    """
     value = rng(R, C, dtype=BF16)
     lnf = dataclasses.replace(operand(R, C, 32.0, False, value=value.float()), value=value)
     wte = operand(VP, C, 256.0)
@@ -384,7 +444,9 @@ def head_operands(rng):
 
 
 def exponentials(lnf, wte, targets, n=R):
-    """Return p, its row sums and zt of the first n rows as the launchers write them; p is full of NaN before."""
+    """Return p, its row sums and zt of the first n rows as the launchers write
+    them; p is full of NaN before.
+    """
     zt, rowsum = poisoned(R), poisoned(classifier_fwd_scratch(R, VP, "fp8"))
     p = dataclasses.replace(operand(R, VP, dtype=E5M2), scale=poisoned(1), amax=None)[:n]
     K.classifier_target(zt, lnf, wte, targets)
@@ -397,7 +459,9 @@ def units(peek):
 
 
 def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch):
-    """p is exactly the target's where wte's row equals the target's: zt is summed as the product sums."""
+    """p is exactly the target's where wte's row equals the target's: zt is
+    summed as the product sums.
+    """
     monkeypatch.setattr(classifier, "PEEK", 256)
     lnf, wte, targets = head_operands(rng)
     p, rowsum, zt = exponentials(lnf, wte, targets)
@@ -438,15 +502,22 @@ def test_the_head_s_gradients_equal_float64(n, rng):
     assert lns.scale.item() == pytest.approx(128 * 32 * 3000, rel=1e-6)
     stored = rounded(lnf.value[:n].float() * (rs * lns.scale)[:, None], E5M2)
     assert torch.equal(bits(lns.columns), in_pairs(stored))
-    assert error(stored.double() / lns.scale.double(), rs.double()[:, None] * lnf.value[:n].double()) < 0.06
+    assert (
+        error(stored.double() / lns.scale.double(), rs.double()[:, None] * lnf.value[:n].double())
+        < 0.06
+    )
 
     dln = poisoned(n, C, dtype=BF16)
     K.classifier_dx(dln, p, wte, rs, ks, targets[:n])
     rows, valid = dequantised(wte)[targets[:n].clamp(min=0).long()], (targets[:n] >= 0)[:, None]
-    want = rs.double()[:, None] * (dequantised(p) @ dequantised(wte)) + ks.double()[:, None] * rows * valid
+    want = (
+        rs.double()[:, None] * (dequantised(p) @ dequantised(wte))
+        + ks.double()[:, None] * rows * valid
+    )
     assert error(dln, want) < 4e-3  # the rounding to bf16, which the interpreter truncates
     dw, scratch = poisoned(VP, C), poisoned(max(1, matmul_dw_scratch(n, "fp8", (VP, C))))
     want = dequantised(p).T @ (stored.double() / lns.scale.double())
     for acc in (False, True):
         K.matmul_dw(dw, scratch, p, lns, acc)
-        assert error(dw, want * (1 + acc)) < (4e-4 if DEVICE == "cuda" else 1e-6)  # 14 bits within 256 terms
+        # 14 bits within 256 terms
+        assert error(dw, want * (1 + acc)) < (4e-4 if DEVICE == "cuda" else 1e-6)

@@ -1,7 +1,8 @@
-"""The kernels of kernels/hopper/ compile for sm_90 without a GPU, fit its shared memory and spill no registers.
+"""The kernels of kernels/hopper/ compile for sm_90 without a GPU, fit its shared
+memory and spill no registers.
 
-Their results are tested in test_hopper_simulated.py and test_hopper_attention.py without a GPU, and on one in the tests
-of the operations.
+Their results are tested in test_hopper_simulated.py and test_hopper_attention.py without a GPU, and
+on one in the tests of the operations.
 """
 
 import re
@@ -18,69 +19,164 @@ TOGETHER = {"attention_fwd": 5, "attention_dq": 4, "attention_dkdv": 3}
 
 
 def cases() -> dict[str, tuple[str, dict[str, object]]]:
-    """Return name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16 or a third, or constant)."""
+    """Return name -> (kernel, argument -> type, (rows, columns) of a descriptor in bf16
+    or a third, or constant).
+    """
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
-    nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None, rope_ptr=None)
+    nothing = dict(
+        b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None, rope_ptr=None
+    )
     nothing |= dict(T=I32, rotated_columns=I32, HS=0)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
     backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
     dgelu = backward | dict(pre_desc=(32, 64), part_ptr=F32, EPILOGUE="dgelu")
-    dw = dict(out_ptr=F32, out2_ptr=F32, part_ptr=F32, first2=I32, N=I32, N2=I32, K=I32, K2=I32, turned=I32, add=I32)
+    dw = dict(
+        out_ptr=F32,
+        out2_ptr=F32,
+        part_ptr=F32,
+        first2=I32,
+        N=I32,
+        N2=I32,
+        K=I32,
+        K2=I32,
+        turned=I32,
+        add=I32,
+    )
     dw |= dict(whole_tiles=I32, split_tiles=I32, items=I32, steps=I32, part_steps=I32)
     a, w = (128, 128, "fp8e4nv"), (256, 128, "fp8e4nv")
-    fp8_dw = dw | dict(a_desc=a, w_desc=w, a2_desc=a, w2_desc=w, dout_scale_ptr=F32, inp_scale_ptr=F32)
+    fp8_dw = dw | dict(
+        a_desc=a, w_desc=w, a2_desc=a, w2_desc=w, dout_scale_ptr=F32, inp_scale_ptr=F32
+    )
     fp8_dw |= dict(dout2_scale_ptr=F32, inp2_scale_ptr=F32)
     dw |= dict(a_desc=(64, 128), w_desc=(64, 256), a2_desc=(64, 128), w2_desc=(64, 256))
-    head = dict(part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32")
+    head = dict(
+        part_ptr=F32, lnf_desc=(128, 64), wte_desc=(256, 64), zt_ptr=F32, targets_ptr="*i32"
+    )
     head |= dict(R=I32, C=I32, V=I32, Vp=I32, lnf_scale_ptr=None, wte_scale_ptr=None)
     head |= dict(columns_desc=None, p_scale_ptr=None, peek_ptr=None)
     head8 = head | dict(lnf_desc=(128, 128, "fp8e4nv"), wte_desc=(256, 128, "fp8e4nv"))
     head8 |= dict(lnf_scale_ptr=F32, wte_scale_ptr=F32)
-    p8 = dict(p_desc=(128, 256, "fp8e5"), columns_desc=(256, 64, "i16"), p_scale_ptr=F32, peek_ptr=F32)
-    dx8 = dict(dln_desc=(64, 32), p_desc=(128, 128, "fp8e5"), columns_desc=(256, 128, "fp8e4nv"), p_scale_ptr=F32)
-    dx8 |= dict(wte_scale_ptr=F32, rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr="*fp8e4nv", R=I32, C=I32, Vp=I32)
-    lns8 = dict(columns_desc=(128, 64, "i16"), lnf_desc=(128, 128), rs_ptr=F32, scale_ptr=F32, R=I32)
+    p8 = dict(
+        p_desc=(128, 256, "fp8e5"), columns_desc=(256, 64, "i16"), p_scale_ptr=F32, peek_ptr=F32
+    )
+    dx8 = dict(
+        dln_desc=(64, 32),
+        p_desc=(128, 128, "fp8e5"),
+        columns_desc=(256, 128, "fp8e4nv"),
+        p_scale_ptr=F32,
+    )
+    dx8 |= dict(
+        wte_scale_ptr=F32,
+        rs_ptr=F32,
+        ks_ptr=F32,
+        targets_ptr="*i32",
+        wte_ptr="*fp8e4nv",
+        R=I32,
+        C=I32,
+        Vp=I32,
+    )
+    lns8 = dict(
+        columns_desc=(128, 64, "i16"), lnf_desc=(128, 128), rs_ptr=F32, scale_ptr=F32, R=I32
+    )
     wide = dict(out_desc=(128, 64), a_desc=(128, 32), b_ptr=None, res_desc=None) | sizes
     wide |= dict(rs_ptr=None, ks_ptr=None, targets_ptr=None, wte_ptr=None)
     factors = dict(rs_ptr=F32, ks_ptr=F32, targets_ptr="*i32", wte_ptr=BF16)
     wide_forward = wide | dict(w_desc=(256, 32), w_strip_desc=(64, 32), b_ptr=BF16, W_T=True)
     wide_backward = wide | dict(w_desc=(32, 256), w_strip_desc=(32, 64), W_T=False)
-    fp8 = dict(out_desc=(64, 128), a_desc=(128, 128, "fp8e4nv"), w_desc=(256, 128, "fp8e4nv"), res_desc=None) | sizes
-    fp8 |= dict(b_ptr=BF16, a_scale_ptr=F32, w_scale_ptr=F32, rope_ptr=None, T=I32, rotated_columns=I32, HS=0)
-    swiglu = dict(rows_desc=(64, 64, "fp8e4nv"), columns_desc=(64, 32, "i16"), scale_ptr=F32, amax_ptr="*i32")
+    fp8 = (
+        dict(
+            out_desc=(64, 128),
+            a_desc=(128, 128, "fp8e4nv"),
+            w_desc=(256, 128, "fp8e4nv"),
+            res_desc=None,
+        )
+        | sizes
+    )
+    fp8 |= dict(
+        b_ptr=BF16,
+        a_scale_ptr=F32,
+        w_scale_ptr=F32,
+        rope_ptr=None,
+        T=I32,
+        rotated_columns=I32,
+        HS=0,
+    )
+    swiglu = dict(
+        rows_desc=(64, 64, "fp8e4nv"), columns_desc=(64, 32, "i16"), scale_ptr=F32, amax_ptr="*i32"
+    )
     swiglu |= dict(dout_desc=None, pre_desc=(64, 64), F=I32)
-    fp8_gelu = dict(a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")) | sizes
-    fp8_gelu |= dict(columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None)
+    fp8_gelu = (
+        dict(
+            a_desc=(128, 64, "fp8e4nv"), w_desc=(256, 64, "fp8e4nv"), rows_desc=(64, 64, "fp8e4nv")
+        )
+        | sizes
+    )
+    fp8_gelu |= dict(
+        columns_desc=(64, 32, "i16"), slope_desc=(32, 128, "u8"), b_ptr=BF16, part_ptr=None
+    )
     fp8_gelu |= dict(a_scale_ptr=F32, w_scale_ptr=F32, scale_ptr=F32, amax_ptr="*i32", DGELU=False)
     block, block8, pairs = (64, 64), (64, 64, "fp8e4nv"), (64, 32, "i16")
-    attention = dict(dqkv_desc=block, columns_desc=None, scale_ptr=None, amax_ptr=None, part_ptr=F32, delta_ptr=F32)
-    attention |= dict(dout_desc=block, qkv_desc=block, out_ptr=BF16, lse_ptr=F32, NH=I32, T=1024, GROUP=1, SPAN=1024)
+    attention = dict(
+        dqkv_desc=block,
+        columns_desc=None,
+        scale_ptr=None,
+        amax_ptr=None,
+        part_ptr=F32,
+        delta_ptr=F32,
+    )
+    attention |= dict(
+        dout_desc=block,
+        qkv_desc=block,
+        out_ptr=BF16,
+        lse_ptr=F32,
+        NH=I32,
+        T=1024,
+        GROUP=1,
+        SPAN=1024,
+    )
     attention |= dict(out_columns_desc=None, out_scale_ptr=None, rope_ptr=None)
-    attention8 = attention | dict(dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32")
+    attention8 = attention | dict(
+        dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32"
+    )
     attention8 |= dict(out_columns_desc=pairs, out_scale_ptr=F32)
     attention_fwd = attention | dict(out_desc=block, out8_desc=None)
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
     grouped = dict(part_ptr=None, rope_ptr=F32, T=2048, SPAN=2048, GROUP=4)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
-    weight = dict(rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32")
-    cast = {f"{name}_{i}": form for i in range(4) for name, form in (weight | dict(across=I32, end=I32)).items()}
+    weight = dict(
+        rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32"
+    )
+    cast = {
+        f"{name}_{i}": form
+        for i in range(4)
+        for name, form in (weight | dict(across=I32, end=I32)).items()
+    }
     return {
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
         "fp8 matmul_dx": ("_fp8_kernel", fp8 | dict(b_ptr=None)),
         "fp8 matmul_rope": ("_fp8_kernel", fp8 | dict(b_ptr=None, rope_ptr=F32, HS=64)),
-        "fp8 matmul_rope, heads of 128": ("_fp8_kernel", fp8 | dict(b_ptr=None, rope_ptr=F32, HS=128)),
+        "fp8 matmul_rope, heads of 128": (
+            "_fp8_kernel",
+            fp8 | dict(b_ptr=None, rope_ptr=F32, HS=128),
+        ),
         "fp8 swiglu": ("_swiglu_kernel", swiglu),
         "fp8 swiglu, evaluation": ("_swiglu_kernel", swiglu | dict(amax_ptr=None)),
         "fp8 swiglu_bwd": ("_swiglu_kernel", swiglu | dict(dout_desc=(64, 64))),
         "fp8 matmul_gelu": ("_fp8_gelu_kernel", fp8_gelu),
         "fp8 matmul_gelu, evaluation": ("_fp8_gelu_kernel", fp8_gelu | dict(amax_ptr=None)),
-        "fp8 matmul_dx_dgelu": ("_fp8_gelu_kernel", fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True)),
+        "fp8 matmul_dx_dgelu": (
+            "_fp8_gelu_kernel",
+            fp8_gelu | dict(b_ptr=None, part_ptr=F32, DGELU=True),
+        ),
         "fp8 matmul_dw": ("_fp8_dw_kernel", fp8_dw),
         "attention_fwd": ("_attention_fwd_kernel", attention_fwd),
         "fp8 attention_fwd": ("_attention_fwd_kernel", attention_fwd8),
-        "fp8 attention_fwd, evaluation": ("_attention_fwd_kernel", attention_fwd8 | dict(amax_ptr=None)),
+        "fp8 attention_fwd, evaluation": (
+            "_attention_fwd_kernel",
+            attention_fwd8 | dict(amax_ptr=None),
+        ),
         "attention_fwd, grouped": ("_attention_fwd_kernel", attention_fwd | grouped),
         "attention_dq": ("_attention_dq_kernel", attention),
         "attention_dq, grouped": ("_attention_dq_kernel", attention | grouped),
@@ -92,13 +188,22 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
         "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
         "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),
-        "fp8 attention_dkdv, rows only": ("_attention_dkdv_kernel", attention8 | dict(columns_desc=None)),
+        "fp8 attention_dkdv, rows only": (
+            "_attention_dkdv_kernel",
+            attention8 | dict(columns_desc=None),
+        ),
         "fp8 transpose": ("_transpose_kernel", transpose),
         "fp8 cast": ("_cast_weights_kernel", cast),
-        "fp8 cast, evaluation": ("_cast_weights_kernel", cast | {f"amax_{i}": None for i in range(4)}),
+        "fp8 cast, evaluation": (
+            "_cast_weights_kernel",
+            cast | {f"amax_{i}": None for i in range(4)},
+        ),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
-        "matmul_rope": ("_matmul_kernel", forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=64)),
+        "matmul_rope": (
+            "_matmul_kernel",
+            forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=64),
+        ),
         "matmul_rope, heads of 128": (
             "_matmul_kernel",
             forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=128),
@@ -137,7 +242,9 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
 
     module = next(module for module in KERNELS if kernel_name in vars(module))
     kernel = vars(module)[kernel_name]
-    types = dict(bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, fp8e5=gl.float8e5, i16=gl.int16, u8=gl.uint8)
+    types = dict(
+        bf16=gl.bfloat16, fp8e4nv=gl.float8e4nv, fp8e5=gl.float8e5, i16=gl.int16, u8=gl.uint8
+    )
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
@@ -151,14 +258,22 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
         else:
             signature[name], constants[name] = "constexpr", value
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = vars(module).get("OPTIONS", dict(num_warps=8) if module is transpose else pipeline.OPTIONS)
+    options = vars(module).get(
+        "OPTIONS", dict(num_warps=8) if module is transpose else pipeline.OPTIONS
+    )
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(f"shared memory: {compiled.metadata.shared} bytes")
     ptx = compiled.asm["ptx"]
     places = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
-    made = [places.get(register) for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
-    print(f"barriers: {len(made)} made in {len({*made})} places, {ptx.count('mbarrier.inval')} invalidated")
+    made = [
+        places.get(register)
+        for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
+    ]
+    print(
+        f"barriers: {len(made)} made in {len({*made})} places, "
+        f"{ptx.count('mbarrier.inval')} invalidated"
+    )
 
 
 NAMES = [*cases()]
@@ -168,8 +283,9 @@ NAMES = [*cases()]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("names", [NAMES[i::3] for i in range(3)], ids=", ".join)
 def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
-    """Compiled in another process: in this one the kernels may belong to the interpreter.  One process compiles several
-    kernels, as its imports take as long as a kernel.  A kernel without partitions invalidates its barriers.
+    """Compiled in another process: in this one the kernels may belong to the interpreter.  One
+    process compiles several kernels, as its imports take as long as a kernel.  A kernel without
+    partitions invalidates its barriers.
     """
     printed = compiled_elsewhere("-m", "tests.kernels.test_hopper", *names)
     logs = re.split(r"^kernel: ", printed, flags=re.MULTILINE)[1:]
@@ -178,8 +294,12 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         spills = re.findall(r"(\d+) bytes spill", log)
         assert spills and set(spills) == {"0"}, log
         programs = next((n for kernel, n in TOGETHER.items() if kernel in log), 1)
-        assert int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024, log
-        [(made, places, ended)] = re.findall(r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log)
+        assert (
+            int(re.findall(r"shared memory: (\d+) bytes", log)[0]) <= SHARED // programs - 1024
+        ), log
+        [(made, places, ended)] = re.findall(
+            r"barriers: (\d+) made in (\d+) places, (\d+) invalidated", log
+        )
         without_partitions = ("attention", "transpose", "cast", "classifier_lns", "fp8 swiglu")
         alone = any(word in log.splitlines()[0] for word in without_partitions)
         assert made == places != "0" and ended == (made if alone else "0"), log

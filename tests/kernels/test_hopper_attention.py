@@ -20,7 +20,9 @@ BF16, E4M3, HS = torch.bfloat16, torch.float8_e4m3fn, 64
 SHAPES = [(2, 2, 64), (2, 1, 128), (1, 2, 192), (1, 1, 320)]
 shapes = pytest.mark.parametrize("B,NH,T", SHAPES, ids=lambda size: str(size))
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU"
+)
 
 
 def forward(out, lse, qkv, seed, **replaced):
@@ -51,7 +53,8 @@ def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, 
     """Run the launcher as on Hopper, with both kernels simulated; return dbias and delta."""
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
-    scratch = poisoned(2 * C * B * T // 64)  # the interpreter's table, with larger blocks, asks for less
+    # the interpreter's table, with larger blocks, asks for less
+    scratch = poisoned(2 * C * B * T // 64)
     with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
         patch.setattr(tuning, "is_hopper", lambda: True)
         with simulated(attention_dkdv, seed, **replaced):
@@ -71,7 +74,9 @@ def test_attention_fwd_matches_float64(rng, B, NH, T, seed):
 
 
 def test_attention_fwd_of_large_scores_does_not_overflow(rng):
-    """Scores of +-2000: the maximum of a row rises from block to block by more than any float's exponent."""
+    """Scores of +-2000: the maximum of a row rises from block to block by more
+    than any float's exponent.
+    """
     qkv, want_out, want_lse = draw_forward(rng, 1, 2, 192, spread=20)
     out, lse = poisoned(192, 2 * HS, dtype=BF16), poisoned(1, 2, 192)
     forward(out, lse, qkv, 1)
@@ -119,25 +124,41 @@ def test_attention_bwd_accumulates_dbias(rng):
     assert torch.equal(twice, 2 * once)
 
 
-@pytest.mark.parametrize("B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)])
+@pytest.mark.parametrize(
+    "B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)]
+)
 def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
     C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
     qkv, dout = rng(B * T, D, dtype=BF16), rng(B * T, C, dtype=BF16)
-    out, lse, dqkv = poisoned(B * T, C, dtype=BF16), poisoned(B, NH, T), poisoned(B * T, D, dtype=BF16)
+    out, lse, dqkv = (
+        poisoned(B * T, C, dtype=BF16),
+        poisoned(B, NH, T),
+        poisoned(B * T, D, dtype=BF16),
+    )
     forward(out, lse, qkv, 1)
     want_out, want_lse = exact("attention_fwd", [out, lse], qkv)
     assert error(out, want_out) < 2 * EPS[BF16] and (lse - want_lse).abs().max() < 1e-5
     _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=rope)
-    want, _, want_delta = exact("attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope)
-    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
+    want, _, want_delta = exact(
+        "attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope
+    )
+    for got, expected in zip(
+        *(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True
+    ):
         assert error(got, expected) < 2 * EPS[BF16]
     assert error(delta, want_delta) < 2e-6
 
 
 @pytest.mark.parametrize("NH,NKV,T", [(1, 1, 192), (2, 1, 320)])
 def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch, NH, NKV, T):
-    """Sequences of more than 2,048 tokens pass through shared memory in spans; here spans have 128."""
-    qkv, dout, rope = rng(T, (NH + 2 * NKV) * HS, dtype=BF16), rng(T, NH * HS, dtype=BF16), rng(T, HS)
+    """Sequences of more than 2,048 tokens pass through shared memory in
+    spans; here spans have 128.
+    """
+    qkv, dout, rope = (
+        rng(T, (NH + 2 * NKV) * HS, dtype=BF16),
+        rng(T, NH * HS, dtype=BF16),
+        rng(T, HS),
+    )
     out, lse = poisoned(T, NH * HS, dtype=BF16), poisoned(1, NH, T)
     forward(out, lse, qkv, 1)
     whole, spans = poisoned(*qkv.shape, dtype=BF16), poisoned(*qkv.shape, dtype=BF16)
@@ -150,17 +171,24 @@ def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("recorded", [True, False])
 def test_attention_bwd_writes_fp8(rng, transposed, recorded):
-    """Of gradients before their rounding to bf16, which puts one in 32 between two numbers of e4m3."""
+    """Of gradients before their rounding to bf16, which puts one in 32
+    between two numbers of e4m3.
+    """
     B, NH, T, scale = 2, 1, 128, 64.0
     arguments, _ = draw(rng, B, NH, T)
     plain = poisoned(B * T, 3 * NH * HS, dtype=BF16)
     dbias, _ = backward(1, plain, *arguments)
     rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
-    columns = torch.full(plain.T.shape if transposed else (0, 1), 0x7F, dtype=torch.uint8).view(E4M3)
+    columns = torch.full(plain.T.shape if transposed else (0, 1), 0x7F, dtype=torch.uint8).view(
+        E4M3
+    )
     cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
     dqkv = Fp8(rows, columns, torch.tensor([scale]), cells, transposed)
     dout, qkv, out, lse = arguments
-    rows8, columns8 = (out.float() * scale).to(E4M3), torch.full(out.T.shape, 0x7F, dtype=torch.uint8).view(E4M3)
+    rows8, columns8 = (
+        (out.float() * scale).to(E4M3),
+        torch.full(out.T.shape, 0x7F, dtype=torch.uint8).view(E4M3),
+    )
     out8 = Fp8(rows8, columns8, torch.tensor([scale]), None, transposed, out)
     dbias8, _ = backward(2, dqkv, dout, qkv, out8, lse)
     assert torch.equal(dbias8, dbias)
@@ -176,7 +204,9 @@ def test_attention_bwd_writes_fp8(rng, transposed, recorded):
 
 
 def test_simulator_finds_barriers_that_are_invalidated_too_early_or_never(rng):
-    """A kernel without partitions invalidates its barriers; test_hopper_simulated.py removes waits and fences."""
+    """A kernel without partitions invalidates its barriers; test_hopper_simulated.py
+    removes waits and fences.
+    """
     names = NAMES["mbarrier"]
 
     def init(barrier, count):
@@ -188,7 +218,10 @@ def test_simulator_finds_barriers_that_are_invalidated_too_early_or_never(rng):
         names.invalidate(barrier)
 
     qkv, _, _ = draw_forward(rng, 1, 1, 64)
-    wrong = {"uses a barrier that is invalidated": dict(init=init), "phase is not complete": dict(expect=expect)}
+    wrong = {
+        "uses a barrier that is invalidated": dict(init=init),
+        "phase is not complete": dict(expect=expect),
+    }
     wrong |= {"a barrier is not invalidated": dict(invalidate=lambda barrier: None)}
     for message, replaced in wrong.items():
         barriers = SimpleNamespace(**vars(names) | replaced)

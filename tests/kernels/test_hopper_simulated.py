@@ -1,4 +1,6 @@
-"""The kernels of kernels/hopper/ against float64 without a GPU: in gluon_simulator, with events in random order."""
+"""The kernels of kernels/hopper/ against float64 without a GPU: in gluon_simulator,
+with events in random order.
+"""
 
 import importlib
 from types import SimpleNamespace
@@ -29,16 +31,21 @@ from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
 
-mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
+# the package exports a function of this name
+mm = importlib.import_module("gpt2_triton.kernels.matmul")
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-ROUNDINGS = 2**0.5 * EPS[BF16]  # of the output, and of the product that is multiplied with GELU's derivative
+# of the output, and of the product that is multiplied with GELU's derivative
+ROUNDINGS = 2**0.5 * EPS[BF16]
 
-# M, N, K: several tiles per program, ragged; one tile and one step; one row of slices, less than a step
+# M, N, K: several tiles per program, ragged; one tile and one step; one
+# row of slices, less than a step
 SHAPES = [(416, 320, 200), (128, 256, 64), (32, 64, 40)]
 SIZES = [[(304, 320), (528, 144)], [(528, 144), (144, 400)], [(304, 320)]]
 shapes = pytest.mark.parametrize("M,N,K", SHAPES, ids=lambda size: str(size))
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU"
+)
 
 
 def product(rng, M, N, K, w_is_nk):
@@ -46,10 +53,33 @@ def product(rng, M, N, K, w_is_nk):
     return a, w, a.double() @ (w.double().T if w_is_nk else w.double())
 
 
-def launch(out, a, w, b=None, *, w_is_nk=True, epilogue="", res=None, pre=None, gelu_out=None, part=None, rope=None):
+def launch(
+    out,
+    a,
+    w,
+    b=None,
+    *,
+    w_is_nk=True,
+    epilogue="",
+    res=None,
+    pre=None,
+    gelu_out=None,
+    part=None,
+    rope=None,
+):
     rotation = dict(rope=rope, T=0 if rope is None else len(rope), rotated_columns=192)
     hopper_matmul.matmul(
-        out, a, w, b, w_is_nk=w_is_nk, epilogue=epilogue, res=res, pre=pre, gelu_out=gelu_out, part=part, **rotation
+        out,
+        a,
+        w,
+        b,
+        w_is_nk=w_is_nk,
+        epilogue=epilogue,
+        res=res,
+        pre=pre,
+        gelu_out=gelu_out,
+        part=part,
+        **rotation,
     )
 
 
@@ -101,7 +131,9 @@ def exact_product(a, a_scale, w, w_scale):
 
 
 @seeds
-@pytest.mark.parametrize("M,N,K", [(416, 320, 784), (128, 256, 128), (32, 64, 48)], ids=lambda size: str(size))
+@pytest.mark.parametrize(
+    "M,N,K", [(416, 320, 784), (128, 256, 128), (32, 64, 48)], ids=lambda size: str(size)
+)
 def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K), 64.0)
     want = exact_product(a, a_scale, w, w_scale)
@@ -120,29 +152,46 @@ def quantised(x, dtype):
 
 
 def dequantised(operand):
-    return operand.columns.T.double() / operand.scale.double() if isinstance(operand, K.Fp8) else operand.double()
+    return (
+        operand.columns.T.double() / operand.scale.double()
+        if isinstance(operand, K.Fp8)
+        else operand.double()
+    )
 
 
 @pytest.mark.parametrize("R,per_sm,seed", [(640, 1, 1), (400, 2, 2), (128, 33, 3)])
-@pytest.mark.parametrize("dtype,sizes", [*((d, s) for d in (E4M3, BF16) for s in SIZES), (E5M2, SIZES[2])], ids=str)
+@pytest.mark.parametrize(
+    "dtype,sizes", [*((d, s) for d in (E4M3, BF16) for s in SIZES), (E5M2, SIZES[2])], ids=str
+)
 def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per_sm, dtype, seed):
-    """Whole tiles and parts of split ones, upright and turned, overwritten and added to; odd numbers of steps."""
-    row = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64 if dtype == BF16 else 128, GROUP_M=8, PER_SM=per_sm)
+    """Whole tiles and parts of split ones, upright and turned, overwritten and added
+    to; odd numbers of steps.
+    """
+    row = dict(
+        BLOCK_M=128, BLOCK_N=256, BLOCK_K=64 if dtype == BF16 else 128, GROUP_M=8, PER_SM=per_sm
+    )
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
     pairs = [[rng(R, width, dtype=BF16) for width in size] for size in sizes]
     if dtype != BF16:
         pairs = [[quantised(x, dtype) for x in pair] for pair in pairs]
     want = [dequantised(dout).T @ dequantised(inp) for dout, inp in pairs]
-    dws, scratch = [poisoned(*size) for size in sizes], poisoned(max(1, split_tiles(sizes, R, row, 3).scratch))
+    dws, scratch = (
+        [poisoned(*size) for size in sizes],
+        poisoned(max(1, split_tiles(sizes, R, row, 3).scratch)),
+    )
     for acc in (False, True):
         with simulated(hopper_matmul_dw if dtype == BF16 else fp8_matmul_dw, seed):
             mm._multiply_dw(dws, scratch, *zip(*pairs), acc)
-        assert all(error(dw, expected * (1 + acc)) < 1e-6 for dw, expected in zip(dws, want, strict=True))
+        assert all(
+            error(dw, expected * (1 + acc)) < 1e-6 for dw, expected in zip(dws, want, strict=True)
+        )
 
 
 def gelu_and_byte(rng, M, N, K, seed, **replaced):
-    """Run fc with GELU in fp8; return rows and columns of the output, gelu' as bytes, cells of amax, pre in float64."""
+    """Run fc with GELU in fp8; return rows and columns of the output, gelu' as bytes,
+    cells of amax, pre in float64.
+    """
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K) * K**-0.5, 64.0)
     b, scale = rng(N, dtype=BF16), torch.tensor([16.0])
     rows, columns = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3)
@@ -173,16 +222,23 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     drows, dcolumns, part = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3), poisoned(M // 128, N)
     damax, scale = torch.zeros(AMAX_CELLS, dtype=torch.int32), torch.tensor([4.0])
     with simulated(fp8_gelu, seed):
-        fp8_gelu.matmul(drows, dcolumns, scale, damax, dout, dout_scale, w, w_scale, None, slope, part)
+        fp8_gelu.matmul(
+            drows, dcolumns, scale, damax, dout, dout_scale, w, w_scale, None, slope, part
+        )
     want = product * reference.dgelu(pre)
     assert is_right(drows, dcolumns, want, 4)
-    assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01  # half a step of the byte
+    # half a step of the byte
+    assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01
     assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
 
 
 @seeds
 def test_fp8_matmul_rope_matches_float64(rng, seed):
-    (a, a_scale), (w, w_scale), rope = fp8(rng(416, 200), 32.0), fp8(rng(320, 200), 64.0), rng(96, 64)
+    (a, a_scale), (w, w_scale), rope = (
+        fp8(rng(416, 200), 32.0),
+        fp8(rng(320, 200), 64.0),
+        rng(96, 64),
+    )
     out = poisoned(416, 320, dtype=BF16)
     with simulated(fp8_matmul, seed):
         fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, rope, 96, 192)
@@ -193,7 +249,11 @@ def test_fp8_matmul_rope_matches_float64(rng, seed):
 @seeds
 def test_fp8_swiglu_and_its_derivative_match_float64(rng, monkeypatch, seed):
     R, F = 144, 192
-    pre, dout, cells = 2 * rng(R, 2 * F, dtype=BF16), rng(R, F, dtype=BF16), torch.zeros(AMAX_CELLS, dtype=torch.int32)
+    pre, dout, cells = (
+        2 * rng(R, 2 * F, dtype=BF16),
+        rng(R, F, dtype=BF16),
+        torch.zeros(AMAX_CELLS, dtype=torch.int32),
+    )
     [want], [dwant] = exact("swiglu", [dout], pre), exact("swiglu_bwd", [pre], dout, pre)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     for launch8, inputs, right in ((K.swiglu, (pre,), want), (K.swiglu_bwd, (dout, pre), dwant)):
@@ -225,7 +285,9 @@ def test_fp8_weights_are_exact(rng, recorded, alone, seed):
         cast.cast_weights(weights[:1] if alone else weights)
     for rows, columns, w, _, amax in weights[:1] if alone else weights:
         want = (w.float() * 64).to(E4M3).view(torch.uint8)
-        assert torch.equal(rows.view(torch.uint8), want) and torch.equal(columns.view(torch.uint8), want.T)
+        assert torch.equal(rows.view(torch.uint8), want) and torch.equal(
+            columns.view(torch.uint8), want.T
+        )
         assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
 
 
@@ -247,7 +309,11 @@ def test_matmul_wide_matches_float64(rng, M, N, K, seed):
 def test_classifier_dx_wide_matches_float64(rng, seed):
     R, C, Vp = 200, 592, 320
     p, wte, want = product(rng, R, C, Vp, w_is_nk=False)
-    rs, ks, targets = rng(R), rng(R), torch.randint(Vp, (R,), generator=rng.generator, dtype=torch.int32)
+    rs, ks, targets = (
+        rng(R),
+        rng(R),
+        torch.randint(Vp, (R,), generator=rng.generator, dtype=torch.int32),
+    )
     targets[::5], targets[1] = -1, Vp - 1
     dln = poisoned(R, C, dtype=BF16)
     with simulated(hopper_matmul_wide, seed):
@@ -261,17 +327,26 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
-    p, columns, part, peek = poisoned(R, Vp).to(E5M2), poisoned(Vp, R).to(E5M2), poisoned(2, 2, R), rng(R).exp()
+    p, columns, part, peek = (
+        poisoned(R, Vp).to(E5M2),
+        poisoned(Vp, R).to(E5M2),
+        poisoned(2, 2, R),
+        rng(R).exp(),
+    )
     scale, plain = poisoned(1), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
         operands = lnf, lnf_scale, wte, wte_scale, zt
         hopper_classifier.classifier_fwd(p, columns, scale, part, *operands, peek, targets, V)
-        hopper_classifier.classifier_fwd(plain, None, None, poisoned(2, R), *operands, None, targets, V)
+        hopper_classifier.classifier_fwd(
+            plain, None, None, poisoned(2, R), *operands, None, targets, V
+        )
     wide = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V)
     assert error(plain, want) < EPS[BF16]
     unit = torch.exp2(torch.floor(torch.log2(1 + peek.double())))
-    other = p.view(torch.uint8) != fp8((want / unit[:, None]).float(), 128.0, E5M2)[0].view(torch.uint8)
+    other = p.view(torch.uint8) != fp8((want / unit[:, None]).float(), 128.0, E5M2)[0].view(
+        torch.uint8
+    )
     assert scale.item() == 128 and other.float().mean() < 1e-4  # rounded the other way
     assert torch.equal(columns.view(torch.uint8), in_pairs(p))
     assert error(part[1].sum(0), p.double().sum(1) / 128) < 1e-6
@@ -282,7 +357,10 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
 @pytest.mark.parametrize("R,C,Vp", [(208, 592, 640), (128, 64, 128)])
 def test_fp8_classifier_dx_matches_float64(rng, R, C, Vp, seed):
     """An odd number of steps of 128 columns, tiles with and without a right half."""
-    (p, p_scale), (columns, wte_scale) = fp8(rng(R, Vp).exp(), 1 / 8, E5M2), fp8(rng(C, Vp) * C**-0.5, 256.0)
+    (p, p_scale), (columns, wte_scale) = (
+        fp8(rng(R, Vp).exp(), 1 / 8, E5M2),
+        fp8(rng(C, Vp) * C**-0.5, 256.0),
+    )
     wte, rs, ks = columns.T.contiguous(), rng(R), rng(R)
     targets = torch.randint(-1, Vp, (R,), generator=rng.generator, dtype=torch.int32)
     dln = poisoned(R, C, dtype=BF16)
@@ -316,7 +394,8 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
     with simulated(hopper_matmul, seed):
         launch(dpre, a, w, w_is_nk=False, epilogue="dgelu", pre=pre, gelu_out=again, part=part)
     assert error(dpre, x.grad) < ROUNDINGS
-    assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]  # sums of rounded terms, whose errors cancel in part
+    # sums of rounded terms, whose errors cancel in part
+    assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]
     if again is not None:
         assert error(again, reference.gelu(x.detach())) < EPS[BF16]
 
@@ -329,8 +408,12 @@ def test_classifier_fwd_matches_float64(rng, seed):
     p, parts = poisoned(R, Vp, dtype=BF16), poisoned(2, 2, R)
     with simulated(hopper_classifier, seed):
         for stored, part in zip((p, None), parts):
-            hopper_classifier.classifier_fwd(stored, None, None, part, lnf, None, wte, None, zt, None, targets, V)
-    want = torch.exp2(lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None])
+            hopper_classifier.classifier_fwd(
+                stored, None, None, part, lnf, None, wte, None, zt, None, targets, V
+            )
+    want = torch.exp2(
+        lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None]
+    )
     columns = torch.arange(Vp)[None, :]
     want = want * ((columns < V) & (columns != targets[:, None]))
     assert error(p, want) < EPS[BF16]
@@ -361,7 +444,8 @@ def fp8_gelu_is_wrong(rng, seed, **replaced):
     return not is_right(rows, columns, reference.gelu(pre), 16)
 
 
-FINDS = [(matmul_is_wrong, missing) for missing in MISSING if missing != "too short a wait"]  # one store in flight
+# one store in flight
+FINDS = [(matmul_is_wrong, missing) for missing in MISSING if missing != "too short a wait"]
 FINDS += [(wide_is_wrong, "early load"), (wide_is_wrong, "early release")]  # of two accumulators
 FINDS += [(fp8_gelu_is_wrong, missing) for missing in MISSING]
 
@@ -388,21 +472,34 @@ def test_simulator_finds_barriers_that_nothing_uses(rng):
         NAMES["mbarrier"].init(barrier, 1)
         return pipeline.Buffer(buf)
 
-    with pytest.raises(Race, match="nothing uses a barrier"), simulated(hopper_matmul, 1, channel=channel):
+    with (
+        pytest.raises(Race, match="nothing uses a barrier"),
+        simulated(hopper_matmul, 1, channel=channel),
+    ):
         launch(poisoned(128, 256, dtype=BF16), a, w)
 
 
 def test_simulator_finds_an_address_outside_a_tensor(rng):
     a, w, _ = product(rng, 256, 256, 64, w_is_nk=False)
-    too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)  # one row of sums for two rows of tiles
+    # one row of sums for two rows of tiles
+    too_small, pre = poisoned(1, 256), rng(256, 256, dtype=BF16)
     with pytest.raises(Race, match="outside a tensor"), simulated(hopper_matmul, 1):
-        launch(poisoned(256, 256, dtype=BF16), a, w, w_is_nk=False, epilogue="dgelu", pre=pre, part=too_small)
+        launch(
+            poisoned(256, 256, dtype=BF16),
+            a,
+            w,
+            w_is_nk=False,
+            epilogue="dgelu",
+            pre=pre,
+            part=too_small,
+        )
 
 
 def test_simulator_finds_a_store_that_outlives_its_partition(rng):
     a, w, _ = product(rng, 128, 256, 64, w_is_nk=True)
     with pytest.raises(Race, match="ends while a store still reads"):
-        for seed in range(5):  # one tile: the last wait is the only one that matters, if the store is slow
+        # one tile: the last wait is the only one that matters, if the store is slow
+        for seed in range(5):
             with simulated(hopper_matmul, seed, **MISSING["no wait for stores"]):
                 launch(poisoned(128, 256, dtype=BF16), a, w)
 
@@ -411,4 +508,10 @@ def test_simulator_finds_a_wait_that_never_ends(rng):
     a, w, _ = product(rng, 128, 256, 128, w_is_nk=True)
     silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(arrive=lambda barrier, count: None))
     with pytest.raises(Race, match="wait for ever"), simulated(hopper_matmul, 1, mbarrier=silent):
-        launch(poisoned(128, 256, dtype=BF16), a, w, epilogue="gelu", pre=poisoned(128, 256, dtype=BF16))
+        launch(
+            poisoned(128, 256, dtype=BF16),
+            a,
+            w,
+            epilogue="gelu",
+            pre=poisoned(128, 256, dtype=BF16),
+        )

@@ -10,14 +10,17 @@ from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
-# R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two programs (the interpreter's)
+# R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two
+# programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
 SUMS = 2e-6  # fp32 sums over rows; with few rows the error of xhat itself, a few ulp
 shapes = pytest.mark.parametrize("R,C", SHAPES, ids=lambda size: str(size))
 
 
 def tolerance(dtype):
-    """fp32: a few operations of an ulp each.  bf16: one rounding; the interpreter truncates: twice that."""
+    """fp32: a few operations of an ulp each.  bf16: one rounding; the
+    interpreter truncates: twice that.
+    """
     return 1e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
 
 
@@ -49,7 +52,10 @@ def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p
     dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
     dbranch, ln = (poisoned(R, C, dtype=dtype) if wanted else None for wanted in (p, with_ln))
     outputs = [dx, dbranch, dw, db, dbias if with_dbias else None, ln]
-    inputs, key = [dout, x, w, b, mean, rstd], torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE)
+    inputs, key = (
+        [dout, x, w, b, mean, rstd],
+        torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE),
+    )
     want = exact("layernorm_bwd", outputs, None, *inputs, added, key, acc, 4, p)
     layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, added, key, acc, 4, p)
     one = tolerance(dtype)  # sums are of unrounded values in both dtypes
@@ -62,12 +68,16 @@ def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p
 @shapes
 def test_layernorm_fwd_matches_float64(rng, R, C, dtype):
     x, w, b = draw(rng, R, C, dtype)
-    for got, want, limit in zip(forward(x, w, b), exact_forward(x, w, b), (tolerance(dtype), 1e-6, 1e-6), strict=True):
+    for got, want, limit in zip(
+        forward(x, w, b), exact_forward(x, w, b), (tolerance(dtype), 1e-6, 1e-6), strict=True
+    ):
         assert error(got, want) < limit
 
 
 def test_layernorm_fwd_is_exact_for_a_large_mean(rng):
-    """Two passes: E[x^2] - mean^2 would subtract a million from a million and one, and be off by 0.06."""
+    """Two passes: E[x^2] - mean^2 would subtract a million from a million
+    and one, and be off by 0.06.
+    """
     x, w, b = 1000 + rng(33, 768), rng(768), rng(768)
     _, mean, rstd = forward(x, w, b)
     assert error(mean, exact_forward(x, w, b)[1]) < 1e-6
@@ -95,19 +105,26 @@ def test_layernorm_bwd_overwrites_dx_and_leaves_out_dbias_and_ln(rng, dtype, cha
 
 
 @dtypes
-@pytest.mark.parametrize("R,C,p", [(33, 48, 0.3), (7, 1600, 0.3), (33, 48, 1e-6)])  # 1e-6: rounded to 0
+# 1e-6: rounded to 0
+@pytest.mark.parametrize("R,C,p", [(33, 48, 0.3), (7, 1600, 0.3), (33, 48, 1e-6)])
 def test_layernorm_bwd_masks_the_gradient_of_the_branch_and_of_its_bias(rng, R, C, p, dtype):
     check_backward(rng, R, C, dtype, acc=False, more="dx", p=p)
 
 
 def run_all(R, C, dtype, outputs):
-    """Run both launchers once on fixed inputs; `outputs(*shape, dtype)` allocates outputs and scratch."""
+    """Run both launchers once on fixed inputs; `outputs(*shape, dtype)`
+    allocates outputs and scratch.
+    """
     generator = torch.Generator().manual_seed(1)
     sizes = (R, C), (R, C), (C,), (C,)
     x, dout, w, b = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in sizes)
     out, mean, rstd = outputs(R, C, dtype=dtype), outputs(R), outputs(R)
     layernorm_fwd(out, mean, rstd, x, w, b)
-    dx, ln, (dw, db, dbias) = outputs(R, C, dtype=dtype), outputs(R, C, dtype=dtype), (outputs(C) for _ in range(3))
+    dx, ln, (dw, db, dbias) = (
+        outputs(R, C, dtype=dtype),
+        outputs(R, C, dtype=dtype),
+        (outputs(C) for _ in range(3)),
+    )
     slots = outputs(layernorm_bwd_scratch(R, C, dtype_name(x)))
     layernorm_bwd(dx, None, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, None, None, False)
     return out, ln, mean, rstd, dx, dw, db, dbias

@@ -1,8 +1,10 @@
-"""Row sums of layernorm's backward kernel: their order on Hopper is the same whichever outputs are in fp8.
+"""Row sums of layernorm's backward kernel: their order on Hopper is the same
+whichever outputs are in fp8.
 
     python -m tests.kernels.test_layernorm_layouts
 
-compiles the kernel for an H200, without one, and prints for each variant the layouts of the tensors that it sums.
+compiles the kernel for an H200, without one, and prints for each variant the layouts
+of the tensors that it sums.
 """
 
 import ast
@@ -14,13 +16,16 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support.elsewhere import compiled_elsewhere
 
 WIDTHS = {768: "layernorm_bwd", 1600: "layernorm_bwd_wide"}
-# the types of `ln`, which deeper recompute levels write, and of the gradient's fp8 rows; elements of 65536 dropped
+# the types of `ln`, which deeper recompute levels write, and of the gradient's fp8
+# rows; elements of 65536 dropped
 FORMS = [("", ""), ("*bf16", ""), ("*fp8e4nv", ""), ("*fp8e4nv", "*fp8e4nv")]
 VARIANTS = [(C, *types, dropped) for C in WIDTHS for types in FORMS for dropped in (0, 6554)]
 
 
 def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
-    """Return the layouts of the matrices that the kernel sums; ln and dx8 are types, "" for outputs not written."""
+    """Return the layouts of the matrices that the kernel sums; ln and dx8 are types,
+    "" for outputs not written.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -32,7 +37,9 @@ def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
     row.pop("PER_SM")
     options = dict(num_warps=row.pop("num_warps"))
     types = dict.fromkeys(("dx_ptr", "more_ptr", "dout_ptr", "x_ptr", "w_ptr", "b_ptr"), "*bf16")
-    types |= dict.fromkeys(("part_ptr", "mean_ptr", "rstd_ptr"), "*fp32") | dict.fromkeys(("R", "C"), "i32")
+    types |= dict.fromkeys(("part_ptr", "mean_ptr", "rstd_ptr"), "*fp32") | dict.fromkeys(
+        ("R", "C"), "i32"
+    )
     types |= dict(ln_ptr=ln) if ln else {}
     types |= dict(ln_scale_ptr="*fp32") if "fp8" in ln else {}
     types |= dict(dx8_ptr=dx8, dx_scale_ptr="*fp32", dx_amax_ptr="*i32") if dx8 else {}
@@ -43,7 +50,12 @@ def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
-    source = ASTSource(kernel, signature, {name: constants.get(name) for name in names if name not in types}, aligned)
+    source = ASTSource(
+        kernel,
+        signature,
+        {name: constants.get(name) for name in names if name not in types},
+        aligned,
+    )
     ir = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ir, re.MULTILINE))
     summed = re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor", ir)
@@ -52,7 +64,9 @@ def summed_layouts(C: int, ln: str, dx8: str, dropped: int) -> list[str]:
 
 @pytest.mark.slow
 def test_row_sums_have_the_same_order_whichever_outputs_are_written():
-    """Else recompute levels would differ in their last bits.  Outputs are e4m3 too, and gradients masked by dropout."""
+    """Else recompute levels would differ in their last bits.  Outputs are e4m3 too, and
+    gradients masked by dropout.
+    """
     printed = compiled_elsewhere("-m", "tests.kernels.test_layernorm_layouts")
     found = [ast.literal_eval(line) for line in printed.splitlines()]
     assert len(found) == len(VARIANTS)

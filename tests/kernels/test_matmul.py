@@ -1,4 +1,6 @@
-"""Matrix products and their epilogues against float64, at ragged shapes and, on a GPU, at GPT-2's."""
+"""Matrix products and their epilogues against float64, at ragged shapes
+and, on a GPU, at GPT-2's.
+"""
 
 import functools
 import importlib
@@ -15,14 +17,33 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import DTYPES, EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
+from tests.support.helpers import (
+    DTYPES,
+    EPS,
+    accumulate,
+    dtypes,
+    error,
+    exact,
+    poisoned,
+    require_same_bits,
+)
 
-mm = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
+# the package exports a function of this name
+mm = importlib.import_module("gpt2_triton.kernels.matmul")
 
-# R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns (blocks of the interpreter);
-# one for hopper/, a little more than a tile in both directions; the same in whole bands of tiles
-SHAPES = [(1, 64, 48), (77, 48, 80), (1100, 48, 528), (40, 1040, 32), (160, 320, 448), (1024, 320, 576)]
-SUMS = 2e-6 if INTERPRET else 2e-5  # fp32 sums over R, whose error grows with R, which is larger on a GPU
+# R, N, K: one row; ragged; two blocks of rows and two of the sum; two blocks of columns
+# (blocks of the interpreter); one for hopper/, a little more than a tile in both directions;
+# the same in whole bands of tiles
+SHAPES = [
+    (1, 64, 48),
+    (77, 48, 80),
+    (1100, 48, 528),
+    (40, 1040, 32),
+    (160, 320, 448),
+    (1024, 320, 576),
+]
+# fp32 sums over R, whose error grows with R, which is larger on a GPU
+SUMS = 2e-6 if INTERPRET else 2e-5
 CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
 LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
 
@@ -38,7 +59,9 @@ def cases(rows):
 
 
 def tolerance(dtype):
-    """fp32: a thousand terms lose about 1e-6 one by one.  bf16: one rounding; the interpreter truncates: twice that."""
+    """fp32: a thousand terms lose about 1e-6 one by one.  bf16: one rounding; the
+    interpreter truncates: twice that.
+    """
     return 2e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
 
 
@@ -63,7 +86,8 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
     out.fill_(float("nan"))
     mm.matmul_gelu(out, pre, inp, w, b)
     assert error(pre, exact("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
-    assert error(out, reference.gelu(pre.double())) < tolerance(dtype)  # of the stored pre-activation
+    # of the stored pre-activation
+    assert error(out, reference.gelu(pre.double())) < tolerance(dtype)
 
 
 def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
@@ -71,7 +95,8 @@ def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     out = poisoned(77, 48)
     mm.matmul(out, inp, w, None)
     expected = exact("matmul", [out], inp, w, None)[0]
-    assert error(out, expected) < 1e-6  # products of bf16 are exact in fp32: no bf16 rounding remains
+    # products of bf16 are exact in fp32: no bf16 rounding remains
+    assert error(out, expected) < 1e-6
 
 
 @cases([*CASES, *on_gpu(*LINEAR)])
@@ -93,13 +118,18 @@ def test_dx_dgelu_matches_float64(rng, R, N, K, dtype, acc):
     part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
     mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
     on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
-    # there gelu'(pre) is multiplied with a rounded product: two roundings in dpre, one in the terms of dbias
+    # there gelu'(pre) is multiplied with a rounded product: two roundings in
+    # dpre, one in the terms of dbias
     assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if on_hopper else 1)
-    assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)  # else of the unrounded values
+    # else of the unrounded values
+    assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)
     assert gelu_out is None or error(gelu_out, expected[2]) < tolerance(dtype)
 
 
-@cases([(*shape, dtype) for shape in ((77, 48, 80), (160, 320, 448)) for dtype in DTYPES] + on_gpu((4, 1)))
+@cases(
+    [(*shape, dtype) for shape in ((77, 48, 80), (160, 320, 448)) for dtype in DTYPES]
+    + on_gpu((4, 1))
+)
 def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
     """In the portable kernels, and in those of kernels/hopper."""
     inp, w, b = linear(rng, R, N, K, dtype)
@@ -114,7 +144,11 @@ def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
     assert torch.equal(kept, pre) and torch.equal(dpre, again)
 
 
-SPLIT = [(*shape, dtype) for shape in ((2100, 48, 32), (9001, 32, 16), (2100, 2064, 16)) for dtype in DTYPES]
+SPLIT = [
+    (*shape, dtype)
+    for shape in ((2100, 48, 32), (9001, 32, 16), (2100, 2064, 16))
+    for dtype in DTYPES
+]
 HEAD = pytest.param(16384, 50304, 768, torch.bfloat16, marks=pytest.mark.gpu)
 
 
@@ -138,7 +172,11 @@ def test_dw_of_a_pair_matches_float64(rng, dtype):
     R, sizes, dw = 2144, [(48, 80), (320, 48)], [poisoned(48, 80), poisoned(320, 48)]
     dout, inp = ([rng(R, size[i], dtype=dtype) for size in sizes] for i in (0, 1))
     part = scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), *sizes))
-    part = max(part, *(scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), size)) for size in sizes), key=len)
+    part = max(
+        part,
+        *(scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), size)) for size in sizes),
+        key=len,
+    )
     for acc in (False, True):
         mm.matmul_dw_pair(*dw, part, dout[0], inp[0], dout[1], inp[1], acc)
         for i, got in enumerate(dw):
@@ -151,10 +189,14 @@ def test_dw_of_a_pair_matches_float64(rng, dtype):
 
 
 def run_all(R, N, K, dtype, outputs):
-    """Run every launcher once, on the same inputs each time; `outputs(*shape, dtype)` makes outputs and scratch."""
+    """Run every launcher once, on the same inputs each time; `outputs(*shape, dtype)`
+    makes outputs and scratch.
+    """
     generator = torch.Generator().manual_seed(1)
     sizes = (R, K), (R, N), (N, K), (N,), (R, K)
-    inp, dout, w, b, pre = (torch.randn(*size, generator=generator).mul(0.25).to(DEVICE, dtype) for size in sizes)
+    inp, dout, w, b, pre = (
+        torch.randn(*size, generator=generator).mul(0.25).to(DEVICE, dtype) for size in sizes
+    )
     name = dtype_name(inp)
     y, g, z, a = (outputs(R, N, dtype=dtype) for _ in range(4))
     mm.matmul(y, inp, w, b)
@@ -163,24 +205,37 @@ def run_all(R, N, K, dtype, outputs):
     dx, dpre, again = (outputs(R, K, dtype=dtype) for _ in range(3))
     mm.matmul_dx(dx, dout, w)
     dbias, dw = outputs(K), outputs(N, K)
-    mm.matmul_dx_dgelu(dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K, name)), dout, w, pre, False)
+    mm.matmul_dx_dgelu(
+        dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K, name)), dout, w, pre, False
+    )
     mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(R, name, (N, K)))), dout, inp, False)
     return y, g, z, a, dx, dpre, again, dbias, dw
 
 
-either_kernel = pytest.mark.parametrize("R,N,K", [(2100, 48, 80), (2144, 320, 448)], ids=["portable", "hopper"])
+either_kernel = pytest.mark.parametrize(
+    "R,N,K", [(2100, 48, 80), (2144, 320, 448)], ids=["portable", "hopper"]
+)
 
 
 @pytest.mark.slow
 @dtypes
 @either_kernel
-def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(monkeypatch, R, N, K, dtype):
-    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: False)  # depends on the number of programs
-    monkeypatch.setattr(mm, "split_tiles", lambda *sizes: split_tiles(*sizes[:3], tuning.PLANNED_SMS))  # so does dW
+def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_written(
+    monkeypatch, R, N, K, dtype
+):
+    # depends on the number of programs
+    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: False)
+    # so does dW
+    monkeypatch.setattr(
+        mm, "split_tiles", lambda *sizes: split_tiles(*sizes[:3], tuning.PLANNED_SMS)
+    )
     monkeypatch.setattr(tuning, "num_sms", lambda: 1)
     alone = run_all(R, N, K, dtype, poisoned)
     monkeypatch.setattr(tuning, "num_sms", lambda: 3)
-    assert all(torch.equal(one, three) for one, three in zip(alone, run_all(R, N, K, dtype, poisoned), strict=True))
+    assert all(
+        torch.equal(one, three)
+        for one, three in zip(alone, run_all(R, N, K, dtype, poisoned), strict=True)
+    )
     require_same_bits(functools.partial(run_all, R, N, K, dtype), allocations=11)
 
 
@@ -195,8 +250,8 @@ def launches(C):
 
 
 def test_split_tiles_of_gpt2_on_h200():
-    """Fixed, as a split decides the order of dW's sums and so the bits of a run, and its time.  Tiles of 256 rows are
-    turned ones; the head of C 768 has enough tiles unsplit.
+    """Fixed, as a split decides the order of dW's sums and so the bits of a run, and its time.
+    Tiles of 256 rows are turned ones; the head of C 768 has enough tiles unsplit.
     """
     splits = {
         (65536, (2304, 768)): ([128], 0, 54, 7, 1024, 147),
@@ -226,7 +281,11 @@ def test_split_tiles_covers_every_row_of_every_tile_once(R):
             assert split.whole_tiles + split.split_tiles == tiles
             assert (split.steps - 1) * BF16_DW["BLOCK_K"] < R <= split.steps * BF16_DW["BLOCK_K"]
             if split.split_tiles:  # none empty, none missing
-                assert (split.k_parts - 1) * split.part_steps < split.steps <= split.k_parts * split.part_steps
+                assert (
+                    (split.k_parts - 1) * split.part_steps
+                    < split.steps
+                    <= split.k_parts * split.part_steps
+                )
 
 
 # op, M, N (of attention T, HS), the module that computes it on a Hopper GPU of 132 multiprocessors
@@ -270,10 +329,17 @@ def test_takes_on_hopper_and_never_elsewhere_or_in_fp32(monkeypatch, op, M, N, m
 def test_takes_wide_tiles_where_they_waste_less(monkeypatch):
     """At GPT-2's sizes: 1558M's products of 1,600 columns, and the chunks of its head."""
     monkeypatch.setattr(tuning, "num_sms", lambda: 132)
-    rows = {768: (65536, 11264, 9216), 1024: (65536, 16384), 1280: (32768, 10112, 2432), 1600: (16384, 10112, 6272)}
+    rows = {
+        768: (65536, 11264, 9216),
+        1024: (65536, 16384),
+        1280: (32768, 10112, 2432),
+        1600: (16384, 10112, 6272),
+    }
     shapes = [(R, C) for C, products_and_head in rows.items() for R in products_and_head]
     shapes += [(products, 3 * C) for C, (products, *_) in rows.items()]
-    assert {shape for shape in shapes if hopper.wide_is_faster(*shape)} == {(R, 1600) for R in rows[1600]}
+    assert {shape for shape in shapes if hopper.wide_is_faster(*shape)} == {
+        (R, 1600) for R in rows[1600]
+    }
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -308,5 +374,14 @@ def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
     for bias, add in ((None, None), (b, None), (b, res)):
         hopper_matmul_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
         none = dict.fromkeys(("pre", "gelu_out", "part", "rope")) | dict(T=1, rotated_columns=0)
-        hopper_matmul.matmul(narrow, a, w, bias, w_is_nk=w_is_nk, epilogue="add" if add is res else "", res=add, **none)
+        hopper_matmul.matmul(
+            narrow,
+            a,
+            w,
+            bias,
+            w_is_nk=w_is_nk,
+            epilogue="add" if add is res else "",
+            res=add,
+            **none,
+        )
         assert torch.equal(wide, narrow)

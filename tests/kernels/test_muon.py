@@ -1,4 +1,6 @@
-"""Muon's kernels against their reference in float64, symmetric bits, and bits that do not depend on other matrices."""
+"""Muon's kernels against their reference in float64, symmetric bits, and bits that do not
+depend on other matrices.
+"""
 
 import math
 
@@ -36,7 +38,9 @@ SMALL = {
 def small_blocks(monkeypatch):
     """Several tiles, of which the last ones reach over the edge: as for C 1600 on a GPU."""
     tuned = muon.tuned
-    monkeypatch.setattr(muon, "tuned", lambda op, dtype, **sizes: tuned(op, dtype, **sizes) | SMALL.get(op, {}))
+    monkeypatch.setattr(
+        muon, "tuned", lambda op, dtype, **sizes: tuned(op, dtype, **sizes) | SMALL.get(op, {})
+    )
 
 
 def every_other(*shape, dtype=F32):
@@ -46,7 +50,9 @@ def every_other(*shape, dtype=F32):
 
 def step_row(lr=0.0, factor=1.0, applied=1.0):
     nan = float("nan")
-    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor([lr, *[nan] * 7], device=DEVICE)
+    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor(
+        [lr, *[nan] * 7], device=DEVICE
+    )
 
 
 def key(seed=5, step=3):
@@ -97,7 +103,9 @@ def orthogonalise(x):
     """Return what five polynomials make of matrices [k, M, N], in the dtype of x."""
     k, M, N = x.shape
     x, y = x.clone(), torch.empty_like(x)
-    gram, poly = (torch.empty(k, min(M, N), min(M, N), dtype=x.dtype, device=DEVICE) for _ in range(2))
+    gram, poly = (
+        torch.empty(k, min(M, N), min(M, N), dtype=x.dtype, device=DEVICE) for _ in range(2)
+    )
     muon_normalise(y, torch.empty(muon_normalise_scratch(k, M, N), device=DEVICE), x)
     for a, b, c in POLAR_EXPRESS:
         muon_gram(gram, y)
@@ -107,12 +115,18 @@ def orthogonalise(x):
     return y
 
 
-@pytest.mark.parametrize("dtype, bounds", [(F32, (0.85, 1.15)), (BF16, (0.8, 1.2))], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype, bounds", [(F32, (0.85, 1.15)), (BF16, (0.8, 1.2))], ids=["fp32", "bf16"]
+)
 @shapes
-def test_singular_values_above_a_thousandth_of_the_norm_become_nearly_one(rng, shape, dtype, bounds):
+def test_singular_values_above_a_thousandth_of_the_norm_become_nearly_one(
+    rng, shape, dtype, bounds
+):
     """Conditions of 1, 100 and 1000; bf16 moves a singular value by a few hundredths."""
     U, V = (torch.linalg.qr(rng(side, min(shape)).double())[0] for side in shape)
-    spectra = torch.stack([torch.ones(min(shape)), *(torch.logspace(-n, 0, min(shape)) for n in (2, 2.9))]).to(DEVICE)
+    spectra = torch.stack(
+        [torch.ones(min(shape)), *(torch.logspace(-n, 0, min(shape)) for n in (2, 2.9))]
+    ).to(DEVICE)
     x = (U * spectra.double()[:, None, :] @ V.mT).to(dtype)
     got = orthogonalise(x)
     found, before = torch.linalg.svdvals(got.double()), torch.linalg.svdvals(x.double())
@@ -120,7 +134,8 @@ def test_singular_values_above_a_thousandth_of_the_norm_become_nearly_one(rng, s
     assert counted.sum() > 0.8 * counted.numel()
     assert found[counted].min() > bounds[0] and found.max() < bounds[1]
     polar = (U @ V.mT).expand(got.shape)[0]
-    assert ((got[0].double() - polar).norm() / polar.norm()) < bounds[1] - 1  # the direction is that of x
+    # the direction is that of x
+    assert ((got[0].double() - polar).norm() / polar.norm()) < bounds[1] - 1
 
 
 def test_degenerate_matrices_stay_finite():
@@ -135,9 +150,15 @@ def test_degenerate_matrices_stay_finite():
 
 
 def test_normalised_matrices_have_norms_a_little_below_one(rng):
-    x, out = rng(2, 48, 192) * torch.tensor([1e-9, 1e3], device=DEVICE)[:, None, None], every_other(2, 48, 192)
+    x, out = (
+        rng(2, 48, 192) * torch.tensor([1e-9, 1e3], device=DEVICE)[:, None, None],
+        every_other(2, 48, 192),
+    )
     muon_normalise(out, poisoned(muon_normalise_scratch(2, 48, 192)), x)
-    assert error(out, x.double() / 1.02 / torch.linalg.matrix_norm(x.double())[:, None, None]) < TOLERANCE[F32]
+    assert (
+        error(out, x.double() / 1.02 / torch.linalg.matrix_norm(x.double())[:, None, None])
+        < TOLERANCE[F32]
+    )
 
 
 @dtypes
@@ -182,7 +203,9 @@ def test_update_is_rounded_as_adamw_rounds(rng, storage):
             assert torch.equal(w_new[row].view(torch.int16), rounded(fp32[row], 5, first, 3))
         return
     if storage == "master":
-        bits = ((w_new.view(torch.int16).int() << 16) | (low.int() & 0xFFFF)) - (low < 0).int() * 0x10000
+        bits = ((w_new.view(torch.int16).int() << 16) | (low.int() & 0xFFFF)) - (
+            low < 0
+        ).int() * 0x10000
         w_new = bits.view(F32)
     assert error(w_new, want) < TOLERANCE[F32]
 

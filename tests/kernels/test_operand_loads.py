@@ -15,7 +15,9 @@ from tests.support.elsewhere import compiled_elsewhere
 
 
 @triton.jit
-def _product_kernel(out_ptr, a, w, K, BY_DESCRIPTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _product_kernel(
+    out_ptr, a, w, K, BY_DESCRIPTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Write out = a @ w.T, one tile; a and w are [BLOCK, K], described or as pointers."""
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_K)
@@ -44,7 +46,9 @@ def print_loads(target: str) -> None:
     described = TensorDescriptor.from_tensor(a, [64, 64])
     found = []
     for by_descriptor, operand in ((False, a), (True, described)):
-        words = dict(BY_DESCRIPTOR=by_descriptor, BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3, grid=(1,))
+        words = dict(
+            BY_DESCRIPTOR=by_descriptor, BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3, grid=(1,)
+        )
         found.append(operand_loads(_product_kernel.warmup(out, operand, operand, 256, **words)))
     print(json.dumps(found))
 
@@ -52,10 +56,14 @@ def print_loads(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
 def test_loads_by_descriptors_are_narrow_without_tma(target):
-    by_pointers, by_descriptors = json.loads(compiled_elsewhere("-m", "tests.kernels.test_operand_loads", target))
+    by_pointers, by_descriptors = json.loads(
+        compiled_elsewhere("-m", "tests.kernels.test_operand_loads", target)
+    )
     dtype, share, asynchronous, plain, accesses, _ = by_pointers
     assert dtype == "bf16" and share == 64 * 64 * 16 // (4 * (32 if target == "sm_80" else 64))
-    assert {*accesses} == {"128"} and (asynchronous, plain) == ((2, 0) if target == "sm_80" else (0, 2))
+    assert {*accesses} == {"128"} and (asynchronous, plain) == (
+        (2, 0) if target == "sm_80" else (0, 2)
+    )
     _, _, asynchronous, plain, accesses, _ = by_descriptors
     assert {*accesses} == {"16"} and (asynchronous, plain) == (0, 2)
 
@@ -63,14 +71,18 @@ def test_loads_by_descriptors_are_narrow_without_tma(target):
 LOOP = """
   tt.func public @k(%a: !tt.ptr<bf16>) {
     %x = tt.load %a : tensor<64x64x!tt.ptr<bf16>> loc(#loc1)
-    %acc:2 = scf.for %i = %c0 to %c9 step %c1 iter_args(%sum = %zero, %y = %x) -> (tensor<64x64xf32>, tensor<64x64xbf16>)  : i32 {
+    %acc:2 = scf.for %i = %c0 to %c9 step %c1 iter_args(%sum = %zero, \
+%y = %x) -> (tensor<64x64xf32>, tensor<64x64xbf16>)  : i32 {
       %z = tt.load %b : tensor<64x64x!tt.ptr<bf16>> loc(#loc2)
-      %t = tt.trans %z {order = array<i32: 1, 0>} : tensor<64x64xbf16> -> tensor<64x64xbf16> loc(#loc2)
-      %next = tt.dot %y, %t, %sum : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32> loc(#loc3)
+      %t = tt.trans %z {order = array<i32: 1, 0>} : \
+tensor<64x64xbf16> -> tensor<64x64xbf16> loc(#loc2)
+      %next = tt.dot %y, %t, %sum : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32> \
+loc(#loc3)
       scf.yield %next, %z : tensor<64x64xf32>, tensor<64x64xbf16> loc(#loc3)
     } loc(#loc3)
     %z = tt.load %c : tensor<64x64x!tt.ptr<bf16>> loc(#loc3)
-    %last = tt.dot %acc#1, %z, %acc#0 : tensor<64x64xbf16> * tensor<64x64xbf16> -> tensor<64x64xf32> loc(#loc3)
+    %last = tt.dot %acc#1, %z, %acc#0 : tensor<64x64xbf16> * tensor<64x64xbf16> -> \
+tensor<64x64xf32> loc(#loc3)
   }
 #loc1 = loc("k.py":1:9)
 #loc2 = loc("z"(#loc4))

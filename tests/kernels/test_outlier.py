@@ -1,4 +1,6 @@
-"""The outlier detector, as llm.c's, against the reference in float64, and its effect on the step."""
+"""The outlier detector, as llm.c's, against the reference in float64,
+and its effect on the step.
+"""
 
 import math
 
@@ -17,11 +19,15 @@ SIZE = 16  # any power of two works; the interpreter takes 4 ms per launch
 
 
 class Device:
-    """The kernel with its memory; judge() returns (z of the loss, z of the norm, whether the step is applied)."""
+    """The kernel with its memory; judge() returns (z of the loss, z of the norm,
+    whether the step is applied).
+    """
 
     def __init__(self, loss_limit=0.0, norm_limit=0.0, size=SIZE):
         self.window = torch.zeros(2, size + 1, device=DEVICE)
-        self.step_in = torch.tensor([math.nan] * 5 + [loss_limit, norm_limit, math.nan], device=DEVICE)
+        self.step_in = torch.tensor(
+            [math.nan] * 5 + [loss_limit, norm_limit, math.nan], device=DEVICE
+        )
 
     def judge(self, loss, norm, finite=1.0):
         step_out, z = torch.tensor([loss, norm, 0.5, finite], device=DEVICE), poisoned(2)
@@ -40,8 +46,14 @@ def series(n, spikes=(20, 30)):
 
 
 def test_skip_outliers_matches_the_reference():
-    """After 300 steps the window has wrapped twice, the count once; fp32 of 3.3 +- 0.03 has five digits."""
-    device, window, z = Device(3.0, 3.0, WINDOW), torch.zeros(2, WINDOW + 1).double(), torch.zeros(2).double()
+    """After 300 steps the window has wrapped twice, the count once; fp32 of
+    3.3 +- 0.03 has five digits.
+    """
+    device, window, z = (
+        Device(3.0, 3.0, WINDOW),
+        torch.zeros(2, WINDOW + 1).double(),
+        torch.zeros(2).double(),
+    )
     for step, (loss, norm) in enumerate(zip(*series(300, spikes=(130, 200)))):
         got = device.judge(loss, norm)
         step_out = torch.tensor([loss, norm, 0.5, 1.0]).double()
@@ -51,7 +63,9 @@ def test_skip_outliers_matches_the_reference():
     assert torch.equal(device.window.cpu().double(), window)
 
 
-@pytest.mark.parametrize("limits, skipped", [((0, 0), []), ((3, 0), [20]), ((0, 3), [30]), ((3, 3), [20, 30])])
+@pytest.mark.parametrize(
+    "limits, skipped", [((0, 0), []), ((3, 0), [20]), ((0, 3), [30]), ((3, 3), [20, 30])]
+)
 def test_skip_outliers_skips_only_above_the_limit(limits, skipped):
     device = Device(*limits)
     applied = [device.judge(*pair)[2] for pair in zip(*series(40))]
@@ -77,7 +91,9 @@ def test_skip_outliers_of_equal_values_and_of_huge_norms():
 
 
 def test_skip_outliers_continues_from_a_copied_window():
-    """The last column holds the count, so a copy, half full or wrapped, gives the same results as the original."""
+    """The last column holds the count, so a copy, half full or wrapped, gives the
+    same results as the original.
+    """
     pairs = list(zip(*series(60)))
     for stop in (10, 40):
         device = Device(3.0, 3.0)
@@ -85,5 +101,7 @@ def test_skip_outliers_continues_from_a_copied_window():
             device.judge(*pair)
         other = Device(3.0, 3.0)
         other.window.copy_(device.window)
-        np.testing.assert_equal([device.judge(*p) for p in pairs[stop:]], [other.judge(*p) for p in pairs[stop:]])
+        np.testing.assert_equal(
+            [device.judge(*p) for p in pairs[stop:]], [other.judge(*p) for p in pairs[stop:]]
+        )
         assert torch.equal(device.window, other.window)

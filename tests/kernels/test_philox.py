@@ -1,6 +1,8 @@
-"""Philox against Random123's known answers, and the initial weights against it, number by number and as a distribution.
+"""Philox against Random123's known answers, and the initial weights against it, number by
+number and as a distribution.
 
-Seeds are fixed, so a statistical test gives the same result every time; its limit is 4 standard deviations.
+Seeds are fixed, so a statistical test gives the same result every time; its
+limit is 4 standard deviations.
 """
 
 import importlib
@@ -22,8 +24,10 @@ random_module = importlib.import_module("gpt2_triton.kernels.philox")
 
 SEED = (0x299F31D0 << 32) | 0x24A0D3B5
 N = 1 << 18
-ROUNDING = 8e-6  # fp32: an angle of up to 2 pi is off by 6e-7, times a radius of up to 5.8, and as much again
-PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]  # first; counters of groups of four pass 32 bits at 2^34
+# fp32: an angle of up to 2 pi is off by 6e-7, times a radius of up to 5.8, and as much again
+ROUNDING = 8e-6
+# first; counters of groups of four pass 32 bits at 2^34
+PLACES = [0, 4, 2**31 - 4, 2**31, 2**34 - 8, 2**34 + 12]
 
 
 def normals(seed, first, n):
@@ -31,18 +35,24 @@ def normals(seed, first, n):
     words = philox(seed, first, n + n % 2, 0, 0).reshape(-1, 2) >> 8
     radius = np.sqrt(-2 * np.log((words[:, 0] + 1.0) / 2**24))
     angle = words[:, 1] * (2 * math.pi / 2**24)
-    return torch.from_numpy(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)[:n]).to(DEVICE)
+    return torch.from_numpy(
+        np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)[:n]
+    ).to(DEVICE)
 
 
 @triton.jit
 def _words_kernel(out_ptr, key_ptr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
-    words = philox_words(tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2).to(tl.int32), PURPOSE, BLOCK)
+    words = philox_words(
+        tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2).to(tl.int32), PURPOSE, BLOCK
+    )
     tl.store(out_ptr + tl.arange(0, BLOCK), words.to(tl.int32, bitcast=True))
 
 
 def words(seed, first, n, step, purpose):
     out = torch.zeros(n, dtype=torch.int32, device=DEVICE)
-    _words_kernel[(1,)](out, torch.tensor([seed, first, step], device=DEVICE), PURPOSE=purpose, BLOCK=n)
+    _words_kernel[(1,)](
+        out, torch.tensor([seed, first, step], device=DEVICE), PURPOSE=purpose, BLOCK=n
+    )
     return out.cpu().numpy().view(np.uint32)
 
 
@@ -53,17 +63,25 @@ def draw(n, seed=SEED, first=0, std=1.0):
 
 
 def test_philox_reference_gives_random123s_known_answers():
-    """From kat_vectors of Random123: counter and key of zeros; counter and key from the digits of pi."""
+    """From kat_vectors of Random123: counter and key of zeros; counter and
+    key from the digits of pi.
+    """
     zeros = philox(0, 0, 4, 0, 0)
     assert [f"{word:08x}" for word in zeros] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-    pi = philox(0x299F31D0A4093822, 4 * ((0x85A308D3 << 32) | 0x243F6A88), 4, 0x13198A2E, 0x03707344)
+    pi = philox(
+        0x299F31D0A4093822, 4 * ((0x85A308D3 << 32) | 0x243F6A88), 4, 0x13198A2E, 0x03707344
+    )
     assert [f"{word:08x}" for word in pi] == ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]
 
 
 @pytest.mark.parametrize("first", PLACES)
-@pytest.mark.parametrize("seed,step,purpose", [(0, 0, 0), (1, 1, 1), (SEED, 12345, 1), (2**62 - 1, 2**31 - 1, 0)])
+@pytest.mark.parametrize(
+    "seed,step,purpose", [(0, 0, 0), (1, 1, 1), (SEED, 12345, 1), (2**62 - 1, 2**31 - 1, 0)]
+)
 def test_philox_words_match_the_reference(seed, first, step, purpose):
-    assert np.array_equal(words(seed, first, 64, step, purpose), philox(seed, first, 64, step, purpose))
+    assert np.array_equal(
+        words(seed, first, 64, step, purpose), philox(seed, first, 64, step, purpose)
+    )
 
 
 @pytest.mark.parametrize("first", PLACES)
@@ -116,10 +134,13 @@ def test_normal_init_with_low_bits_keeps_the_fp32_number():
     assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
     assert torch.equal(w.view(torch.int16), ((bits + 0x8000) >> 16).to(torch.int16))
     assert error(w, exact) < 2.0**-9
-    assert torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())  # none is nearer
+    # none is nearer
+    assert torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())
 
 
-@pytest.mark.parametrize("dtype,value", [(torch.float32, 0.1), (torch.bfloat16, 1.0), (torch.int16, 0)])
+@pytest.mark.parametrize(
+    "dtype,value", [(torch.float32, 0.1), (torch.bfloat16, 1.0), (torch.int16, 0)]
+)
 @pytest.mark.parametrize("n", [1, 7, 1000, N + 5])
 def test_fill_sets_all_elements(n, dtype, value):
     w = torch.full((n,), 9, device=DEVICE, dtype=dtype)
@@ -130,11 +151,16 @@ def test_fill_sets_all_elements(n, dtype, value):
 def test_normal_init_and_fill_write_only_their_outputs():
     for dtype in (torch.float32, torch.bfloat16):
         for n in (1, 1001, N + 5):
-            buffers = [torch.full((64 + n + 64,), 7.0, device=DEVICE, dtype=kind) for kind in (dtype, torch.int16)]
+            buffers = [
+                torch.full((64 + n + 64,), 7.0, device=DEVICE, dtype=kind)
+                for kind in (dtype, torch.int16)
+            ]
             w, low = (buffer[64 : 64 + n] for buffer in buffers)
             fill(w, 2.0)
             normal_init(w, low if dtype == torch.bfloat16 else None, SEED, 0, 1.0)
-            assert all((buffer[:64] == 7).all() and (buffer[64 + n :] == 7).all() for buffer in buffers)
+            assert all(
+                (buffer[:64] == 7).all() and (buffer[64 + n :] == 7).all() for buffer in buffers
+            )
 
 
 @pytest.mark.gpu
@@ -145,6 +171,8 @@ def test_normal_init_beyond_int32_on_gpu():
     normal_init(w, None, SEED, 0, 1.0)
     for first in (0, 1 << 30, (1 << 31) - 1000):
         want = normals(SEED, first, 2001 if first else 1001)
-        assert ((w[first : first + len(want)] - want).abs() <= 2.0**-8 * want.abs() + ROUNDING).all()
+        assert (
+            (w[first : first + len(want)] - want).abs() <= 2.0**-8 * want.abs() + ROUNDING
+        ).all()
     fill(w, 2.0)
     assert w[-1] == 2 and w[1 << 30] == 2

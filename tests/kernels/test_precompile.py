@@ -1,4 +1,6 @@
-"""Compiling without launching, on a machine without a GPU: Triton compiles for sm_90 with a driver that only counts."""
+"""Compiling without launching, on a machine without a GPU: Triton compiles for sm_90 with
+a driver that only counts.
+"""
 
 import os
 import subprocess
@@ -70,7 +72,8 @@ SCRIPT = """
         return caller, callee
 
     upwards = [kernel.cache_key for kernel in reversed(caller_and_callee())]
-    assert caller_and_callee()[0].cache_key == upwards[1], "the key depends on the kernels hashed before"
+    assert caller_and_callee()[0].cache_key == upwards[1], \
+"the key depends on the kernels hashed before"
 
     x = torch.empty(16)
 
@@ -102,10 +105,13 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu.py does this with the real driver")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu/test_gpu.py does this with the real driver"
+)
 def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
-    """One of three kernels is Gluon's; a second process finds all in Triton's cache, though its folder was moved.  Each
-    has its own launcher.  A kernel that does not compile raises, immediately or when it is launched.
+    """One of three kernels is Gluon's; a second process finds all in Triton's cache, though its
+    folder was moved.  Each has its own launcher.  A kernel that does not compile raises,
+    immediately or when it is launched.
     """
     script = tmp_path / "script.py"  # Triton reads the source of kernels from a file
     script.write_text(textwrap.dedent(SCRIPT))
@@ -114,7 +120,10 @@ def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
     for cache, from_cache in ((tmp_path / "cache", 0), (tmp_path / "moved", 3)):
         environment["TRITON_CACHE_DIR"] = str(cache)
         run = subprocess.run(
-            [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True
+            [sys.executable, "-W", "ignore", str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         expected = [f"3 {from_cache} 0", "3 0 4", "passed over 3", "raised", "raised"]
         assert run.stdout.splitlines() == expected, run.stderr[-2000:]
@@ -123,15 +132,22 @@ def test_compiling_compiles_each_kernel_once_without_launching(tmp_path):
 
 
 def test_triton_is_known_by_the_list_of_files_in_its_wheel(monkeypatch):
-    """Files of other packages in the list, and bytecode, which differ between installations, do not count."""
+    """Files of other packages in the list, and bytecode, which differ between
+    installations, do not count.
+    """
 
     def key(*lines):
-        monkeypatch.setattr(triton_cache, "distribution", lambda name: SimpleNamespace(read_text=lambda _: text))
+        monkeypatch.setattr(
+            triton_cache, "distribution", lambda name: SimpleNamespace(read_text=lambda _: text)
+        )
         text = "\n".join(lines)
         return triton_cache.triton_key.__wrapped__()
 
     monkeypatch.setattr(triton_cache, "_hash_triton", lambda: "Triton's own")
-    library, ptxas = f"{triton_cache.LIBRARY},sha256=1,400", "triton/backends/nvidia/bin/ptxas,sha256="
+    library, ptxas = (
+        f"{triton_cache.LIBRARY},sha256=1,400",
+        "triton/backends/nvidia/bin/ptxas,sha256=",
+    )
     first = key(library, ptxas + "1,5", "../bin/proton,sha256=1,228")
     assert len(first) == 64
     assert key(ptxas + "2,5", library) != first
@@ -140,7 +156,9 @@ def test_triton_is_known_by_the_list_of_files_in_its_wheel(monkeypatch):
 
 
 def test_threads_parse_one_after_another(monkeypatch):
-    """CPython 3.11.7 counts the depth of all threads' syntax trees together: three of four cold starts failed."""
+    """CPython 3.11.7 counts the depth of all threads' syntax trees together: three
+    of four cold starts failed.
+    """
     inside, both = threading.Semaphore(), threading.Event()
 
     def parse(kernel):

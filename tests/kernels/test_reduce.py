@@ -19,7 +19,8 @@ from tests.support.reference import io
 
 SUMS = 1e-6  # fp32 sums, of which each lane adds a few hundred terms
 NAN, INF = math.nan, math.inf
-lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])  # blocks of 2^14, in the interpreter 2^18
+# blocks of 2^14, in the interpreter 2^18
+lengths = pytest.mark.parametrize("n", [1, 7, 1000, (1 << 18) + 3, 3 << 18])
 
 
 def step_in_row(scale=NAN, clip=NAN):
@@ -29,7 +30,8 @@ def step_in_row(scale=NAN, clip=NAN):
 
 @accumulate
 @pytest.mark.parametrize(
-    "P,shape", [(1, (1,)), (7, (48,)), (33, (2304,)), (528, (768,)), (3, ((1 << 18) + 5,)), (5, (3, 16))]
+    "P,shape",
+    [(1, (1,)), (7, (48,)), (33, (2304,)), (528, (768,)), (3, ((1 << 18) + 5,)), (5, (3, 16))],
 )
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_column_sums_match_float64(rng, P, shape, n, acc):
@@ -74,7 +76,8 @@ def test_clip_factor_matches_float64(sumsq, clip):
     square = torch.tensor([sumsq], device=DEVICE)
     [want] = exact("clip_factor", [step_out], square, step_in)
     clip_factor(step_out, square, step_in)
-    assert torch.allclose(step_out.double(), want, rtol=1e-6, atol=0)  # a root and a quotient: an ulp each
+    # a root and a quotient: an ulp each
+    assert torch.allclose(step_out.double(), want, rtol=1e-6, atol=0)
     assert step_out[io.LOSS] == 3.5 and step_out[io.APPLY] == 1
     if clip == 0:
         assert step_out[io.CLIP_FACTOR] == 1
@@ -83,13 +86,16 @@ def test_clip_factor_matches_float64(sumsq, clip):
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("loss,sumsq", [(NAN, 4.0), (INF, 4.0), (-INF, 4.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
+@pytest.mark.parametrize(
+    "loss,sumsq", [(NAN, 4.0), (INF, 4.0), (-INF, 4.0), (2.0, NAN), (2.0, INF), (NAN, NAN)]
+)
 def test_clip_factor_flags_a_non_finite_step(loss, sumsq, clip):
     step_out = torch.tensor([loss, NAN, NAN, NAN], device=DEVICE)
     clip_factor(step_out, torch.tensor([sumsq], device=DEVICE), step_in_row(clip=clip))
     assert step_out[io.APPLY] == 0
     norm = torch.tensor(sumsq, device=DEVICE).sqrt()
-    assert torch.allclose(step_out[io.NORM], norm, equal_nan=True)  # the norm itself is kept for the log
+    # the norm itself is kept for the log
+    assert torch.allclose(step_out[io.NORM], norm, equal_nan=True)
 
 
 def test_sum_squares_accumulates_over_ranges():

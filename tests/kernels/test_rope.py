@@ -19,7 +19,11 @@ def tolerance(dtype):
 
 def table(T, HS):
     """Return cosines and sines of T positions; the last are as large as in long sequences."""
-    angles = torch.arange(T, dtype=torch.float64)[:, None] * 500_000.0 ** -torch.linspace(0, 1, HS // 2)[None, :] * 3
+    angles = (
+        torch.arange(T, dtype=torch.float64)[:, None]
+        * 500_000.0 ** -torch.linspace(0, 1, HS // 2)[None, :]
+        * 3
+    )
     return torch.cat([angles.cos(), angles.sin()], 1).float().to(DEVICE)
 
 
@@ -50,7 +54,9 @@ def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
     dqkv, delta = poisoned(B * T, D, dtype=dtype), poisoned(B, NH, T)
     kernels.attention_bwd(dqkv, None, delta, scratch, dout, qkv, out, lse, False, rope)
     want, *_ = exact("attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope)
-    for got, expected in zip(*(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True):
+    for got, expected in zip(
+        *(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True
+    ):
         assert error(got, expected) < tolerance(dtype)
 
 
@@ -58,7 +64,11 @@ def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
 @groups
 def test_decode_attention_rotates_and_shares_keys_as_training_does(rng, dtype, NH, NKV, HS):
     T, C, Ckv = 9, NH * HS, NKV * HS
-    qkv, cache, rope = rng(2, C + 2 * Ckv, dtype=dtype), rng(2, T, 2, Ckv, dtype=dtype), table(T, HS)
+    qkv, cache, rope = (
+        rng(2, C + 2 * Ckv, dtype=dtype),
+        rng(2, T, 2, Ckv, dtype=dtype),
+        table(T, HS),
+    )
     seq = torch.tensor([[1, 8, 0, 0, 0], [2, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     att = poisoned(2, C, dtype=dtype)
     want, exact_cache = exact("decode_attention", [att, cache], qkv, seq, NH, rope)
@@ -84,7 +94,12 @@ def test_swiglu_matches_float64_and_its_gradient_may_replace_its_input(rng, dtyp
 
 @dtypes
 def test_matmul_swiglu_keeps_its_input_and_has_the_bits_of_a_pass(rng, dtype):
-    inp, w, out, again = rng(33, 64, dtype=dtype), rng(256, 64, dtype=dtype), poisoned(33, 128), poisoned(33, 128)
+    inp, w, out, again = (
+        rng(33, 64, dtype=dtype),
+        rng(256, 64, dtype=dtype),
+        poisoned(33, 128),
+        poisoned(33, 128),
+    )
     pre, out, again = poisoned(33, 256, dtype=dtype), out.to(dtype), again.to(dtype)
     kernels.matmul_swiglu(out, pre, inp, w)
     kernels.swiglu(again, pre)
@@ -100,7 +115,10 @@ def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
     kernels.rmsnorm_fwd(out, rstd, x, w, 1e-5)
     wants = exact("rmsnorm_fwd", [out, rstd], x, w, 1e-5)
     wants += exact("rmsnorm_bwd", [dx, dw, None], None, dout, x, w, wants[1], dx, acc)[:2]
-    ln, scratch = poisoned(R, C, dtype=dtype), poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x)))
+    ln, scratch = (
+        poisoned(R, C, dtype=dtype),
+        poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x))),
+    )
     kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, dx, acc)
     for got, want in zip((out, rstd, dx, dw), wants, strict=True):
         assert error(got, want) < tolerance(dtype)

@@ -1,4 +1,6 @@
-"""Sampling of the next token against numpy: exact sets of top-k and top-p, the Gumbel noise, the distribution."""
+"""Sampling of the next token against numpy: exact sets of top-k and top-p, the
+Gumbel noise, the distribution.
+"""
 
 import itertools
 
@@ -19,7 +21,9 @@ def state(seeds, drawn=0):
 
 
 def sampled_tokens(z, seeds, temperature=1.0, top_k=0, top_p=1.0, drawn=0):
-    """Return a token per seed, sampled from logits z [V] (or [B, V]) with padding that must not be sampled."""
+    """Return a token per seed, sampled from logits z [V] (or [B, V]) with padding
+    that must not be sampled.
+    """
     z = np.broadcast_to(np.asarray(z, np.float32), (len(seeds), np.shape(z)[-1]))
     V = z.shape[1]
     logits = np.full((len(seeds), -(-V // 128) * 128), 1e4, np.float32)
@@ -67,20 +71,33 @@ def test_sample_token_advances_the_sequence():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-@pytest.mark.parametrize("top_k,top_p", [(0, 1.0), (1, 1.0), (50, 1.0), (0, 0.1), (0, 0.9), (40, 0.8), (5000, 1.0)])
+@pytest.mark.parametrize(
+    "top_k,top_p", [(0, 1.0), (1, 1.0), (50, 1.0), (0, 0.1), (0, 0.9), (40, 0.8), (5000, 1.0)]
+)
 def test_sample_token_matches_numpy(temperature, top_k, top_p):
-    """The token has the largest score of the kept set, for each seed and number of tokens sampled before."""
+    """The token has the largest score of the kept set, for each seed and number
+    of tokens sampled before.
+    """
     inside = kept(LOGITS, temperature, top_k, top_p)
-    want = [int(np.where(inside, scores(LOGITS, s, 7, temperature), -np.inf).argmax()) for s in SEEDS]
+    want = [
+        int(np.where(inside, scores(LOGITS, s, 7, temperature), -np.inf).argmax()) for s in SEEDS
+    ]
     assert sampled_tokens(LOGITS, SEEDS, temperature, top_k, top_p, drawn=7) == want
 
 
-@pytest.mark.parametrize("top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)])
+@pytest.mark.parametrize(
+    "top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)]
+)
 def test_top_k_and_top_p_sets_are_exact(top_k, top_p):
-    """With one seed the winner would be the first token outside the set; with another it is the last inside."""
+    """With one seed the winner would be the first token outside the set; with
+    another it is the last inside.
+    """
     z, temperature = np.random.default_rng(top_k).permutation(np.linspace(-4, 4, 300)), 3.0
     inside = kept(z, temperature, top_k, top_p)
-    last, outside = np.flatnonzero(inside)[z[inside].argmin()], np.flatnonzero(~inside)[z[~inside].argmax()]
+    last, outside = (
+        np.flatnonzero(inside)[z[inside].argmin()],
+        np.flatnonzero(~inside)[z[~inside].argmax()],
+    )
     wider = inside.copy()
     wider[outside] = True
 
@@ -99,10 +116,14 @@ def test_equal_logits_at_the_bound_are_kept_together():
 
 
 def test_sample_token_distribution_is_the_softmax():
-    """4000 tokens of 12 by the scores that the kernel matches: chi-square, 11 degrees of freedom, 99.9% at 31.3."""
+    """4000 tokens of 12 by the scores that the kernel matches: chi-square, 11 degrees
+    of freedom, 99.9% at 31.3.
+    """
     z, temperature = np.linspace(-2, 2, 12), 1.5
     p = np.exp(z / temperature) / np.exp(z / temperature).sum()
-    counts = np.bincount([scores(z, seed, 0, temperature).argmax() for seed in range(4000)], minlength=12)
+    counts = np.bincount(
+        [scores(z, seed, 0, temperature).argmax() for seed in range(4000)], minlength=12
+    )
     assert ((counts - 4000 * p) ** 2 / (4000 * p)).sum() < 31.3
 
 

@@ -1,4 +1,6 @@
-"""Tuning tables: complete, with valid values and equal scratch sizes, chosen by GPU; an unusable table is one line."""
+"""Tuning tables: complete, with valid values and equal scratch sizes, chosen by GPU; an
+unusable table is one line.
+"""
 
 import contextlib
 import importlib
@@ -18,9 +20,14 @@ from gpt2_triton.kernels.hopper import attention, pipeline
 from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
 from gpt2_triton.model.memory_plan import dimensions
 
-matmul = importlib.import_module("gpt2_triton.kernels.matmul")  # the package exports a function of this name
+# the package exports a function of this name
+matmul = importlib.import_module("gpt2_triton.kernels.matmul")
 FILES = sorted(file.name for file in TABLES.iterdir())
-GPUS = {file.removesuffix(".json"): read_table(TABLES / file) for file in FILES if file != "interpreter.json"}
+GPUS = {
+    file.removesuffix(".json"): read_table(TABLES / file)
+    for file in FILES
+    if file != "interpreter.json"
+}
 LAPTOP = "NVIDIA GeForce RTX 4090 Laptop GPU"
 
 
@@ -29,18 +36,25 @@ def test_tables_are_package_data():
         *("a100.json", "b200.json", "h200.json", "interpreter.json"),
         *("mi300x.json", "rdna3.json", "rtx4090.json", "rtx5090.json"),
     ]
-    assert TABLES.parent.joinpath("tuning.py").is_file()  # inside the package, all of which the wheel takes
+    # inside the package, all of which the wheel takes
+    assert TABLES.parent.joinpath("tuning.py").is_file()
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_table_values_are_valid(file):
-    """Blocks, rows and warps are powers of 2; a GPU's row has num_warps, the interpreter's no option of Triton's."""
+    """Blocks, rows and warps are powers of 2; a GPU's row has num_warps, the
+    interpreter's no option of Triton's.
+    """
     table = read_table(TABLES / file)
     assert table.source in ("measured", "default") and table.rows.keys() == GPUS["h200"].rows.keys()
     for (op, dtype), row in table.rows.items():
         complete = GPUS["h200"].rows[op, dtype].keys() - OPTIONS
         options = row.keys() - complete
-        assert options == set() if file == "interpreter.json" else "num_warps" in options <= set(OPTIONS), (op, dtype)
+        assert (
+            options == set()
+            if file == "interpreter.json"
+            else "num_warps" in options <= set(OPTIONS)
+        ), (op, dtype)
         for name, value in row.items():
             assert type(value) is int and value >= 1, (op, dtype, name)
             if name.startswith("BLOCK") or name in ("ROWS", "num_warps"):
@@ -68,8 +82,12 @@ def test_constants_of_hopper_kernels_equal_the_table_that_sizes_scratch():
     assert rows["attention_bwd_dq", "bf16"]["BLOCK_M"] == attention.HEAD
     assert rows["attention_bwd_dkdv", "bf16"]["BLOCK_N"] == attention.HEAD
     assert rows["classifier_fwd", "bf16"]["BLOCK_N"] == tile[1]
-    assert tuple(rows["matmul_dw", "bf16"][block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_K")) == tile
-    assert rows["matmul_dw", "bf16"]["GROUP_M"] == pipeline.GROUP_M.value  # the order in which tiles are cut
+    assert (
+        tuple(rows["matmul_dw", "bf16"][block] for block in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+        == tile
+    )
+    # the order in which tiles are cut
+    assert rows["matmul_dw", "bf16"]["GROUP_M"] == pipeline.GROUP_M.value
 
 
 @pytest.fixture
@@ -80,7 +98,12 @@ def gpu(monkeypatch):
         is_amd = architecture.startswith("gfx")
         monkeypatch.setattr(torch.version, "hip", "7.2" if is_amd else None)
         capability = (9, 0) if is_amd else tuple(map(int, architecture.split(".")))
-        values = dict(is_available=True, current_device=0, get_device_name=name, get_device_capability=capability)
+        values = dict(
+            is_available=True,
+            current_device=0,
+            get_device_name=name,
+            get_device_capability=capability,
+        )
         for function, value in values.items():
             monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
         properties = SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
@@ -113,17 +136,26 @@ def gpu(monkeypatch):
         ("AMD Radeon RX 7900 XTX", "gfx1100", "rdna3", False, False),
     ],
 )
-def test_a_gpu_selects_its_table_hopper_kernels_and_fp8(gpu, name, architecture, table, hopper, fp8):
+def test_a_gpu_selects_its_table_hopper_kernels_and_fp8(
+    gpu, name, architecture, table, hopper, fp8
+):
     gpu(name, architecture)
     assert device.architecture() == architecture
-    assert (table_file.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (table, hopper, fp8)
+    assert (table_file.table_name(), tuning.is_hopper(), device.has_fp8(architecture)) == (
+        table,
+        hopper,
+        fp8,
+    )
     refused = pytest.raises(ConfigError, match=f"is {architecture}; set it to bf16$")
     with contextlib.nullcontext() if fp8 else refused:
         device.require_own_fp8()
 
 
 def test_a_gpus_own_table_comes_before_its_architectures():
-    own = {"h200": GPUS["h200"], "h100": GPUS["h200"]._replace(gpu="NVIDIA H100 80GB HBM3", capabilities=[])}
+    own = {
+        "h200": GPUS["h200"],
+        "h100": GPUS["h200"]._replace(gpu="NVIDIA H100 80GB HBM3", capabilities=[]),
+    }
     assert choose("NVIDIA H100 80GB HBM3", "9.0", own) == "h100"
 
 
@@ -133,12 +165,18 @@ def test_a_gpus_own_table_comes_before_its_architectures():
         ("NVIDIA H200", "9.0", None),
         ("NVIDIA L40S", "8.9", "no launch parameters for NVIDIA L40S: using rtx4090's"),
         (LAPTOP, "8.9", f"no launch parameters for {LAPTOP}: using rtx4090's"),
-        ("NVIDIA A100-SXM4-80GB", "8.0", "launch parameters are not measured on NVIDIA A100-SXM4-80GB: using a100's"),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "8.0",
+            "launch parameters are not measured on NVIDIA A100-SXM4-80GB: using a100's",
+        ),
     ],
 )
 def test_notice_names_a_table_that_was_not_measured_on_this_gpu(gpu, name, architecture, line):
     gpu(name, architecture)
-    assert table_file.notice() == (line and f"{line}; `python -m benchmarks tune` in a checkout may find faster ones")
+    assert table_file.notice() == (
+        line and f"{line}; `python -m benchmarks tune` in a checkout may find faster ones"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's bounds")
@@ -151,10 +189,14 @@ def test_interpreter_blocks_cover_their_dimension_and_rows_are_copies():
 
 @pytest.fixture
 def given(gpu, tmp_path):
-    """given(change) makes this an L40S with GPT2_TRITON_TABLE naming a changed table, and returns the file."""
+    """given(change) makes this an L40S with GPT2_TRITON_TABLE naming a changed
+    table, and returns the file.
+    """
 
     def made(change) -> Path:
-        data = json.loads((TABLES / "rtx4090.json").read_text()) | dict(gpu="NVIDIA L40S", version="0.1.0")
+        data = json.loads((TABLES / "rtx4090.json").read_text()) | dict(
+            gpu="NVIDIA L40S", version="0.1.0"
+        )
         change(data)
         file = tmp_path / "l40s.json"
         file.write_text(json.dumps(data))
@@ -165,10 +207,19 @@ def given(gpu, tmp_path):
 
 
 def test_given_table_replaces_the_machines(given):
-    file = given(lambda d: d["rows"].update(adamw={"any": {"BLOCK": 4096, "num_warps": 8}}) or d.update(date="today"))
+    file = given(
+        lambda d: (
+            d["rows"].update(adamw={"any": {"BLOCK": 4096, "num_warps": 8}})
+            or d.update(date="today")
+        )
+    )
     assert tuning.tuned("adamw", "bf16") == dict(BLOCK=4096, num_warps=8)
-    assert table_file.notice() == f"launch parameters of {file} (GPT2_TRITON_TABLE), measured on today"
-    assert table_file.about() == dict(file=str(file), gpu="NVIDIA L40S", source="default", date="today")
+    assert (
+        table_file.notice() == f"launch parameters of {file} (GPT2_TRITON_TABLE), measured on today"
+    )
+    assert table_file.about() == dict(
+        file=str(file), gpu="NVIDIA L40S", source="default", date="today"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's table")
@@ -182,7 +233,10 @@ def test_without_a_gpu_no_table_is_taken_and_no_notice_printed(monkeypatch):
     [
         (lambda d: d.update(gpu="NVIDIA A100"), "is for NVIDIA A100, this GPU is NVIDIA L40S"),
         (lambda d: d.pop("date"), "l40s.json: not a table in the form of h200.json (TypeError: "),
-        (lambda d: d.update(rows=3), "l40s.json: not a table in the form of h200.json (AttributeError: "),
+        (
+            lambda d: d.update(rows=3),
+            "l40s.json: not a table in the form of h200.json (AttributeError: ",
+        ),
         (lambda d: d["rows"].pop("adamw"), "row adamw bf16 is missing; expected integers BLOCK"),
         (lambda d: d["rows"]["matmul"]["bf16"].pop("GROUP_M"), "row matmul bf16 is {'BLOCK_M': "),
         (lambda d: d["rows"]["adamw"]["any"].update(num_stages="3"), "'num_stages': '3'"),

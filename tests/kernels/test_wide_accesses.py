@@ -1,8 +1,10 @@
-"""Kernels access 16 bytes per thread and instruction (as with llm.c's Packed128), read from machine code.
+"""Kernels access 16 bytes per thread and instruction (as with llm.c's
+Packed128), read from machine code.
 
-Bandwidth-bound kernels are read in Hopper's SASS, the operands of products in the code of a GPU without TMA.
+Bandwidth-bound kernels are read in Hopper's SASS, the operands of products in
+the code of a GPU without TMA.
 
-python -m tests.kernels.test_wide_accesses            kernel, accesses of global memory by their bits
+python -m tests.kernels.test_wide_accesses   kernel, accesses of global memory by their bits
 python -m tests.kernels.test_wide_accesses sm_89      faults of the kernels that multiply
 """
 
@@ -37,7 +39,9 @@ def accesses(cubin: bytes) -> Counter[int]:
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()
-        sass = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [disassembler, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = Counter[int]()
     for words in re.findall(r"\b(?:LDGSTS|LDG|STG)\b((?:\.\w+)*)", sass):
         bits = re.findall(r"\.[US]?(8|16|64|128)\b", words)
@@ -46,11 +50,18 @@ def accesses(cubin: bytes) -> Counter[int]:
 
 
 def print_accesses() -> None:
-    """Print one JSON object: kernel -> bits -> accesses, of each variant that is launched at C 768 and 1600."""
+    """Print one JSON object: kernel -> bits -> accesses, of each variant that is
+    launched at C 768 and 1600.
+    """
     runs = ["bf16", "bf16, 1600 channels", "bf16, muon"]
     kernels = compile_for("sm_90", KERNELS.values(), runs).kernels
     print(
-        json.dumps({name: [accesses(kernel.asm["cubin"]) for kernel in variants] for name, variants in kernels.items()})
+        json.dumps(
+            {
+                name: [accesses(kernel.asm["cubin"]) for kernel in variants]
+                for name, variants in kernels.items()
+            }
+        )
     )
 
 
@@ -70,7 +81,9 @@ def found():
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", KERNELS)
 def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
-    """All but numbers of a row or a step, of 4 bytes: at most 8 such accesses in a kernel, a seventh of the bits."""
+    """All but numbers of a row or a step, of 4 bytes: at most 8 such accesses in a
+    kernel, a seventh of the bits.
+    """
     assert found[KERNELS[launcher]]
     for form in found[KERNELS[launcher]]:
         bits = {int(width): int(width) * n for width, n in form.items()}
@@ -84,7 +97,9 @@ def test_products_load_operands_wide_and_ahead_without_tma():
     """On sm_89, which has fp8 too; `make compile-all` checks all kernels for all targets."""
     printed = compiled_elsewhere("-m", "tests.kernels.test_wide_accesses", "sm_89")
     compiled, *found = printed.splitlines()
-    assert {"_matmul_kernel", "_fp8_matmul_kernel", "_attention_bwd_dkdv_kernel"} <= {*compiled.split()}
+    assert {"_matmul_kernel", "_fp8_matmul_kernel", "_attention_bwd_dkdv_kernel"} <= {
+        *compiled.split()
+    }
     assert [line for line in found if line] == []
 
 

@@ -1,4 +1,6 @@
-"""The planner: buffers that are live together never share bytes, and views are as the tables declare."""
+"""The planner: buffers that are live together never share bytes, and views
+are as the tables declare.
+"""
 
 import dataclasses
 import doctest
@@ -12,11 +14,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS, check_recompute
-from gpt2_triton.model.arena import ALIGN, PHASES, Buffer, BufferSpec, buf, carve, place_buffers, resolve_buffers
+from gpt2_triton.model.arena import (
+    ALIGN,
+    PHASES,
+    Buffer,
+    BufferSpec,
+    buf,
+    carve,
+    place_buffers,
+    resolve_buffers,
+)
 from gpt2_triton.model.gpt2.buffers import Acts
 from gpt2_triton.model.tables import State, layer_levels
 
-DTYPES = dict(act=torch.bfloat16, i32=torch.int32, i16=torch.int16) | dict.fromkeys(("f32", "m", "v"), torch.float32)
+DTYPES = dict(act=torch.bfloat16, i32=torch.int32, i16=torch.int16) | dict.fromkeys(
+    ("f32", "m", "v"), torch.float32
+)
 
 one_phase = st.sampled_from(PHASES)
 spans = st.tuples(one_phase, one_phase).map(lambda ends: "..".join(sorted(ends, key=PHASES.index)))
@@ -26,12 +39,14 @@ lives = st.lists(st.one_of(one_phase, spans), min_size=1, max_size=3).map(" ".jo
 def buffer(name: str, n: int, live: str, copies: int = 1, within: str = "") -> Buffer:
     """Return a buffer of n float32, or a list of `copies` such buffers."""
     spec = BufferSpec(str(n), "f32", live, "kind", within=within)
-    return Buffer(name, spec, (n,), torch.float32, live, tuple(range(copies)) if copies > 1 else None)
+    return Buffer(
+        name, spec, (n,), torch.float32, live, tuple(range(copies)) if copies > 1 else None
+    )
 
 
-tables = st.lists(st.tuples(st.integers(1, 2000), lives, st.integers(1, 4)), min_size=1, max_size=25).map(
-    lambda rows: [buffer(f"r{i}", *row) for i, row in enumerate(rows)]
-)
+tables = st.lists(
+    st.tuples(st.integers(1, 2000), lives, st.integers(1, 4)), min_size=1, max_size=25
+).map(lambda rows: [buffer(f"r{i}", *row) for i, row in enumerate(rows)])
 
 
 @pytest.mark.parametrize("member", [buf, State, check_recompute])
@@ -51,7 +66,10 @@ def test_place_buffers_never_overlaps_buffers_of_one_phase(table):
 @given(tables)
 def test_place_buffers_aligns_and_ends_with_the_last_buffer(table):
     plan = place_buffers(table)
-    assert all(b.offset % ALIGN == 0 and b.copy_bytes % ALIGN == 0 and b.offset >= 0 for b in plan.buffers.values())
+    assert all(
+        b.offset % ALIGN == 0 and b.copy_bytes % ALIGN == 0 and b.offset >= 0
+        for b in plan.buffers.values()
+    )
     assert plan.total == max(b.offset + b.nbytes for b in plan.buffers.values())
     busiest = max(sum(b.nbytes for b in table if phase in b.phases) for phase in PHASES)
     assert busiest <= plan.total <= sum(b.nbytes for b in table)
@@ -59,14 +77,18 @@ def test_place_buffers_aligns_and_ends_with_the_last_buffer(table):
 
 @given(tables)
 def test_carved_views_keep_their_values_while_others_are_written(table):
-    """In each phase fill every copy of every live buffer with its own number; all of them stay intact."""
+    """In each phase fill every copy of every live buffer with its own
+    number; all of them stay intact.
+    """
     plan = place_buffers(table)
     memory = torch.empty(plan.total, dtype=torch.uint8)
     fields = [(b.name, Tensor, buf(b.spec.shape, "f32", b.live, "kind")) for b in table]
     views = carve(dataclasses.make_dataclass("Table", fields), plan.buffers, memory, {})
     for phase in PHASES:
         live = [(i, getattr(views, b.name)) for i, b in enumerate(table) if phase in b.phases]
-        copies = [(i, j, t) for i, v in live for j, t in enumerate(v if isinstance(v, list) else [v])]
+        copies = [
+            (i, j, t) for i, v in live for j, t in enumerate(v if isinstance(v, list) else [v])
+        ]
         for i, j, t in copies:
             t.fill_(100 * i + j)
         assert all((t == 100 * i + j).all() for i, j, t in copies)
@@ -74,20 +96,28 @@ def test_carved_views_keep_their_values_while_others_are_written(table):
 
 def test_place_buffers_shares_bytes_of_disjoint_lifetimes():
     plan = place_buffers(
-        [buffer("a", 1000, "embed"), buffer("b", 500, "block..head"), buffer("c", 500, "block block_bwd")]
+        [
+            buffer("a", 1000, "embed"),
+            buffer("b", 500, "block..head"),
+            buffer("c", 500, "block block_bwd"),
+        ]
     )
     assert plan.buffers["a"].offset == 0 and plan.total == 4096  # b and c together fit where a was
 
 
 def test_a_buffer_within_another_takes_its_bytes_and_no_more():
     guest = buffer("guest", 50, "block_bwd", within="host")
-    plan = place_buffers([buffer("host", 100, "head..update"), guest, buffer("other", 100, "update")])
+    plan = place_buffers(
+        [buffer("host", 100, "head..update"), guest, buffer("other", 100, "update")]
+    )
     assert plan.buffers["guest"].offset == plan.buffers["host"].offset
     assert plan.total == 1024 and plan.by_kind() == {"kind": 1024}
     with pytest.raises(AssertionError, match="guest does not fit in host"):
         place_buffers([buffer("host", 100, "head"), buffer("guest", 129, "head", within="host")])
     with pytest.raises(AssertionError, match="guest does not fit in host"):
-        place_buffers([buffer("host", 100, "head"), buffer("guest", 100, "head..update", within="host")])
+        place_buffers(
+            [buffer("host", 100, "head"), buffer("guest", 100, "head..update", within="host")]
+        )
 
 
 LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg with three layers
@@ -106,24 +136,77 @@ LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg 
 
 @pytest.mark.parametrize("level", LAYERS)
 def test_lists_share_the_copies_that_their_level_drops(level):
-    dims = dict(B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=3, S=7, Vp=128, Rc=16, Rp=16, N=100, Nt=100, Np=64)
-    dims |= dict(Nv=100, Nm=0, W=1000, Nw=129, Rd=0, A=0, Sa=0, Sp=0, As=0, P=0, Nf=100, Ng=100, Nr=0, Nx=0, No=0, Nc=0)
+    dims = dict(
+        B=2,
+        T=8,
+        R=16,
+        C=32,
+        D=96,
+        F=128,
+        G=128,
+        NH=1,
+        L=3,
+        S=7,
+        Vp=128,
+        Rc=16,
+        Rp=16,
+        N=100,
+        Nt=100,
+        Np=64,
+    )
+    dims |= dict(
+        Nv=100,
+        Nm=0,
+        W=1000,
+        Nw=129,
+        Rd=0,
+        A=0,
+        Sa=0,
+        Sp=0,
+        As=0,
+        P=0,
+        Nf=100,
+        Ng=100,
+        Nr=0,
+        Nx=0,
+        No=0,
+        Nc=0,
+    )
     levels = layer_levels(level, 3)
-    resolved = [b for table in (State, Acts) for b in resolve_buffers(table, dims, DTYPES, levels, RECOMPUTE_LEVELS)]
+    resolved = [
+        b
+        for table in (State, Acts)
+        for b in resolve_buffers(table, dims, DTYPES, levels, RECOMPUTE_LEVELS)
+    ]
     plan = place_buffers(resolved)
     acts = carve(Acts, plan.buffers, torch.empty(plan.total, dtype=torch.uint8), dims)
-    assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [7, 6, 7, 3, 3, 3]
-    distinct = [len({t.data_ptr() for t in row}) for row in (acts.x, acts.ln, acts.qkv, acts.att, acts.fch, acts.fcg)]
+    assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [
+        7,
+        6,
+        7,
+        3,
+        3,
+        3,
+    ]
+    distinct = [
+        len({t.data_ptr() for t in row})
+        for row in (acts.x, acts.ln, acts.qkv, acts.att, acts.fch, acts.fcg)
+    ]
     assert distinct == LAYERS[level]
     assert "master_low" not in plan.buffers  # Nm = 0: a buffer without elements is left out
 
 
 def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
     """In the forward pass they need it before that layer does, in the backward pass after it."""
-    dims = dict(B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=4, S=9, Vp=128, Rc=16, Rp=16, Rd=0, W=1000)
+    dims = dict(
+        B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=4, S=9, Vp=128, Rc=16, Rp=16, Rd=0, W=1000
+    )
 
     def resolved(level: str) -> dict[str, Buffer]:
-        return {b.name: b for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4), RECOMPUTE_LEVELS)}
+        return {
+            b.name: b
+            for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4), RECOMPUTE_LEVELS)
+        }
 
     found = resolved("gelu+ln+qkv:2")
     assert found["qkv"].copy_of == (0, 0, 0, 1) and found["qkv"].live == "block..block_bwd"

@@ -1,4 +1,6 @@
-"""The send schedule as data, and the order of transfers among the launches of a step, without a second rank."""
+"""The send schedule as data, and the order of transfers among the launches of a
+step, without a second rank.
+"""
 
 import contextlib
 
@@ -17,7 +19,9 @@ LAYERS = 3
 
 
 class Log:
-    """Records calls of launchers and collectives; also the ProcessGroup, with readable arenas if `shared`."""
+    """Records calls of launchers and collectives; also the ProcessGroup, with
+    readable arenas if `shared`.
+    """
 
     device = "cpu"
     compiling = staticmethod(lambda **_: contextlib.nullcontext())
@@ -53,7 +57,9 @@ class Log:
         self.calls.append(("all_gather", self.bucket(whole)))
 
     def bucket(self, tensor):
-        """Return the bucket that begins at the tensor; None, or layer 0's or 1's, for layers at stage 2."""
+        """Return the bucket that begins at the tensor; None, or layer 0's or
+        1's, for layers at stage 2.
+        """
         for flat, starts in (
             (self.model.state.params, [b.start for b in sharding.buckets(self.model.dims)]),
             (self.model.state.grads, sharding.grad_offsets(self.model.dims)),
@@ -71,7 +77,9 @@ def model_of(log: Log, zero: int, micro_steps: int = 1) -> Model:
     """Return the model of the log's rank, with the Log as K."""
     tokens = 32 * log.size * micro_steps
     config = tiny_config(
-        model=dict(n_layer=LAYERS), parallel=dict(zero=zero), train=dict(total_batch_tokens=tokens, batch_size=2)
+        model=dict(n_layer=LAYERS),
+        parallel=dict(zero=zero),
+        train=dict(total_batch_tokens=tokens, batch_size=2),
     )
     log.model = Model(config, log, "cpu", group=log)
     return log.model
@@ -86,7 +94,8 @@ def transfers(shared: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, 
     model._update(False)
     out = []
     for i, (name, bucket) in enumerate(log.calls):
-        if name in EXCHANGES and (name, bucket) != ("all_reduce", None):  # the sum of losses and norms
+        # the sum of losses and norms
+        if name in EXCHANGES and (name, bucket) != ("all_reduce", None):
             rest = (call for call, _ in log.calls[i:] if call not in EXCHANGES)
             out.append((name, bucket, next(rest, "end")))
     return out
@@ -102,12 +111,15 @@ ZERO_2 = {2: [3], 1: [2], 0: [1]}
 @pytest.mark.parametrize(
     "n_layer, zero, last, send_from, sent",
     [
-        (3, 1, True, 3, {2: [3], 1: [2], NOT_A_LAYER: [0, 4], 0: [1]}),  # collectives: each layer at once
+        # collectives: each layer at once
+        (3, 1, True, 3, {2: [3], 1: [2], NOT_A_LAYER: [0, 4], 0: [1]}),
         (1, 0, True, 1, {NOT_A_LAYER: [0, 2], 0: [1]}),
-        (4, 1, True, 1, {1: [4, 3, 2], NOT_A_LAYER: [0, 5], 0: [1]}),  # peer copies: the upper layers together
+        # peer copies: the upper layers together
+        (4, 1, True, 1, {1: [4, 3, 2], NOT_A_LAYER: [0, 5], 0: [1]}),
         (4, 1, True, 0, {NOT_A_LAYER: [4, 3, 2, 0, 5], 0: [1]}),
         *((3, zero, False, 3, {}) for zero in (0, 1)),
-        *((3, 2, False, send_from, ZERO_2) for send_from in (0, 3)),  # each layer alone in every micro-step
+        # each layer alone in every micro-step
+        *((3, 2, False, send_from, ZERO_2) for send_from in (0, 3)),
         *((3, 2, True, send_from, ZERO_2 | {NOT_A_LAYER: [0, 4]}) for send_from in (0, 3)),
     ],
 )
@@ -119,12 +131,16 @@ def test_send_schedule(n_layer, zero, last, send_from, sent):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_send_schedule_sends_each_bucket_once(n_layer, send_from, zero):
     sent = send_schedule(n_layer, zero, last=True, send_from=send_from)
-    assert sorted(bucket for together in sent.values() for bucket in together) == list(range(n_layer + 2))
+    assert sorted(bucket for together in sent.values() for bucket in together) == list(
+        range(n_layer + 2)
+    )
 
 
 @pytest.mark.parametrize("layers, rows, send_from", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
 def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, rows, send_from):
-    """124M and 1558M by the formula of docs/engineering/scaling.md; in the quickstart nothing waits."""
+    """124M and 1558M by the formula of docs/engineering/scaling.md; in the
+    quickstart nothing waits.
+    """
     dims = model_of(Log(True), 1).dims | dict(L=layers, R=rows)
     assert PeerCopyCommunicator(Log(True), None, None, dims, [])._send_from(dims) == send_from
     assert NcclCommunicator(Log(False), None, None, dims)._send_from(dims) == layers
@@ -135,24 +151,43 @@ def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, ro
 def test_collectives_reduce_each_layer_after_its_backward_pass(zero, sums, micro_steps):
     sent = [call for call in transfers(False, zero, micro_steps) if call[0] == sums]
     layers = [(sums, 3, NEXT_LAYER), (sums, 2, NEXT_LAYER)]
-    assert sent == [*layers, (sums, 0, "matmul_dw_pair"), (sums, REST, "matmul_dw_pair"), (sums, 1, "loss_sum")]
+    assert sent == [
+        *layers,
+        (sums, 0, "matmul_dw_pair"),
+        (sums, REST, "matmul_dw_pair"),
+        (sums, 1, "loss_sum"),
+    ]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_peer_copies_reduce_layers_together_between_barriers(monkeypatch, zero, micro_steps):
-    """With send_from 1: layers 2 and 1 after one barrier; then embedding, norms and biases, under layer 0's last
-    product; then layer 0.  At stage 0 the sums are copied to all ranks after a second barrier.
+    """With send_from 1: layers 2 and 1 after one barrier; then embedding, norms and
+    biases, under layer 0's last product; then layer 0.  At stage 0 the sums are copied to
+    all ranks after a second barrier.
     """
     monkeypatch.setattr(peer_copies, "TOKENS_TO_HIDE_A_LAYER", 32 / LAYERS)
-    sent = [call for call in transfers(True, zero, micro_steps) if call[0] in ("barrier", "add_partials")]
+    sent = [
+        call
+        for call in transfers(True, zero, micro_steps)
+        if call[0] in ("barrier", "add_partials")
+    ]
     before = [("barrier", None)]
     after = before * (zero == 0)
-    want = [(call, NEXT_LAYER) for call in [*before, ("add_partials", 3), ("add_partials", 2), *after]]
-    want += [(call, "matmul_dw_pair") for call in [*before, ("add_partials", 0), ("add_partials", REST), *after]]
+    want = [
+        (call, NEXT_LAYER) for call in [*before, ("add_partials", 3), ("add_partials", 2), *after]
+    ]
+    want += [
+        (call, "matmul_dw_pair")
+        for call in [*before, ("add_partials", 0), ("add_partials", REST), *after]
+    ]
     want += [(call, "loss_sum") for call in [*before, ("add_partials", 1), *after]]
-    gathers = [(before[0], launch) for launch in ("embedding_fwd", "adamw", "adamw")] if zero else []
-    assert [((name, bucket), launch) for name, bucket, launch in sent] == gathers[:1] + want + gathers[1:]
+    gathers = (
+        [(before[0], launch) for launch in ("embedding_fwd", "adamw", "adamw")] if zero else []
+    )
+    assert [((name, bucket), launch) for name, bucket, launch in sent] == gathers[
+        :1
+    ] + want + gathers[1:]
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -165,11 +200,20 @@ def test_gather_of_layers_begins_a_step_and_that_of_other_parameters_ends_it(zer
 
 
 def test_zero_2_reduces_layers_in_every_micro_step():
-    sent = [launch for name, _, launch in transfers(False, 2, micro_steps=2) if name == "reduce_scatter"]
-    first, last = [NEXT_LAYER, NEXT_LAYER, "embedding_fwd"], [NEXT_LAYER, NEXT_LAYER, "matmul_dw_pair", "loss_sum"]
-    assert sent == [*first, *last[:3], *last[2:]]  # embedding, norms and biases are two buckets, before layer 0's
-    barriers = [launch for name, _, launch in transfers(True, 2, micro_steps=2) if name == "barrier"]
-    twice = [launch for launch in first + last for _ in range(2)]  # the second one lets the buffer be overwritten
+    sent = [
+        launch for name, _, launch in transfers(False, 2, micro_steps=2) if name == "reduce_scatter"
+    ]
+    first, last = (
+        [NEXT_LAYER, NEXT_LAYER, "embedding_fwd"],
+        [NEXT_LAYER, NEXT_LAYER, "matmul_dw_pair", "loss_sum"],
+    )
+    # embedding, norms and biases are two buckets, before layer 0's
+    assert sent == [*first, *last[:3], *last[2:]]
+    barriers = [
+        launch for name, _, launch in transfers(True, 2, micro_steps=2) if name == "barrier"
+    ]
+    # the second one lets the buffer be overwritten
+    twice = [launch for launch in first + last for _ in range(2)]
     assert barriers == ["embedding_fwd", *twice, "adamw", "adamw"]
 
 
@@ -188,19 +232,31 @@ def test_precompile_covers_the_launches_of_the_exchange(shared, size):
         for micro in range(micro_steps):
             model._forward_backward(micro > 0, False, micro == micro_steps - 1)
         launched = {name for name, _ in log.calls} - (EXCHANGES - {"add_partials"})
-        assert launched <= compiled and ("add_partials" in launched) == (shared or (zero, micro_steps) == (2, 2))
+        assert launched <= compiled and ("add_partials" in launched) == (
+            shared or (zero, micro_steps) == (2, 2)
+        )
         parts = {parts for parts, _ in log.added}
-        assert parts <= added and (size - 1 in parts) == (shared or size == 2 and "add_partials" in launched)
+        assert parts <= added and (size - 1 in parts) == (
+            shared or size == 2 and "add_partials" in launched
+        )
 
 
 def test_peer_copies_take_rounds_when_buckets_exceed_received(monkeypatch):
-    """With send_from 0 and three ranks, the buckets sent after the embedding's exceed the largest bucket."""
+    """With send_from 0 and three ranks, the buckets sent after the embedding's
+    exceed the largest bucket.
+    """
     monkeypatch.setattr(peer_copies, "TOKENS_TO_HIDE_A_LAYER", 0)
     model = model_of(Log(True, size=3), 1)
     dims, all_buckets = model.dims, sharding.buckets(model.dims)
     assert sum(b.padded for b in all_buckets if b is not all_buckets[1]) // 3 * 2 > dims["Nx"]
     model._forward_backward(False, False, True)
-    assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [3, 2, 0, REST, 1]
+    assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [
+        3,
+        2,
+        0,
+        REST,
+        1,
+    ]
 
 
 def test_peer_copies_begin_with_the_next_rank():
@@ -218,7 +274,9 @@ def test_gather_params_of_peer_copies_is_between_two_barriers():
 
 
 def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
-    """Return a step's events of the side stream, waits, joins, and first launches of embedding, layer and loss sum."""
+    """Return a step's events of the side stream, waits, joins, and first launches of
+    embedding, layer and loss sum.
+    """
     calls: list[str] = []
 
     class NumberedEvents:
@@ -242,7 +300,14 @@ def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
 
     class SomeLaunches(list):
         def append(self, call):
-            if call[0] in ("embedding_fwd", "layernorm_fwd", NEXT_LAYER, "embedding_bwd", "loss_sum", "adamw"):
+            if call[0] in (
+                "embedding_fwd",
+                "layernorm_fwd",
+                NEXT_LAYER,
+                "embedding_bwd",
+                "loss_sum",
+                "adamw",
+            ):
                 calls.append(call[0])
 
     monkeypatch.setattr(communicator, "SideStream", NumberedEvents)
@@ -272,12 +337,31 @@ def test_wait_params_waits_for_one_layer_and_end_micro_step_for_all(monkeypatch,
 def test_wait_grad_buffer_of_zero_2_waits_for_the_layer_two_above(monkeypatch, shared):
     """Three layers share two gradient buffers; layers 0 and 2 have the same."""
     calls = stream_waits(shared, 2, monkeypatch)
-    backward = [call for call in calls if call == NEXT_LAYER or call.split()[0] in ("mark", "wait", "join")]
+    backward = [
+        call for call in calls if call == NEXT_LAYER or call.split()[0] in ("mark", "wait", "join")
+    ]
     params = ["mark 1", "mark 2", "mark 3", "wait 1", "wait 2", "wait 3"]
     micro_steps = [
-        [NEXT_LAYER, f"mark {m}", NEXT_LAYER, f"mark {m + 1}", f"wait {m}", NEXT_LAYER, f"mark {m + 2}"] for m in (4, 7)
+        [
+            NEXT_LAYER,
+            f"mark {m}",
+            NEXT_LAYER,
+            f"mark {m + 1}",
+            f"wait {m}",
+            NEXT_LAYER,
+            f"mark {m + 2}",
+        ]
+        for m in (4, 7)
     ]
-    assert backward == [*params, *micro_steps[0], "join", *micro_steps[1], "mark 10", "join", "join"]
+    assert backward == [
+        *params,
+        *micro_steps[0],
+        "join",
+        *micro_steps[1],
+        "mark 10",
+        "join",
+        "join",
+    ]
 
 
 def test_communicator_of_one_rank_exchanges_nothing():

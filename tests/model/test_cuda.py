@@ -1,4 +1,6 @@
-"""CUDA graphs are captured once for each set of arguments; tests/gpu/test_gpu.py has real captures."""
+"""CUDA graphs are captured once for each set of arguments;
+tests/gpu/test_gpu.py has real captures.
+"""
 
 from types import SimpleNamespace
 
@@ -23,7 +25,9 @@ def test_graph_cache_captures_once_for_each_set_of_arguments(monkeypatch):
 
 def test_reset_destroys_the_captures(monkeypatch):
     seen = []
-    monkeypatch.setattr(cuda, "capture", lambda function, *args: SimpleNamespace(reset=lambda: seen.append(args)))
+    monkeypatch.setattr(
+        cuda, "capture", lambda function, *args: SimpleNamespace(reset=lambda: seen.append(args))
+    )
     graphs = cuda.GraphCache()
     for acc in (False, True):
         graphs(lambda acc: None, acc)

@@ -1,4 +1,6 @@
-"""Dropout in a step: the gradients of autograd with the same masks, and masks that depend on nothing but the sample."""
+"""Dropout in a step: the gradients of autograd with the same masks, and masks that depend
+on nothing but the sample.
+"""
 
 import pytest
 import torch
@@ -31,10 +33,16 @@ def factors(config, micro):
 def test_loss_and_gradients_equal_autograds_with_the_same_masks(level):
     """In two micro-steps, whose masks differ."""
     model = exact_model(level, model=DROPOUT)
-    config, d, params = model.config, model.dims, torch_reference.leaves(model.state.params, model.dims)
+    config, d, params = (
+        model.config,
+        model.dims,
+        torch_reference.leaves(model.state.params, model.dims),
+    )
     train_steps(model, 1)
     losses = [
-        torch_reference.gpt2_loss(params, ids, targets, d["V"], d["NH"], dropout=factors(config, micro))
+        torch_reference.gpt2_loss(
+            params, ids, targets, d["V"], d["NH"], dropout=factors(config, micro)
+        )
         for micro, (ids, targets) in enumerate(batches(config, 2))
     ]
     (sum(losses) / 2).backward()
@@ -60,10 +68,16 @@ def test_masks_do_not_depend_on_micro_batches():
 
 def test_without_dropout_nothing_is_launched_or_planned_for_it(monkeypatch):
     model, launches = recorded_step("none", monkeypatch)
-    assert "dbranch" not in model.plan.buffers and "dropout" not in {name for _, name, *_ in launches}
+    assert "dbranch" not in model.plan.buffers and "dropout" not in {
+        name for _, name, *_ in launches
+    }
     with_dropout, _ = recorded_step("none", monkeypatch, **WITH_DROPOUT)
     R, C = model.dims["R"], model.dims["C"]
-    assert with_dropout.plan.total - model.plan.total == with_dropout.plan.buffers["dbranch"].nbytes == 4 * R * C
+    assert (
+        with_dropout.plan.total - model.plan.total
+        == with_dropout.plan.buffers["dbranch"].nbytes
+        == 4 * R * C
+    )
 
 
 def test_evaluation_and_decoding_are_without_dropout():

@@ -28,13 +28,17 @@ LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 
-def fp8_config(level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, llama=False, **train):
+def fp8_config(
+    level="none", keep="none", precision="fp8", stats_every=0, dropout=0.0, llama=False, **train
+):
     """Return a configuration of 2 layers, in two micro-steps."""
     train = dict(dtype="bf16", precision=precision, total_batch_tokens=64) | train
     sections = dict(train=train, memory=dict(recompute=level, head_rows=16))
     sections["fp8"] = dict(keep_bf16=keep)
     model = dict(vocab_size=300, dropout=dropout) | (LLAMA if llama else {})
-    return tiny_config(model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections)
+    return tiny_config(
+        model=model, sample=dict(every=1), log=dict(stats_every=stats_every), **sections
+    )
 
 
 def planned(config):
@@ -65,9 +69,14 @@ def bits_of_none(dropout, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "level, dropout, llama",  # `gelu` is as `none`: fp8 keeps GELU's output
-    [("gelu+ln:1", 0, False), ("gelu+ln+qkv", 0.3, False), ("block", 0, False), ("gelu+ln+qkv", 0, True),
-     ("block:1", 0, True)],
-)  # fmt: skip
+    [
+        ("gelu+ln:1", 0, False),
+        ("gelu+ln+qkv", 0.3, False),
+        ("block", 0, False),
+        ("gelu+ln+qkv", 0, True),
+        ("block:1", 0, True),
+    ],
+)
 def test_recomputation_and_poisoned_memory_change_no_bit(level, dropout, llama, monkeypatch):
     """NaN in every buffer that dies with a phase, fp8 ones too: two steps of the same numbers."""
     history, *tensors = bits(poison(fp8_model(level, dropout=dropout, llama=llama), monkeypatch))
@@ -88,10 +97,13 @@ def gradients_in_bf16(dropout, llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keep, dropout, llama", [("none", 0, False), ("head", 0, False), ("none", 0.3, False), ("none", 0, True)]
+    "keep, dropout, llama",
+    [("none", 0, False), ("head", 0, False), ("none", 0.3, False), ("none", 0, True)],
 )
 def test_gradients_are_those_of_bf16_but_for_rounding(keep, dropout, llama):
-    """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and passes six products in a row."""
+    """e4m3 rounds an operand by 2.6e-2; a gradient sums over few tokens here, and
+    passes six products in a row.
+    """
     loss, want = gradients_in_bf16(dropout, llama)
     got_loss, got = gradients(fp8_model(keep=keep, dropout=dropout, llama=llama))
     off = ((got - want).norm() / want.norm()).item()
@@ -100,7 +112,9 @@ def test_gradients_are_those_of_bf16_but_for_rounding(keep, dropout, llama):
 
 @pytest.mark.slow
 def test_every_tensor_has_a_scale_that_fits_it():
-    """After calibration the maxima recorded by a step times the scales are between 448 / 16 and 448."""
+    """After calibration the maxima recorded by a step times the scales are
+    between 448 / 16 and 448.
+    """
     model = fp8_model()
     scale = model.state.scale.clone()
     assert torch.equal(scale.log2(), scale.log2().round())
@@ -108,13 +122,16 @@ def test_every_tensor_has_a_scale_that_fits_it():
     amax = model.state.history[:, 0]
     assert len(amax) == 2 * 12 + 2
     assert (amax > 0).all() and not model.state.amax.any()
-    # a scale leaves a factor of 2 to 4, and the step has another batch too, whose maxima differ by a factor of up to 4
+    # a scale leaves a factor of 2 to 4, and the step has another batch too, whose maxima
+    # differ by a factor of up to 4
     assert (amax * scale < 448).all() and (amax * scale > 448 / 16).all()
 
 
 @pytest.mark.slow
 def test_levels_that_cast_weights_in_each_micro_step_count_them_once():
-    """The statistics of two micro-steps, with weights far beyond their scales: a share of 1 is all of a tensor."""
+    """The statistics of two micro-steps, with weights far beyond their scales: a
+    share of 1 is all of a tensor.
+    """
     shares = []
     for level in ("none", "gelu+ln"):
         model = fp8_model(level, stats_every=1)
@@ -135,20 +152,30 @@ def test_an_operand_that_is_not_finite_skips_the_step_and_changes_no_scale():
     """Also where only e4m3 of it is multiplied, in which infinity is 448."""
     model = fp8_model()
     w, before = model.train_view.w, (model.state.history.clone(), model.state.scale.clone())
-    operands = {"fcw": w.fcw[0].value, "wte": w.wte.value, "fcprojw": w.fcprojw[0].value, "lnw": w.lnw, "fcb": w.fcb}
+    operands = {
+        "fcw": w.fcw[0].value,
+        "wte": w.wte.value,
+        "fcprojw": w.fcprojw[0].value,
+        "lnw": w.lnw,
+        "fcb": w.fcb,
+    }
     for name, operand in operands.items():
         first = operand.view(-1)[:1]
         right = first.clone()
         first.fill_(math.nan if name in ("fcw", "wte") else math.inf)
         [(_, norm, applied)] = train_steps(model, 1)
         assert not applied and not math.isfinite(norm) and not model.state.amax.any(), name
-        assert torch.equal(model.state.history, before[0]) and torch.equal(model.state.scale, before[1]), name
+        assert torch.equal(model.state.history, before[0]) and torch.equal(
+            model.state.scale, before[1]
+        ), name
         first.copy_(right)
 
 
 @pytest.mark.slow
 def test_an_infinite_weight_is_named():
-    """No tensor of the step that is computed again has a non-finite element: in e4m3 infinity is 448."""
+    """No tensor of the step that is computed again has a non-finite
+    element: in e4m3 infinity is 448.
+    """
     model = fp8_model(stats_every=1)
     model.train_view.w.fcw[1].value[0, 0] = float("inf")
     found = model.first_non_finite(packed(model.config, 2), SINGLE_PROCESS)
@@ -159,8 +186,12 @@ def test_an_infinite_weight_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("llama", [False, True])
 def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
-    """In fp8 with the step's scales, and in train.dtype as a bf16 model; neither changes the next step."""
-    one, other, plain = (fp8_model(precision=precision, llama=llama) for precision in ("fp8", "fp8", "bf16"))
+    """In fp8 with the step's scales, and in train.dtype as a bf16 model;
+    neither changes the next step.
+    """
+    one, other, plain = (
+        fp8_model(precision=precision, llama=llama) for precision in ("fp8", "fp8", "bf16")
+    )
     for model in (one, other):
         train_steps(model, 1)
     plain.state.params.copy_(one.state.params)
@@ -184,16 +215,33 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
     assert torch.equal(one.state.params, other.state.params)
 
 
-@pytest.mark.parametrize(("architecture", "train", "chosen"), [
-    ("9.0", {}, "fp8 (faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md)"),
-    ("8.9", {}, "bf16 (fp8 is faster on compute capability 9.0, this is 8.9)"),
-    (None, {}, "bf16 (fp8 is faster on compute capability 9.0, this is a CPU)"),
-    ("9.0", dict(seq_len=8), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
-    ("9.0", dict(dtype="fp32"), "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "train", "chosen"),
+    [
+        (
+            "9.0",
+            {},
+            "fp8 (faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md)",
+        ),
+        ("8.9", {}, "bf16 (fp8 is faster on compute capability 9.0, this is 8.9)"),
+        (None, {}, "bf16 (fp8 is faster on compute capability 9.0, this is a CPU)"),
+        (
+            "9.0",
+            dict(seq_len=8),
+            "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)",
+        ),
+        (
+            "9.0",
+            dict(dtype="fp32"),
+            "bf16 (fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len)",
+        ),
+    ],
+)
 def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
     config, notes = fp8_config(precision="auto", **train).choose_precision(architecture)
-    assert notes == [f"train.precision auto: {chosen}"] and config.train.precision == chosen.split()[0]
+    assert (
+        notes == [f"train.precision auto: {chosen}"] and config.train.precision == chosen.split()[0]
+    )
     assert fp8_config().choose_precision(architecture) == (fp8_config(), [])
     llama = config.replace(model={"arch": "llama"}, train={"precision": "auto"})
     assert llama.choose_precision(architecture)[0].train.precision == "bf16"
@@ -203,16 +251,30 @@ def test_plan_has_no_buffer_that_no_precision_needs():
     configs = fp8_config(), fp8_config(keep="head"), fp8_config(precision="bf16")
     everything, head, bf16 = (planned(config)[0].buffers.keys() for config in configs)
     assert not {"ln", "fch", "fcg", "dfch", "dqkv"} & everything
-    assert everything - head == {"lnf8", "wte8", "wte8t", "p8", "p8t", "lns8t", "p_scale", "lns_scale"}
+    assert everything - head == {
+        "lnf8",
+        "wte8",
+        "wte8t",
+        "p8",
+        "p8t",
+        "lns8t",
+        "p_scale",
+        "lns_scale",
+    }
     assert head - everything == {"p", "lns"}
     assert not bf16 & (Fp8Buffers.__dataclass_fields__.keys() | {"scale", "history", "amax"})
 
 
 def test_rows_of_the_state_have_the_sizes_of_the_kernels():
-    shapes = {name: State.__dataclass_fields__[name].metadata["spec"].shape for name in ("history", "amax")}
+    shapes = {
+        name: State.__dataclass_fields__[name].metadata["spec"].shape
+        for name in ("history", "amax")
+    }
     assert shapes == dict(history=f"A {fp8.HISTORY}", amax=f"A {K.AMAX_CELLS}")
     for keep, head in (("none", 2), ("head", 0)):
-        assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (2 * len(fp8.SCALES) + head,)
+        assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (
+            2 * len(fp8.SCALES) + head,
+        )
 
 
 @pytest.mark.parametrize("llama", [False, True])
@@ -236,7 +298,11 @@ def test_guessed_scales_follow_the_loss_scale():
     state = State(scale=torch.zeros(len(names)), **dict.fromkeys(NOT_SCALE))
     fp8.guess_scales(state, dims, 2.0**-20)
     guess = dict(zip(names, state.scale.tolist(), strict=True))
-    assert guess["dfch", 1] == 2.0**22 and guess["fcw", 0] == guess["wte", 2] == 64 and guess["lnf", 2] == 8
+    assert (
+        guess["dfch", 1] == 2.0**22
+        and guess["fcw", 0] == guess["wte", 2] == 64
+        and guess["lnf", 2] == 8
+    )
 
 
 @pytest.mark.parametrize("then, kept", [("none", "none head"), ("head", "head")])
@@ -251,7 +317,9 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
         buffers = dict(scale=torch.zeros(now), history=torch.zeros(now, 16))
         state = State(**dict.fromkeys(State.__dataclass_fields__) | buffers)
         held = state_io.held(state, dims, rank=0)
-        spans = {name: [(place.first, place.length) for place in places] for name, places in held.items()}
+        spans = {
+            name: [(place.first, place.length) for place in places] for name, places in held.items()
+        }
         state_io.load(state, dims, 0, Checkpoint(Path("step"), {}, stored).parts(spans))
         expected = rows[:now] if keep in kept else torch.zeros(now)
         assert torch.equal(state.scale, expected)
@@ -259,7 +327,9 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
 
 
 def test_saved_configurations_of_other_versions():
-    """One without fp8, one in which "" kept nothing in bf16, and one that kept single operations."""
+    """One without fp8, one in which "" kept nothing in bf16, and one
+    that kept single operations.
+    """
     saved = fp8_config(precision="bf16").to_dict()
     del saved["fp8"], saved["train"]["precision"]
     assert fp8.saved_spec(saved) == {}
@@ -267,5 +337,7 @@ def test_saved_configurations_of_other_versions():
     saved["fp8"]["keep_bf16"] = ""
     assert fp8.saved_spec(saved)["history"].shape == (2 * 12 + 2, 16)
     saved["fp8"]["keep_bf16"] = "head,mlp:0"
-    with pytest.raises(ConfigError, match="fp8.keep_bf16: the run had 'head,mlp:0', only head and none exist"):
+    with pytest.raises(
+        ConfigError, match="fp8.keep_bf16: the run had 'head,mlp:0', only head and none exist"
+    ):
         fp8.saved_spec(saved)

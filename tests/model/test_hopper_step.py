@@ -12,13 +12,24 @@ from tests.gpu.shared_gpu import differing, dirty, one_pass, prepare
 from tests.support import gluon_simulator as simulator
 
 SHARED = {"attention_fwd", "attention_dq", "attention_dkdv", "classifier"}
-IN_FP8 = {"fp8_matmul", "fp8_gelu", "fp8_matmul_dw", "cast", "transpose", "classifier_dx", "classifier_lns"}
-LAUNCHED = {"bf16": SHARED | {"matmul", "matmul_dw", "matmul_wide"}, "fp8": SHARED | IN_FP8}  # by precision
+IN_FP8 = {
+    "fp8_matmul",
+    "fp8_gelu",
+    "fp8_matmul_dw",
+    "cast",
+    "transpose",
+    "classifier_dx",
+    "classifier_lns",
+}
+# by precision
+LAUNCHED = {"bf16": SHARED | {"matmul", "matmul_dw", "matmul_wide"}, "fp8": SHARED | IN_FP8}
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Choose and simulate kernels as on an H200, with tiles of 320 columns; yield the set of launched modules."""
+    """Choose and simulate kernels as on an H200, with tiles of 320 columns; yield
+    the set of launched modules.
+    """
     launched, launch = set(), simulator.Kernel.__getitem__
 
     def recorded(kernel, grid):
@@ -27,7 +38,13 @@ def on_hopper(monkeypatch):
 
     monkeypatch.setattr(simulator.Kernel, "__getitem__", recorded)
     ours, table = tuning.table().rows, read_table(TABLES / "h200.json")
-    table.rows.update({key: ours[key] for key in ours if not key[0].startswith(("matmul", "classifier", "attention"))})
+    table.rows.update(
+        {
+            key: ours[key]
+            for key in ours
+            if not key[0].startswith(("matmul", "classifier", "attention"))
+        }
+    )
     monkeypatch.setattr(tuning, "table", lambda: table)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: N % 320 == 0)
@@ -50,7 +67,8 @@ def test_a_step_does_not_depend_on_what_buffers_held_before(on_hopper, precision
         fp8=dict(keep_bf16="none"),
     )
     want = one_pass(model, pristine)
-    loss, norm, _, applied = model.state.step_out[:4].tolist()  # a fifth of the tokens has no target
+    # a fifth of the tokens has no target
+    loss, norm, _, applied = model.state.step_out[:4].tolist()
     assert abs(loss - 0.8 * math.log(300)) < 0.1 and 0 < norm < 100 and applied == 1
     assert on_hopper == LAUNCHED[precision]
     filled = dirty(model, pristine)

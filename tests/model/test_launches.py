@@ -15,15 +15,22 @@ from tests.support.models import kernel_model, train_steps
 
 
 class SideBySide(WrappedKernels):
-    """K that runs every kernel, then its reference on float64 copies of the same inputs, and compares each output."""
+    """K that runs every kernel, then its reference on float64 copies of the same inputs,
+    and compares each output.
+    """
 
     def __init__(self, tolerance: float):
-        self.tolerance, self.workspace, self.launched = tolerance, torch.empty(64, dtype=torch.float64), []
+        self.tolerance, self.workspace, self.launched = (
+            tolerance,
+            torch.empty(64, dtype=torch.float64),
+            [],
+        )
 
     def _launch(self, name: str, *args, **keywords):
         names = inspect.signature(getattr(reference, name)).parameters
         exact = [
-            self.workspace if n in contract.WORKSPACE else self._copy(a) for n, a in zip(names, args, strict=False)
+            self.workspace if n in contract.WORKSPACE else self._copy(a)
+            for n, a in zip(names, args, strict=False)
         ]
         contract.TRACE = trace = []
         try:
@@ -35,19 +42,26 @@ class SideBySide(WrappedKernels):
         for output, got, want in zip(names, trace[0][1], exact, strict=False):
             if got is not None and got.is_floating_point() and output not in contract.WORKSPACE:
                 off = error(got, want)
-                assert off < self.tolerance, f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
+                assert off < self.tolerance, (
+                    f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
+                )
 
     @staticmethod
     def _copy(argument):
         if not isinstance(argument, torch.Tensor):
             return argument
-        return argument.to(torch.float64 if argument.is_floating_point() else argument.dtype, copy=True)
+        return argument.to(
+            torch.float64 if argument.is_floating_point() else argument.dtype, copy=True
+        )
 
 
-# fp32: sums of up to 384 products, 6e-8 each, and cancellation in the backward of attention and layernorm
-# bf16: one or two roundings (of pre before GELU, of P before P @ V), 1.7e-3 each; the interpreter truncates, 3.4e-3
+# fp32: sums of up to 384 products, 6e-8 each, and cancellation in the backward of attention and
+# layernorm bf16: one or two roundings (of pre before GELU, of P before P @ V), 1.7e-3 each; the
+# interpreter truncates, 3.4e-3
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 4e-3 if DEVICE == "cuda" else 8e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("fp32", 1e-5), ("bf16", 4e-3 if DEVICE == "cuda" else 8e-3)]
+)
 @pytest.mark.parametrize("level, p", [("none", 0.0), ("gelu+ln+qkv", 0.3)])
 def test_every_launch_of_a_step_equals_its_reference(level, p, dtype, tolerance):
     model = kernel_model(level, dtype, model=dict(dropout=p))

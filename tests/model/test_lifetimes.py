@@ -1,4 +1,6 @@
-"""The lifetimes in the tables: every launch touches live buffers only, and NaN in dead ones changes no bit."""
+"""The lifetimes in the tables: every launch touches live buffers only, and NaN in
+dead ones changes no bit.
+"""
 
 import functools
 
@@ -16,7 +18,8 @@ from gpt2_triton.model.model import Model
 from tests.support.launchers import WrappedKernels
 from tests.support.models import EXACT, exact_model, kernel_model, side_by_side, train_steps
 
-STEP = ("embed", "block", "head", "block_bwd", "update")  # the functions of the schedules that a training step calls
+# the functions of the schedules that a training step calls
+STEP = ("embed", "block", "head", "block_bwd", "update")
 
 
 class NoLaunch(WrappedKernels):
@@ -27,7 +30,9 @@ class NoLaunch(WrappedKernels):
 
     def _launch(self, name, *args, **keywords):
         outputs = LAUNCHERS[name].outputs
-        tensors = [[t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])]
+        tensors = [
+            [t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])
+        ]
         self.launches.append((self.phase, name, *tensors))
 
 
@@ -58,14 +63,20 @@ def recorded_step(level: str, monkeypatch, **sections: dict) -> tuple[Model, lis
 
 
 def violations(model: Model, launches: list) -> list[str]:
-    """Return the launches that touch a buffer outside its lifetime, or read one not yet written in it."""
+    """Return the launches that touch a buffer outside its lifetime, or read
+    one not yet written in it.
+    """
     buffers, base, found, before = model.plan.buffers, model.arena.data_ptr(), [], None
     inputs_of_step = ("step_in", "step_key", "batch", "rope")
     written = {(name, 0) for name in ("params", "m", "v", "master_low", "window", *inputs_of_step)}
 
     def home(tensor: Tensor) -> tuple[str, int]:
         at = tensor.data_ptr() - base
-        b = next(b for b in buffers.values() if b.offset <= at and at + tensor.nbytes <= b.offset + b.nbytes)
+        b = next(
+            b
+            for b in buffers.values()
+            if b.offset <= at and at + tensor.nbytes <= b.offset + b.nbytes
+        )
         return b.name, (at - b.offset) // b.copy_bytes
 
     for phase, launcher, outputs, inputs in launches:
@@ -75,7 +86,9 @@ def violations(model: Model, launches: list) -> list[str]:
         reads, writes = ({home(t) for t in side if t.numel()} for side in (inputs, outputs))
         dead = {name for name, _ in reads | writes if phase not in buffers[name].phases}
         found += [f"{launcher} in {phase} touches {name}, dead there" for name in dead]
-        found += [f"{launcher} in {phase} reads {name}, not yet written" for name, _ in reads - written]
+        found += [
+            f"{launcher} in {phase} reads {name}, not yet written" for name, _ in reads - written
+        ]
         written |= writes
     return found
 
@@ -95,8 +108,10 @@ def test_every_launch_stays_inside_live_buffers(level, sections, monkeypatch):
 
 def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
     model, launches = recorded_step("gelu", monkeypatch)
-    wrong = dict(fch="block", lnf="head", mean="block", ks="head", x="block..block_bwd")  # too short
-    wrong |= dict(qkv="block block_bwd", fcg="head", losses="embed..head update")  # not what the level keeps
+    # too short
+    wrong = dict(fch="block", lnf="head", mean="block", ks="head", x="block..block_bwd")
+    # not what the level keeps
+    wrong |= dict(qkv="block block_bwd", fcg="head", losses="embed..head update")
     for name, live in wrong.items():
         buffer = model.plan.buffers[name]
         right, buffer.live = buffer.live, live
@@ -105,13 +120,21 @@ def test_a_wrong_lifetime_is_caught_by_the_record(monkeypatch):
 
 
 def poison(model: Model, monkeypatch) -> Model:
-    """From now on fill with NaN, after each phase, what no later one may read: a wrong lifetime becomes a NaN loss."""
+    """From now on fill with NaN, after each phase, what no later one may read: a wrong
+    lifetime becomes a NaN loss.
+    """
 
     def poison_dead_buffers(phase: str) -> None:
         after = arena.PHASES[arena.PHASES.index(phase) + 1]
-        survivors = {"embed", "update"} if phase == "block_bwd" else {after}  # the next micro-step, or the update
+        # the next micro-step, or the update
+        survivors = {"embed", "update"} if phase == "block_bwd" else {after}
         for b in model.plan.buffers.values():
-            if b.dtype.is_floating_point and not b.spec.within and phase in b.phases and not b.phases & survivors:
+            if (
+                b.dtype.is_floating_point
+                and not b.spec.within
+                and phase in b.phases
+                and not b.phases & survivors
+            ):
                 model.arena[b.offset : b.offset + b.nbytes].view(b.dtype).fill_(float("nan"))
 
     wrap_phases(monkeypatch, after=poison_dead_buffers)
@@ -119,7 +142,9 @@ def poison(model: Model, monkeypatch) -> Model:
 
 
 def bits(kind: str, level: str, dropout: float, monkeypatch=None) -> tuple[list, Tensor]:
-    """Return the losses and norms of two steps, and the weights; with `monkeypatch` of a poisoned model."""
+    """Return the losses and norms of two steps, and the weights; with
+    `monkeypatch` of a poisoned model.
+    """
     if kind == "reference":
         model = exact_model(level, model=EXACT["model"] | dict(dropout=dropout))
     else:
@@ -128,22 +153,29 @@ def bits(kind: str, level: str, dropout: float, monkeypatch=None) -> tuple[list,
 
 
 bits_of_none = functools.cache(lambda kind, dropout: bits(kind, "none", dropout))
-BITS = [("reference", level, p) for level in (*RECOMPUTE_LEVELS[1:], *SOME_LAYERS) for p in (0.0, 0.3)]
+BITS = [
+    ("reference", level, p) for level in (*RECOMPUTE_LEVELS[1:], *SOME_LAYERS) for p in (0.0, 0.3)
+]
 IN_KERNELS = [(kind, level, 0.0) for kind in ("fp32", "bf16") for level in RECOMPUTE_LEVELS[1:]]
 IN_KERNELS += [("bf16", level, 0.3) for level in ("gelu+ln", "block")]
 
 
 @pytest.mark.parametrize(
-    "kind, level, dropout", [*BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_KERNELS)]
+    "kind, level, dropout",
+    [*BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_KERNELS)],
 )
 def test_poisoned_memory_changes_no_bit(kind, level, dropout, monkeypatch):
-    """Recomputation with NaN in every buffer that dies with a phase gives the bits of level `none`."""
+    """Recomputation with NaN in every buffer that dies with a phase gives
+    the bits of level `none`.
+    """
     want, want_params = bits_of_none(kind, dropout)
     history, params = bits(kind, level, dropout, monkeypatch)
     assert history == want and torch.equal(params, want_params)
 
 
-@pytest.mark.parametrize("name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")])
+@pytest.mark.parametrize(
+    "name, live", [("lnf", "head"), ("mean", "block"), ("qkv", "block block_bwd")]
+)
 def test_a_wrong_lifetime_is_caught_by_poison(name, live, monkeypatch):
     def wrong_plan(buffers):
         next(b for b in buffers if b.name == name).live = live

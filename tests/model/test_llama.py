@@ -1,4 +1,6 @@
-"""Llama 3 against transformers, with the same weights: losses, logits and gradients of odd sizes."""
+"""Llama 3 against transformers, with the same weights: losses, logits
+and gradients of odd sizes.
+"""
 
 import numpy as np
 import pytest
@@ -17,17 +19,36 @@ from gpt2_triton.model.tensor_stats import format_summary
 from tests.model.test_lifetimes import poison, recorded_step, violations
 from tests.model.test_muon import MUON, muon_step
 from tests.support.helpers import error, max_error
-from tests.support.models import batches, exact_model, kernel_model, require_decoding_equals_the_forward, train_steps
+from tests.support.models import (
+    batches,
+    exact_model,
+    kernel_model,
+    require_decoding_equals_the_forward,
+    train_steps,
+)
 from tests.support.tiny import tiny_config
 
 # heads, heads of k and v, their size, factor, tied
-SIZES = [(4, 4, 64, 1.0, True), (4, 2, 64, 8.0, False), (9, 3, 64, 1.0, True), (2, 1, 128, 32.0, False)]
+SIZES = [
+    (4, 4, 64, 1.0, True),
+    (4, 2, 64, 8.0, False),
+    (9, 3, 64, 1.0, True),
+    (2, 1, 128, 32.0, False),
+]
 TRAIN = dict(batch_size=2, seq_len=8, total_batch_tokens=16)
 
 
 def llama(NH=4, NKV=2, HS=64, factor=8.0, tied=True, **more) -> dict:
     """Return the sections of a Llama whose sizes are no powers of 2."""
-    sizes = dict(n_layer=2, n_head=NH, n_kv_head=NKV, n_embd=NH * HS, n_inner=176, vocab_size=300, block_size=32)
+    sizes = dict(
+        n_layer=2,
+        n_head=NH,
+        n_kv_head=NKV,
+        n_embd=NH * HS,
+        n_inner=176,
+        vocab_size=300,
+        block_size=32,
+    )
     model = sizes | dict(arch="llama", norm_eps=1e-6, rope_factor=factor, tied=tied)
     return dict(model=model, train=TRAIN) | more
 
@@ -39,26 +60,35 @@ def theirs(config: Config) -> LlamaForCausalLM:
         original_max_position_embeddings=8192,
     )  # fmt: skip
     sizes = dict(
-        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=m.inner, num_hidden_layers=m.n_layer,
-        num_attention_heads=m.n_head, num_key_value_heads=m.n_kv_head, max_position_embeddings=m.block_size,
+        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=m.inner,
+        num_hidden_layers=m.n_layer, num_attention_heads=m.n_head, num_key_value_heads=m.n_kv_head,
+        max_position_embeddings=m.block_size,
     )  # fmt: skip
-    rotation = (scaling if m.rope_factor > 1 else dict(rope_type="default")) | dict(rope_theta=m.rope_theta)
+    rotation = (scaling if m.rope_factor > 1 else dict(rope_type="default")) | dict(
+        rope_theta=m.rope_theta
+    )
     numbers = dict(rms_norm_eps=m.norm_eps, tie_word_embeddings=m.tied, rope_parameters=rotation)
     return LlamaForCausalLM(LlamaConfig(**sizes, **numbers, attn_implementation="eager"))
 
 
 @pytest.mark.parametrize("NH,NKV,HS,factor,tied", SIZES)
 def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied):
-    """In fp32, which transformers' norms and softmax use in any dtype, with weights of a model's usual size."""
+    """In fp32, which transformers' norms and softmax use in any dtype, with
+    weights of a model's usual size.
+    """
     model = kernel_model(**llama(NH, NKV, HS, factor, tied, sample=dict(every=1)))
     model.initialise(seed=1)
     lnw = model.train_view.w.lnw
     lnw.add_(0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)))
     reference, (ids, targets) = theirs(model.config), batches(model.config, 1)[0]
     weights = by_name(model.state.params, model.config.model)
-    assert reference.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"] * tied
+    assert (
+        reference.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"] * tied
+    )
     logits, flat = reference(ids.long()).logits, targets.flatten().long()
-    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-1, reduction="sum") / len(flat)
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), flat, ignore_index=-1, reduction="sum"
+    ) / len(flat)
     want.backward()
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, 8)), logits.detach()) < 1e-5
     [(loss, _, _)] = train_steps(model, 1)
@@ -88,21 +118,31 @@ def test_gradients_of_an_untied_head_are_the_sums_of_two_micro_steps():
     model = exact_model(**llama(tied=False) | dict(train=TRAIN | dict(total_batch_tokens=32)))
     params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
     for ids, targets in batches(model.config, 2):
-        loss = torch_reference.llama_loss(params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6)
+        loss = torch_reference.llama_loss(
+            params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6
+        )
         (loss / 2).backward()
     train_steps(model, 1)
     for name in ("wte", "lmhead"):
-        assert max_error(getattr(model.train_view.g, name), getattr(params, name).grad) < 1e-11, name
+        assert max_error(getattr(model.train_view.g, name), getattr(params, name).grad) < 1e-11, (
+            name
+        )
 
 
 @pytest.mark.parametrize("level,tied", [("none", True), ("gelu+ln+qkv", False), ("block", True)])
 def test_decoding_equals_the_training_forward(level, tied):
-    require_decoding_equals_the_forward(exact_model(level, **llama(tied=tied), sample=dict(every=1)))
+    require_decoding_equals_the_forward(
+        exact_model(level, **llama(tied=tied), sample=dict(every=1))
+    )
 
 
-@pytest.mark.parametrize("HS,theta,factor", [(64, 1e4, 1), (64, 5e5, 8), (64, 5e5, 32), (128, 5e5, 1), (128, 5e5, 8)])
+@pytest.mark.parametrize(
+    "HS,theta,factor", [(64, 1e4, 1), (64, 5e5, 8), (64, 5e5, 32), (128, 5e5, 1), (128, 5e5, 8)]
+)
 def test_rotations_equal_transformers_to_the_last_bit_of_a_frequency(HS, theta, factor):
-    config = tiny_config(**llama(4, 4, HS, factor)).replace(model=dict(rope_theta=theta, block_size=8192))
+    config = tiny_config(**llama(4, 4, HS, factor)).replace(
+        model=dict(rope_theta=theta, block_size=8192)
+    )
     embedding = theirs(config).model.rotary_emb
     assert isinstance(embedding, LlamaRotaryEmbedding)
     assert np.array_equal(rope.frequencies(HS, theta, factor), embedding.inv_freq.numpy())
@@ -121,7 +161,9 @@ def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart():
     assert matrix_shapes(model.A.Params, model.dims) == [
         (256, 256, 1), (128, 256, 2), (256, 256, 1), (176, 256, 2), (256, 176, 1),
     ]  # fmt: skip
-    weights = {name: w.clone() for name, w in by_name(model.state.params, model.config.model).items()}
+    weights = {
+        name: w.clone() for name, w in by_name(model.state.params, model.config.model).items()
+    }
     train_steps(model, 1)
     factor = model.state.step_out[2]
     grads, now = (by_name(t, model.config.model) for t in (model.state.grads, model.state.params))
@@ -139,11 +181,14 @@ def test_statistics_name_the_parts_of_a_layer_and_an_untied_head():
         padded = getattr(model.train_view.w, name)
         assert (padded[:300] != 0).all() and (padded[300:] == 0).all()
     train_steps(model, 1, with_stats=True)
-    record = model.stats_recorder.read([t.cpu() for t in model.stats_recorder.buffers], 1, SINGLE_PROCESS)
+    record = model.stats_recorder.read(
+        [t.cpu() for t in model.stats_recorder.buffers], 1, SINGLE_PROCESS
+    )
     assert [*record["activations"]] == ["x", "qkv", "att", "fch", "dx"]
     assert [*record["parameters"]] == ["wte", "lmhead", "qkvw", "attprojw", "fcw", "fcprojw", "lnw"]
     assert len(record["parameters"]["lmhead"]["weight_rms"]) == 1
-    assert record["parameters"]["lmhead"]["weight_rms"][0] == pytest.approx(0.02, rel=0.02)  # without padding
+    # without padding
+    assert record["parameters"]["lmhead"]["weight_rms"][0] == pytest.approx(0.02, rel=0.02)
     gate_and_value = model.train_view.g.fcw[1].square().mean().sqrt().item()
     assert record["parameters"]["fcw"]["grad_rms"][1] == pytest.approx(gate_and_value, rel=1e-4)
     assert "largest activation" in format_summary(record)

@@ -1,4 +1,6 @@
-"""The plan of a configuration: the recompute level that fits, and the refusal of a plan that is too large."""
+"""The plan of a configuration: the recompute level that fits, and the refusal of
+a plan that is too large.
+"""
 
 import re
 from dataclasses import replace
@@ -34,7 +36,9 @@ NO_BATCH = "take a smaller model, or more GPUs with parallel.zero 2: no batch fi
 
 def plan_of(config: Config, B: int | None = None, shape: StepShape | None = None, **options):
     shape = shape or StepShape.of(config)
-    return plan_memory(config, reference, replace(shape, micro_batch=B or shape.micro_batch), **options)[0]
+    return plan_memory(
+        config, reference, replace(shape, micro_batch=B or shape.micro_batch), **options
+    )[0]
 
 
 def total_at(config: Config, level: str) -> int:
@@ -51,7 +55,9 @@ def test_largest_batch_is_the_largest_that_fits(per_row, fixed, budget):
     assert best == 0 or total(best) <= budget
 
 
-@pytest.mark.parametrize("model", [*({"size": f"d{n}"} for n in (12, 24, 48)), {"size": "llama:c768", "tied": False}])
+@pytest.mark.parametrize(
+    "model", [*({"size": f"d{n}"} for n in (12, 24, 48)), {"size": "llama:c768", "tied": False}]
+)
 def test_dims_have_the_number_of_parameters_of_the_config(model):
     """The configuration's formula against the sum over the tensors."""
     config = Config.model_validate({"model": model})
@@ -59,13 +65,22 @@ def test_dims_have_the_number_of_parameters_of_the_config(model):
 
 
 def test_llama_3s_8b_trains_on_eight_gpus_of_80_gb():
-    """A GPU has all parameters, in bf16, and an eighth of AdamW's moments and of the summed gradients, in fp32."""
-    model, train = dict(size="llama:8b"), dict(batch_size=1, seq_len=8192, total_batch_tokens=8 * 8192)
+    """A GPU has all parameters, in bf16, and an eighth of AdamW's moments and of the
+    summed gradients, in fp32.
+    """
+    model, train = (
+        dict(size="llama:8b"),
+        dict(batch_size=1, seq_len=8192, total_batch_tokens=8 * 8192),
+    )
     sections = dict(model=model, train=train, data=dict(tokenizer="llama3"), parallel=dict(zero=2))
     config = Config.model_validate(sections | dict(memory=dict(recompute="gelu+ln+qkv")))
     plan, N = plan_of(config, shape=StepShape.of(config, 8)), config.n_params
     kinds = {kind: size / N for kind, size in plan.by_kind().items()}
-    assert 2 <= kinds["parameters"] < 2.01 and 1 <= kinds["optimizer"] < 1.01 and 0.5 < kinds["gradients"] < 2
+    assert (
+        2 <= kinds["parameters"] < 2.01
+        and 1 <= kinds["optimizer"] < 1.01
+        and 0.5 < kinds["gradients"] < 2
+    )
     assert 50 * GIB < plan.total < 60 * GIB
 
 
@@ -83,7 +98,10 @@ def test_a_run_that_does_not_fit_is_refused_with_the_largest_batch_that_would(mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * GIB))
     monkeypatch.setattr(device, "_host_memory", lambda: (free, 2 * GIB))
     for where, owner in (("cuda", "GPU"), ("cpu", "machine")):
-        wanted = rf"the {owner} has .* of 2.00 GiB free; set train.batch_size to 1 and .* \(now batch 2, block\)"
+        wanted = (
+            rf"the {owner} has .* of 2.00 GiB free; set train.batch_size to "
+            r"1 and .* \(now batch 2, block\)"
+        )
         with pytest.raises(OutOfMemoryError, match=wanted):
             Model(config, reference, where)
 
@@ -98,19 +116,28 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):
-    """With 12 sequences per step on 4 GPUs a batch of 2 would fit, but does not divide the 3 of each GPU."""
+    """With 12 sequences per step on 4 GPUs a batch of 2 would fit, but does not
+    divide the 3 of each GPU.
+    """
     config = tiny_config(train=dict(batch_size=3, total_batch_tokens=192))
     shape = StepShape.of(config, 4)
     free = plan_of(config, 2, shape=shape).total
-    assert "free; set train.batch_size to 1 (now batch 3, gelu)" in refusal(monkeypatch, config, free, shape)
+    assert "free; set train.batch_size to 1 (now batch 3, gelu)" in refusal(
+        monkeypatch, config, free, shape
+    )
 
 
 @pytest.mark.parametrize("recompute", ["gelu", "auto"])
 def test_forward_only_model_that_does_not_fit_is_refused(monkeypatch, recompute):
-    """The checkpoints of a run with `auto` have `auto`, which is no level for a plan of a training step."""
+    """The checkpoints of a run with `auto` have `auto`, which is no level for
+    a plan of a training step.
+    """
     config = tiny_config(memory=dict(recompute=recompute))
     monkeypatch.setattr(device, "_host_memory", lambda: (1 << 20, 1 << 21))
-    has = "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 MiB free: free some memory, choose"
+    has = (
+        "256.0 MiB for the interpreter, the machine has 1.0 MiB of 2.0 "
+        "MiB free: free some memory, choose"
+    )
     with pytest.raises(OutOfMemoryError, match=has):
         Model(config, reference, "cpu", batch=10_000)
     none = config.replace(memory={"recompute": "none"})
@@ -129,9 +156,13 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     shape = StepShape.of(config, 2)
     found = forecast(config, reference, 8 * GIB - CONTEXT_BYTES - MODULE_BYTES, shape)
     assert found.stages[0] > found.stages[1] > found.stages[2] and shape.zero == 1
-    assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(found.stages) == [0, 1, 2]
+    assert list(found.levels) == ["none", "gelu:1", *RECOMPUTE_LEVELS[1:]] and list(
+        found.stages
+    ) == [0, 1, 2]
     assert found.levels["gelu:1"][0] == found.stages[shape.zero] == found.plan.total
-    assert list(forecast(tiny_config(), reference, GIB, StepShape.of(tiny_config())).levels) == [*RECOMPUTE_LEVELS]
+    assert list(forecast(tiny_config(), reference, GIB, StepShape.of(tiny_config())).levels) == [
+        *RECOMPUTE_LEVELS
+    ]
     report = plan_report(config, reference, Gpu("a GPU", 8 * GIB, "9.0"), shape)
     lines = report.text(buffers=False).splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
@@ -144,7 +175,9 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     ]
     assert len(lines) <= 20
     listed = {line.split(" ")[0] for line in report.text(buffers=True).splitlines()}
-    assert {*found.plan.buffers} <= listed and {*found.plan.buffers} - {line.split(" ")[0] for line in lines}
+    assert {*found.plan.buffers} <= listed and {*found.plan.buffers} - {
+        line.split(" ")[0] for line in lines
+    }
 
 
 def test_plan_report_names_the_largest_batch_that_divides_a_step():
@@ -152,11 +185,16 @@ def test_plan_report_names_the_largest_batch_that_divides_a_step():
     five = StepShape.of(config.replace(train={"total_batch_tokens": 5 * 16, "batch_size": 5}))
     budget = plan_memory(config, reference, five)[0].total + CONTEXT_BYTES + MODULE_BYTES
     report = plan_report(config, reference, Gpu("a GPU", budget, "9.0"), StepShape.of(config))
-    assert "largest train.batch_size that fits 5; 4 is the largest that divides a step" in report.verdict
+    assert (
+        "largest train.batch_size that fits 5; 4 is the largest that divides a step"
+        in report.verdict
+    )
 
 
 def times(gpu="h100", gpus=1, recipe="gpt2_124m", **overrides):
-    config = Config.load(recipe, {key.replace("__", "."): value for key, value in overrides.items()}, gpus)
+    config = Config.load(
+        recipe, {key.replace("__", "."): value for key, value in overrides.items()}, gpus
+    )
     shape = StepShape.of(config, gpus)
     report = plan_report(config, reference, Gpu("a GPU", 80 * GIB, "9.0", gpu), shape)
     return [line for line in report.verdict if line.startswith("time ")]
@@ -164,9 +202,17 @@ def times(gpu="h100", gpus=1, recipe="gpt2_124m", **overrides):
 
 def test_a_plan_has_the_minutes_of_a_model_that_was_measured_on_its_gpu():
     [bf16], [fp8], [eight] = times(), times(recipe="gpt2_124m_fast"), times(gpus=8)
-    assert re.fullmatch(r"time about \dh \d\dm by measured speed, without validations", bf16) and fp8 < bf16
-    assert re.fullmatch(r"time about \d\dm \d\ds by measured speed, an h100's divided by 8, without validations", eight)
-    assert times("4090") == times(None) == times(model__n_layer=11) == times(train__dtype="fp32") == []
+    assert (
+        re.fullmatch(r"time about \dh \d\dm by measured speed, without validations", bf16)
+        and fp8 < bf16
+    )
+    assert re.fullmatch(
+        r"time about \d\dm \d\ds by measured speed, an h100's divided by 8, without validations",
+        eight,
+    )
+    assert (
+        times("4090") == times(None) == times(model__n_layer=11) == times(train__dtype="fp32") == []
+    )
 
 
 @pytest.mark.parametrize(("gpus", "stage", "batch", "level", "end"), [
@@ -175,12 +221,21 @@ def test_a_plan_has_the_minutes_of_a_model_that_was_measured_on_its_gpu():
     (2, 1, 4, "gelu", "; set parallel.zero to 1"),
 ])  # fmt: skip
 def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
-    """A run with parallel.zero 0 and batches of 4, on GPUs that fit the plan of another level, batch or stage."""
+    """A run with parallel.zero 0 and batches of 4, on GPUs that fit the plan of
+    another level, batch or stage.
+    """
     config = tiny_config(train=dict(total_batch_tokens=256, batch_size=4), parallel=dict(zero=0))
-    fitting = config.replace(train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level))
-    fits, rest = plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total, CONTEXT_BYTES + MODULE_BYTES
+    fitting = config.replace(
+        train=dict(batch_size=batch), parallel=dict(zero=stage), memory=dict(recompute=level)
+    )
+    fits, rest = (
+        plan_of(fitting, batch, shape=StepShape.of(fitting, gpus)).total,
+        CONTEXT_BYTES + MODULE_BYTES,
+    )
     for gpu_bytes, said in ((rest + fits, end), (rest, f"; {NO_BATCH}")):
-        report = plan_report(config, reference, Gpu("a GPU", gpu_bytes, "9.0"), StepShape.of(config, gpus))
+        report = plan_report(
+            config, reference, Gpu("a GPU", gpu_bytes, "9.0"), StepShape.of(config, gpus)
+        )
         assert report.verdict[0].endswith(f" MiB{said}") and report.fits == (not said)
 
 
@@ -194,18 +249,25 @@ def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
     assert len(first) > 2 * len(RECOMPUTE_LEVELS)
     for budget, level in first.items():
         assert choose_recompute(config, reference, budget, shape).memory.recompute == level
-    assert choose_recompute(config, reference, totals["block"] - 1, shape).memory.recompute == "block"
+    assert (
+        choose_recompute(config, reference, totals["block"] - 1, shape).memory.recompute == "block"
+    )
     named = config.replace(memory={"recompute": "gelu"})
     assert choose_recompute(named, reference, 0, shape) is named
 
 
 def test_recompute_auto_fits_where_a_deeper_level_takes_more():
-    """With one layer `block` keeps as much as the level before, and needs GELU's output in the backward pass too."""
+    """With one layer `block` keeps as much as the level before, and needs GELU's output
+    in the backward pass too.
+    """
     model, train = dict(n_layer=1, vocab_size=512), dict(batch_size=16, total_batch_tokens=256)
     config = tiny_config(model=model, train=train, memory=dict(recompute="auto"))
     budget, shape = total_at(config, "gelu+ln+qkv"), StepShape.of(config)
     assert budget < min(total_at(config, "gelu+ln"), total_at(config, "block"))
-    assert total_at(config, choose_recompute(config, reference, budget, shape).memory.recompute) <= budget
+    assert (
+        total_at(config, choose_recompute(config, reference, budget, shape).memory.recompute)
+        <= budget
+    )
 
 
 @pytest.mark.parametrize("moment", ["m", "v"])
@@ -213,4 +275,5 @@ def test_moments_in_bf16_take_half_the_bytes(moment):
     plans = [plan_of(tiny_config(optim={moment: storage})) for storage in ("fp32", "bf16")]
     fp32, bf16 = (plan.buffers[moment] for plan in plans)
     assert fp32.dtype == torch.float32 and bf16.dtype == torch.bfloat16 and fp32.shape == bf16.shape
-    assert plans[0].total - plans[1].total == pytest.approx(fp32.nbytes / 2, abs=1024)  # buffers begin at 256 bytes
+    # buffers begin at 256 bytes
+    assert plans[0].total - plans[1].total == pytest.approx(fp32.nbytes / 2, abs=1024)

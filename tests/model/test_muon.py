@@ -1,4 +1,6 @@
-"""Muon's polynomials against their derivation; its updates against PyTorch's in float64; what it needs and keeps."""
+"""Muon's polynomials against their derivation; its updates against PyTorch's in
+float64; what it needs and keeps.
+"""
 
 import math
 
@@ -30,9 +32,11 @@ from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 
 def best_quintic(low: float, high: float) -> np.ndarray:
-    """Return a, b, c of the odd quintic with the least largest distance from 1 on [low, high] (Remez's algorithm).
+    """Return a, b, c of the odd quintic with the least largest distance from 1 on
+    [low, high] (Remez's algorithm).
 
-    The distance takes its largest value, with alternating sign, at both ends and at the two extrema between them.
+    The distance takes its largest value, with alternating sign, at both ends and at
+    the two extrema between them.
     """
     inner = np.array([(3 * low + high) / 4, (low + 3 * high) / 4])
     for _ in range(60):
@@ -48,8 +52,9 @@ def value(row, s):
 
 
 def test_polynomials_are_those_of_polar_express():
-    """Each is the best on the interval that remains, but for one that does not shrink below 0.0241 of its upper end,
-    from where its distances at the ends differ and it is scaled to balance them.  All but the last take s / 1.01.
+    """Each is the best on the interval that remains, but for one that does not shrink below 0.0241
+    of its upper end, from where its distances at the ends differ and it is scaled to balance them.
+    All but the last take s / 1.01.
     """
     low, high, rows = LOWEST, 1.0, []
     for _ in POLAR_EXPRESS:
@@ -83,7 +88,9 @@ MUON = dict(name="muon", lr=0.01, clip=0.5, embed_lr=2.0)
 
 
 def muon_step(matrices, momenta, lr, decay):
-    """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then the polynomials as powers."""
+    """Update matrices in place as Muon does, by the textbook: Nesterov's momentum, then
+    the polynomials as powers.
+    """
     for w, m in zip(matrices, momenta, strict=True):
         m.mul_(0.95).add_(w.grad, alpha=0.05)
         x = 0.95 * m + 0.05 * w.grad
@@ -95,10 +102,16 @@ def muon_step(matrices, momenta, lr, decay):
 
 @pytest.mark.slow
 def test_two_updates_equal_those_of_pytorch():
-    """With torch's AdamW for the rest; q, k, v are apart; momentum moves once in a step of two micro-steps."""
+    """With torch's AdamW for the rest; q, k, v are apart; momentum moves once in
+    a step of two micro-steps.
+    """
     model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
     assert model.shape.accumulation == 2
-    d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
+    d, o, params = (
+        model.dims,
+        model.config.optim,
+        torch_reference.leaves(model.state.params, model.dims),
+    )
     got = train_steps(model, 2)
     listed = list(torch_reference.tensors(params, d))
     inner = [w for name, w, decay in listed if decay and "[" in name]
@@ -112,7 +125,8 @@ def test_two_updates_equal_those_of_pytorch():
         loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in two) / 2
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([w for _, w, _ in listed], o.clip)
-        # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
+        # lr and bias corrections are float32, 6e-8 relative, and reach the next
+        # gradient through the weights
         assert got[step][:2] == pytest.approx((loss.item(), norm.item()), rel=1e-5), step
         with torch.no_grad():
             for w, m in zip(inner, momenta, strict=True):
@@ -130,7 +144,9 @@ def test_two_updates_equal_those_of_pytorch():
 
 
 def trained(steps):
-    """Return the losses of a tiny model on one batch, and the digest of its state after the second step."""
+    """Return the losses of a tiny model on one batch, and the digest of its
+    state after the second step.
+    """
     optim = dict(name="muon", lr=0.02, master="fp32")
     model, config = tiny_model(model=dict(n_layer=1), train=dict(dtype="bf16"), optim=optim)
     batch, losses, digest = packed_batch(config).to(DEVICE), [], ""
@@ -153,13 +169,20 @@ def test_tiny_model_learns_one_batch_with_the_same_bits_each_time():
 def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
     first, second = exact_model(optim=MUON), exact_model(optim=MUON)
     train_steps(first, 1)
-    saved = {name: torch.cat([part.flatten() for part in parts]) for name, parts in first.local_shards().items()}
-    assert {name: t.numel() for name, t in saved.items()} == {n: t.numel() for n, t in first.checkpoint_spec().items()}
+    saved = {
+        name: torch.cat([part.flatten() for part in parts])
+        for name, parts in first.local_shards().items()
+    }
+    assert {name: t.numel() for name, t in saved.items()} == {
+        n: t.numel() for n, t in first.checkpoint_spec().items()
+    }
     second.load((name, 0, tensor) for name, tensor in saved.items())
     for model in (first, second):
         train_steps(model, 1)
     assert first.state_digest() == second.state_digest()
-    assert not torch.equal(saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]]))
+    assert not torch.equal(
+        saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]])
+    )
 
 
 def test_skipped_step_changes_no_byte_of_the_state():
@@ -181,7 +204,9 @@ def recipe(size, name, **train):
     return Config.model_validate(dict(model=dict(size=size), optim=dict(name=name), train=train))
 
 
-@pytest.mark.parametrize("size, batch, recompute", [("d12", 64, "gelu"), ("d48", 16, "gelu+ln"), ("d48", 1, "block")])
+@pytest.mark.parametrize(
+    "size, batch, recompute", [("d12", 64, "gelu"), ("d48", 16, "gelu+ln"), ("d48", 1, "block")]
+)
 def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, recompute):
     """At micro-batches that fill a GPU, what Muon works in lies in the bytes of activations."""
     plans = []
@@ -219,15 +244,21 @@ WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
 
 
 def write_gradients(model, tensors, seed, micro, add):
-    """Set or add small random integers on one rank, by micro-step another, zeros on others: all sums are exact."""
+    """Set or add small random integers on one rank, by micro-step another, zeros on
+    others: all sums are exact.
+    """
     generator = torch.Generator().manual_seed(seed)
     for g in tensors:
-        found = torch.randint(-3, 4, g.shape, generator=generator) * (model.rank == micro % model.dims["ranks"])
+        found = torch.randint(-3, 4, g.shape, generator=generator) * (
+            model.rank == micro % model.dims["ranks"]
+        )
         g.copy_(found + g if add else found)
 
 
 def backward(model, step, micro):
-    """Write the gradients of one of two micro-steps where a backward pass writes them, and send them as it does."""
+    """Write the gradients of one of two micro-steps where a backward pass writes them,
+    and send them as it does.
+    """
     view, L, seed = model.train_view, model.dims["L"], 100 * step + 10 * micro
     view.a.losses.zero_()
     view.a.losses[0] = float(model.rank == 0)
@@ -245,7 +276,9 @@ def backward(model, step, micro):
 
 
 def after_two_updates(zero, group):
-    """Return what this rank saves after two updates of two micro-steps each, as arrays, and its spans."""
+    """Return what this rank saves after two updates of two micro-steps each,
+    as arrays, and its spans.
+    """
     train = dict(batch_size=6, seq_len=8, total_batch_tokens=48)
     config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=zero))
     model = Model(config, reference, "cpu", dtypes=F64, group=group)
@@ -257,8 +290,15 @@ def after_two_updates(zero, group):
             backward(model, step, micro)
         assert model.end_step().result().applied
     model.comm.gather_params()
-    flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in model.local_shards().items()}
-    return {name: t.numpy() for name, t in flat.items()}, model.shard_spans(), model.comm.__class__.__name__
+    flat = {
+        name: torch.cat([part.flatten() for part in parts])
+        for name, parts in model.local_shards().items()
+    }
+    return (
+        {name: t.numpy() for name, t in flat.items()},
+        model.shard_spans(),
+        model.comm.__class__.__name__,
+    )
 
 
 def in_every_way(directory):
@@ -269,7 +309,8 @@ def in_every_way(directory):
         out.append(after_two_updates(zero, group))
     flat, spans, _ = out[-1]
     state = dict(sample=0, config={}, data=[]) | dict.fromkeys(COUNTERS, 0) | spans
-    tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}  # checkpoints have no float64
+    # checkpoints have no float64
+    tensors = {name: torch.from_numpy(t).float() for name, t in flat.items()}
     save_checkpoint(directory, 2, tensors, state, Retention(0), control=group.control("saving"))
     group.close()
     return out
@@ -279,12 +320,18 @@ def in_every_way(directory):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which a process with CUDA may not")
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, n):
-    """At every ZeRO stage, by copies and by collectives: matrices are whole, and momentum moves once a step."""
+    """At every ZeRO stage, by copies and by collectives: matrices are whole, and
+    momentum moves once a step.
+    """
     want, _, _ = after_two_updates(0, ONE)
     for way, of_ranks in zip(
-        WAYS, zip(*ranks.run(n, tmp_path / "stderr", in_every_way, tmp_path), strict=True), strict=True
+        WAYS,
+        zip(*ranks.run(n, tmp_path / "stderr", in_every_way, tmp_path), strict=True),
+        strict=True,
     ):
-        assert {name for *_, name in of_ranks} == {"PeerCopyCommunicator" if way[1] else "NcclCommunicator"}
+        assert {name for *_, name in of_ranks} == {
+            "PeerCopyCommunicator" if way[1] else "NcclCommunicator"
+        }
         shards = [{name: torch.from_numpy(t) for name, t in flat.items()} for flat, *_ in of_ranks]
         spans, second = ([s[key] for _, s, _ in of_ranks] for key in ("shares", "second_shares"))
         assert len(want["v"]) == sum(length for own in second for _, length in own)

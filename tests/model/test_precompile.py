@@ -1,9 +1,11 @@
-"""A run compiles all its kernels before the first step, those of validation and HellaSwag in every shape included.
+"""A run compiles all its kernels before the first step, those of validation and
+HellaSwag in every shape included.
 
     python -m tests.model.test_precompile rows.jsonl DIRECTORY
 
-builds trainers in which a launch only records what Triton would compile: the kernel, its constants, and which integers
-and addresses are multiples of 16.  It prints what evaluation launches and `compile` has not compiled.
+builds trainers in which a launch only records what Triton would compile: the kernel, its
+constants, and which integers and addresses are multiples of 16.  It prints what evaluation
+launches and `compile` has not compiled.
 """
 
 import sys
@@ -13,8 +15,9 @@ import pytest
 
 from tests.support.elsewhere import compiled_elsewhere
 
-# HellaSwag's batches are multiples of 32 tokens long, those of training here are not.  Hopper's products take multiples
-# of 32 rows only: those of the second shape, except for the last batch of validation, which is a single sequence
+# HellaSwag's batches are multiples of 32 tokens long, those of training here are not.  Hopper's
+# products take multiples of 32 rows only: those of the second shape, except for the last batch of
+# validation, which is a single sequence
 SHAPES = [dict(seq_len=100, batch_size=2), dict(seq_len=48, batch_size=2)]
 
 
@@ -56,7 +59,8 @@ def note_late_kernels(rows: str, directory: Path) -> None:
 @pytest.mark.slow
 def test_compile_covers_all_kernels_of_evaluation(tmp_path):
     """In a subprocess, as the kernels of this process may be the interpreter's."""
-    from tests.inference.test_hellaswag import row, write  # not in that process, before it has its driver
+    # not in that process, before it has its driver
+    from tests.inference.test_hellaswag import row, write
 
     rows = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
     printed = compiled_elsewhere("-m", "tests.model.test_precompile", str(rows), str(tmp_path))

@@ -10,7 +10,13 @@ from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2.buffers import Params
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, batches, exact_model, require_decoding_equals_the_forward, train_steps
+from tests.support.models import (
+    EXACT,
+    batches,
+    exact_model,
+    require_decoding_equals_the_forward,
+    train_steps,
+)
 
 
 @functools.cache
@@ -18,7 +24,13 @@ def autograd_step() -> tuple[float, Params, dict[str, int]]:
     """Return the loss of exact_model's first step, and its parameters with their gradients."""
     model = exact_model()
     d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
-    loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in batches(model.config, 2)) / 2
+    loss = (
+        sum(
+            torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"])
+            for i, t in batches(model.config, 2)
+        )
+        / 2
+    )
     loss.backward()
     return loss.item(), params, d
 
@@ -26,41 +38,66 @@ def autograd_step() -> tuple[float, Params, dict[str, int]]:
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level):
     model = exact_model(level)
-    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [6, 6, 4] and model.shape.accumulation == 2
+    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [
+        6,
+        6,
+        4,
+    ] and model.shape.accumulation == 2
     train_steps(model, 1)
     want, params, dims = autograd_step()
-    # float64 costs 1e-16 per operation; sums here have up to 512 terms, and 40 operations follow one another
+    # float64 costs 1e-16 per operation; sums here have up to 512 terms, and 40
+    # operations follow one another
     loss, norm = model.state.step_out[:2].tolist()
     assert abs(loss - want) < 1e-12 * want
     got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, dims)}
     for name, leaf, _ in torch_reference.tensors(params, dims):
         assert max_error(got[name], leaf.grad) < 1e-11, name
-    want = torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_reference.tensors(params, dims)]).norm().item()
+    want = (
+        torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_reference.tensors(params, dims)])
+        .norm()
+        .item()
+    )
     assert abs(norm - want) < 1e-11 * want
 
 
 def test_three_updates_equal_torch_adamw():
-    """Decay on matrices only, bias correction, clipping, the embedding's rate: losses, norms, and the last weights."""
+    """Decay on matrices only, bias correction, clipping, the embedding's rate: losses,
+    norms, and the last weights.
+    """
     optim = dict(lr=0.01, clip=0.5, embed_lr=2.0, tau=0.03)
     model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=optim)
-    d, o, params = model.dims, model.config.optim, torch_reference.leaves(model.state.params, model.dims)
+    d, o, params = (
+        model.dims,
+        model.config.optim,
+        torch_reference.leaves(model.state.params, model.dims),
+    )
     got = train_steps(model, 3)
     listed = list(torch_reference.tensors(params, d))
     groups = [
-        dict(params=[params.wte, params.wpe], weight_decay=model.config.weight_decay, lr=o.embed_lr * o.lr),
-        dict(params=[t for name, t, decay in listed if decay and "[" in name], weight_decay=model.config.weight_decay),
+        dict(
+            params=[params.wte, params.wpe],
+            weight_decay=model.config.weight_decay,
+            lr=o.embed_lr * o.lr,
+        ),
+        dict(
+            params=[t for name, t, decay in listed if decay and "[" in name],
+            weight_decay=model.config.weight_decay,
+        ),
         dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0),
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     losses, norms = [], []
     for step in range(3):
-        loss = torch_reference.gpt2_loss(params, *batches(model.config, 1, seed=step)[0], d["V"], d["NH"])
+        loss = torch_reference.gpt2_loss(
+            params, *batches(model.config, 1, seed=step)[0], d["V"], d["NH"]
+        )
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], o.clip).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    # lr and bias corrections are float32, 6e-8 relative, and reach the next gradient through the weights
+    # lr and bias corrections are float32, 6e-8 relative, and reach the next
+    # gradient through the weights
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
     np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
     assert min(norms) > o.clip  # clipping did happen

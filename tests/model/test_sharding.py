@@ -8,7 +8,8 @@ import torch
 
 from gpt2_triton.model import sharding, state_io
 
-SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them, and the rest of 1,968
+# few ranks divide them, and the rest of 1,968
+SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)
 RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 
@@ -32,7 +33,9 @@ def test_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
         assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
         assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/philox.py
-    updated = [p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)]
+    updated = [
+        p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)
+    ]
     assert are_all_parameters(updated)
 
 
@@ -40,16 +43,22 @@ def test_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
 def test_parts_of_a_tensor_fill_every_rank_as_the_whole_does(zero):
     dims, names = dims_of(3, zero), ("params", "low")
     values = torch.arange(1.0, dims["N"] + 1)
-    parts = [(name, at, values[at : at + 5000]) for name in names for at in range(0, len(values), 5000)]
+    parts = [
+        (name, at, values[at : at + 5000]) for name in names for at in range(0, len(values), 5000)
+    ]
     for rank in range(3):
         found = []
         for given in ([(name, 0, values) for name in names], parts):
             other = dict.fromkeys(("m", "v", "window", "scale", "history"))
-            state = SimpleNamespace(params=torch.zeros(dims["Nf"]), master_low=torch.zeros(dims["Nm"]), **other)
+            state = SimpleNamespace(
+                params=torch.zeros(dims["Nf"]), master_low=torch.zeros(dims["Nm"]), **other
+            )
             state_io.load(state, dims, rank, given)
             found.append((state.params, state.master_low))
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-        assert found[0][0].count_nonzero() == len(values) and 0 < found[0][1].count_nonzero() <= len(values)
+        assert found[0][0].count_nonzero() == len(values) and 0 < found[0][
+            1
+        ].count_nonzero() <= len(values)
 
 
 def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
@@ -57,7 +66,10 @@ def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == SIZES["N"] and dims["Nr"] == dims["Nx"] == 0
     embed, layers, rest = sharding.updated_shards(dims, 0)
     assert (embed.decay, layers.decay, rest.decay) == (True, True, False)
-    assert embed.length == layers.first == layers.param and layers.first + layers.length == rest.first == rest.param
+    assert (
+        embed.length == layers.first == layers.param
+        and layers.first + layers.length == rest.first == rest.param
+    )
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
@@ -65,13 +77,17 @@ def test_flat_buffer_sizes_shrink_with_the_stage(ranks):
     zero0, zero1, zero2 = (dims_of(ranks, zero) for zero in (0, 1, 2))
     assert zero0["Nt"] == zero0["Nf"] == zero1["Nt"] * ranks and zero1["Ng"] == zero1["Nf"]
     embed, layer, *_, rest = sharding.buckets(zero2)
-    assert zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded and zero2["Nr"] * ranks == zero2["Nf"]
+    assert (
+        zero2["Ng"] == embed.padded + rest.padded + 2 * layer.padded
+        and zero2["Nr"] * ranks == zero2["Nf"]
+    )
     starts = sharding.grad_offsets(zero2)
     assert starts[1] == starts[3] != starts[2]  # two buffers for even and odd layers
     assert all(b.padded % (ranks * sharding.ALIGNMENT) == 0 for b in sharding.buckets(zero2))
 
 
-@pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])  # the largest bucket is a layer's, or the embedding's
+# the largest bucket is a layer's, or the embedding's
+@pytest.mark.parametrize("sizes", [SIZES, SIZES | dict(Vp=4096)])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_received_holds_one_shard_of_the_largest_bucket_from_each_peer(sizes, ranks):
     dims = sizes | dict(ranks=ranks, zero=1)

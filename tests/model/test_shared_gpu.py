@@ -18,7 +18,11 @@ def test_the_first_launch_that_differs_is_named(monkeypatch):
         memory=dict(recompute="gelu+ln"),
     )
     want, replayed = one_pass(model, pristine), one_replay(model, pristine)
-    assert differing(one_pass(model, pristine), want) == differing(one_replay(model, pristine), replayed) == ""
+    assert (
+        differing(one_pass(model, pristine), want)
+        == differing(one_replay(model, pristine), replayed)
+        == ""
+    )
     launch = kernels.classifier_dx
 
     def wrong(dln, *args, **keywords):
@@ -28,5 +32,10 @@ def test_the_first_launch_that_differs_is_named(monkeypatch):
     number = next(i for i, (name, _) in enumerate(want) if name == "classifier_dx")
     monkeypatch.setattr(kernels, "classifier_dx", wrong)
     line = differing(one_pass(model, pristine), want)
-    assert re.fullmatch(rf"classifier_dx \(launch {number}, output 0; [1-9]\d* later ones differ\)", line)
-    assert differing(one_replay(model, pristine), replayed) == "a graph (launch 0, output 0; 0 later ones differ)"
+    assert re.fullmatch(
+        rf"classifier_dx \(launch {number}, output 0; [1-9]\d* later ones differ\)", line
+    )
+    assert (
+        differing(one_replay(model, pristine), replayed)
+        == "a graph (launch 0, output 0; 0 later ones differ)"
+    )

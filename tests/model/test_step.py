@@ -62,7 +62,9 @@ def test_time_between_steps_does_not_count_when_none_is_in_flight(clock):
 
 
 def test_buffers_of_a_step_in_flight_are_not_reused():
-    """The ring returns a step again only when its result has been read; until then its inputs stay."""
+    """The ring returns a step again only when its result has been read;
+    until then its inputs stay.
+    """
     model, config = tiny_model()
     rows = np.arange(8 * (STEPS + 1), dtype=np.float32).reshape(-1, 8)
     in_flight = []

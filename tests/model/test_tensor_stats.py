@@ -1,4 +1,6 @@
-"""Tensor statistics equal numpy's of the same tensors, and taking them changes no byte of the training."""
+"""Tensor statistics equal numpy's of the same tensors, and taking them
+changes no byte of the training.
+"""
 
 import json
 import math
@@ -52,7 +54,11 @@ def test_tensor_stats_count_and_leave_out_non_finite_elements(rng):
     x[0, 3], x[2, 0], x[4, 999] = math.nan, math.inf, -math.inf
     tensor_stats(out, x, False)
     rest = x[torch.isfinite(x)].double()
-    assert finish(out) == (pytest.approx(rest.square().sum().item(), rel=SUMS), rest.abs().max().item(), 3)
+    assert finish(out) == (
+        pytest.approx(rest.square().sum().item(), rel=SUMS),
+        rest.abs().max().item(),
+        3,
+    )
 
 
 @pytest.mark.parametrize("applied", [1.0, 0.0])
@@ -75,9 +81,12 @@ def test_update_stats_are_of_the_update(rng, optimizer, applied):
         K.muon_update(w, None, x, *step, key, 0, 0, *scaling)
     assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
     assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
-    # w's own rounding, 6e-8 of w, is 6e-6 of AdamW's update of a hundredth of it, and 6e-5 of Muon's of a thousandth
+    # w's own rounding, 6e-8 of w, is 6e-6 of AdamW's update of a hundredth of it, and
+    # 6e-5 of Muon's of a thousandth
     rounding = 1e-4 if optimizer == "adamw" else 1e-3
-    assert out[4].sum().item() == pytest.approx((w.double() - before).square().sum().item(), rel=rounding)
+    assert out[4].sum().item() == pytest.approx(
+        (w.double() - before).square().sum().item(), rel=rounding
+    )
 
 
 # ---- a whole step ----
@@ -92,7 +101,9 @@ def small_config(**sections):
 
 
 class KeepsGradients(WrappedKernels):
-    """K that keeps a copy of dx after each launch that completes it at a point of the residual stream."""
+    """K that keeps a copy of dx after each launch that completes it at a
+    point of the residual stream.
+    """
 
     def __init__(self):
         self.dx = []
@@ -105,7 +116,9 @@ class KeepsGradients(WrappedKernels):
 
 def launch(model, step, with_stats, batches=None):
     config = model.config
-    batches = batches or [packed_batch(config, seed=2 * step + k) for k in range(model.shape.accumulation)]
+    batches = batches or [
+        packed_batch(config, seed=2 * step + k) for k in range(model.shape.accumulation)
+    ]
     model.begin_step(step_inputs(step, config), step, 1, with_stats)
     for micro, batch in enumerate(batches):
         model.micro_step(batch, first=micro == 0)
@@ -127,7 +140,9 @@ def test_record_of_a_step_equals_numpy_on_its_tensors(model):
     step = launch(model, 0, with_stats=True)
     step.result()
     record = model.stats_recorder.read(step.stats, 1, SINGLE_PROCESS)
-    tensors = {name: getattr(model.train_view.a, name) for name in ("x", "qkv", "att", "fch")} | {"dx": model.K.dx}
+    tensors = {name: getattr(model.train_view.a, name) for name in ("x", "qkv", "att", "fch")} | {
+        "dx": model.K.dx
+    }
     for name, values in tensors.items():
         got = record["activations"][name]
         exact = [t.double().cpu().numpy() for t in values]
@@ -139,14 +154,25 @@ def test_record_of_a_step_equals_numpy_on_its_tensors(model):
     for e in param_entries(model.A.Params, model.dims):
         i = index[e.name] = index.get(e.name, -1) + 1
         got = {column: values[i] for column, values in record["parameters"][e.name].items()}
-        span = slice(e.offset, e.offset + (model.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:]))
+        span = slice(
+            e.offset,
+            e.offset
+            + (model.dims["V"] if e.name == "wte" else e.shape[0]) * math.prod(e.shape[1:]),
+        )
         w, g, u = (t[span].numpy() for t in (before, grads, change))
         rms = {"grad_rms": g, "weight_rms": w}
-        assert got["nonfinite"] == 0 and got["grad_absmax"] == pytest.approx(np.abs(g).max(), rel=DIGITS)
+        assert got["nonfinite"] == 0 and got["grad_absmax"] == pytest.approx(
+            np.abs(g).max(), rel=DIGITS
+        )
         for column, values in rms.items():
-            assert got[column] == pytest.approx(np.sqrt((values**2).mean()), rel=DIGITS), (e.name, column)
+            assert got[column] == pytest.approx(np.sqrt((values**2).mean()), rel=DIGITS), (
+                e.name,
+                column,
+            )
         if w.any():  # biases begin at 0: no ratio.  fp32 weights round the update, to 1e-5 of it
-            assert got["update_ratio"] == pytest.approx(np.linalg.norm(u) / np.linalg.norm(w), rel=1e-4), e.name
+            assert got["update_ratio"] == pytest.approx(
+                np.linalg.norm(u) / np.linalg.norm(w), rel=1e-4
+            ), e.name
         else:
             assert got["update_ratio"] == 0
 
@@ -161,7 +187,9 @@ def test_record_combines_micro_steps():
         model.initialise(seed=1)
         step = launch(model, 0, True, batches)
         step.result()
-        records.append(model.stats_recorder.read(step.stats, len(batches), SINGLE_PROCESS)["activations"])
+        records.append(
+            model.stats_recorder.read(step.stats, len(batches), SINGLE_PROCESS)["activations"]
+        )
     assert records[0] == records[1]
 
 
@@ -169,7 +197,11 @@ def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
     """Layers that share a buffer have the statistics of a model that keeps every layer's."""
     steps, models, records = [], [], []
     for every, level in ((0, "none"), (1, "none"), (1, "block")):
-        models.append(Model(stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE))
+        models.append(
+            Model(
+                stats_config(log=dict(stats_every=every), memory=dict(recompute=level)), K, DEVICE
+            )
+        )
         models[-1].initialise(seed=1)
         step = launch(models[-1], 0, with_stats=every > 0)
         steps.append(step.result()[:3])
@@ -182,7 +214,9 @@ def test_a_step_with_stats_changes_no_byte_at_any_recompute_level():
 
 @pytest.mark.gpu
 def test_graphs_with_stats_give_records_of_eager_launches_and_bytes_of_plain_steps():
-    """Every other step of six takes statistics: its graphs are captured at the first and replayed at the others."""
+    """Every other step of six takes statistics: its graphs are captured at the first
+    and replayed at the others.
+    """
     models, records = [], []
     for every, eager in ((0, False), (1, False), (1, True)):
         model = Model(stats_config(log=dict(stats_every=every)), K, DEVICE)
@@ -202,7 +236,9 @@ def test_graphs_with_stats_give_records_of_eager_launches_and_bytes_of_plain_ste
 
 
 def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
-    config = small_config(train=dict(steps=3), log=dict(stats_every=2), checkpoint=dict(every=2, keep=0))
+    config = small_config(
+        train=dict(steps=3), log=dict(stats_every=2), checkpoint=dict(every=2, keep=0)
+    )
     assert train(config, tmp_path, resume=False) == 0
     whole = (tmp_path / "stats.jsonl").read_text()
     assert [json.loads(line)["step"] for line in whole.splitlines()] == [2, 3]
@@ -227,7 +263,9 @@ def causes(config, run, capsys):
 
 
 def test_a_non_finite_step_names_the_first_tensor(tmp_path, capsys, monkeypatch):
-    """Infinite weights in fc from the second step on: the first non-finite elements are one column of fch, 32 rows."""
+    """Infinite weights in fc from the second step on: the first non-finite elements are
+    one column of fch, 32 rows.
+    """
     original = Trainer._train_step
 
     def poisoned_step(self, index):
@@ -236,7 +274,9 @@ def test_a_non_finite_step_names_the_first_tensor(tmp_path, capsys, monkeypatch)
         original(self, index)
 
     monkeypatch.setattr(Trainer, "_train_step", poisoned_step)
-    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["fch of layer 0 (32 elements)"]
+    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == [
+        "fch of layer 0 (32 elements)"
+    ]
 
 
 def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, capsys, monkeypatch):
@@ -249,17 +289,27 @@ def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, caps
         return original(self)
 
     monkeypatch.setattr(Model, "end_step", flipped)
-    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == ["nothing when computed again"]
+    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == [
+        "nothing when computed again"
+    ]
 
 
 def example_record():
-    """Return a record of one layer of equal values but for x behind it, two updates, and attprojw's gradient."""
-    acts = {name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n) for name, n in dict(x=3, dx=3).items()}
+    """Return a record of one layer of equal values but for x behind it, two
+    updates, and attprojw's gradient.
+    """
+    acts = {
+        name: dict(rms=[0.0] * n, absmax=[0.0] * n, nonfinite=[0] * n)
+        for name, n in dict(x=3, dx=3).items()
+    }
     acts |= {name: dict(rms=[0.0], absmax=[0.0], nonfinite=[0]) for name in ("qkv", "att", "fch")}
     acts["x"]["absmax"][2] = 34.25
-    parameter = dict(grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001)
+    parameter = dict(
+        grad_rms=0.0, grad_absmax=0.0, nonfinite=0, weight_rms=0.02, update_ratio=0.001
+    )
     parameters = {
-        name: {column: [v] for column, v in parameter.items()} for name in ("wte", "qkvw", "attprojw", "lnw", "fcb")
+        name: {column: [v] for column, v in parameter.items()}
+        for name in ("wte", "qkvw", "attprojw", "lnw", "fcb")
     }
     parameters["attprojw"]["grad_rms"] = [None]
     parameters["wte"]["update_ratio"], parameters["fcb"]["update_ratio"] = [0.0031], [0.5]
@@ -291,4 +341,6 @@ def test_first_non_finite_follows_the_order_of_a_step(bad, first):
         kind = "activations" if index else "parameters"
         record[kind][name]["nonfinite"][index[0] if index else 0] = 7
     assert first_non_finite(record) == first
-    assert (first in format_summary(record)) and ("not finite" in format_summary(record)) == bool(first)
+    assert (first in format_summary(record)) and ("not finite" in format_summary(record)) == bool(
+        first
+    )

@@ -20,12 +20,19 @@ def example(step, n=33):
     bits = torch.randint(-(2**15), 2**15, (n,), generator=generator, dtype=torch.int16)
     moments = torch.randn(n, generator=generator)
     finite = bits & ~(1 << 14)  # no exponent is all ones
-    return {"params": finite.view(torch.bfloat16), "m": moments, "v": moments**2, "low": bits.flip(0).contiguous()}
+    return {
+        "params": finite.view(torch.bfloat16),
+        "m": moments,
+        "v": moments**2,
+        "low": bits.flip(0).contiguous(),
+    }
 
 
 def content(tensors):
     """Return dtype, shape and bytes of each tensor, for comparisons."""
-    return {name: (t.dtype, t.shape, bytes(t.view(torch.uint8).numpy())) for name, t in tensors.items()}
+    return {
+        name: (t.dtype, t.shape, bytes(t.view(torch.uint8).numpy())) for name, t in tensors.items()
+    }
 
 
 def state(step, **keys):
@@ -46,7 +53,9 @@ def load_checkpoint(step_dir):
 
 def reseal(step_dir: Path):
     """Write a manifest that agrees with the files, as an attacker would."""
-    (step_dir / MANIFEST).write_text(json.dumps({name: fingerprint(step_dir / name) for name in (TENSORS, STATE)}))
+    (step_dir / MANIFEST).write_text(
+        json.dumps({name: fingerprint(step_dir / name) for name in (TENSORS, STATE)})
+    )
 
 
 def names(directory: Path):

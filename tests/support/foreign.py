@@ -1,4 +1,6 @@
-"""Checkpoints of ours with random weights, checkpoints of nanoGPT, and the logits of our kernels."""
+"""Checkpoints of ours with random weights, checkpoints of nanoGPT, and
+the logits of our kernels.
+"""
 
 from pathlib import Path
 
@@ -16,9 +18,12 @@ from tests.support.tiny import tiny_config
 
 
 def config_of(
-    n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, dropout=0.0, **sections
+    n_layer=2, n_head=1, n_embd=64, vocab_size=300, block_size=16, seq_len=16, dropout=0.0,
+    **sections
 ) -> Config:  # fmt: skip
-    sizes = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, block_size=block_size)
+    sizes = dict(
+        n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, block_size=block_size
+    )
     train = dict(seq_len=seq_len) | sections.pop("train", {})
     return tiny_config(model=sizes | dict(dropout=dropout), train=train, **sections)
 
@@ -28,7 +33,10 @@ def random_params(config: Config) -> torch.Tensor:
     flat = torch.zeros(config.n_params)
     generator = torch.Generator().manual_seed(0)
     for name, view in by_name(flat, config.model).items():
-        view.copy_(torch.randn(view.shape, generator=generator) * 0.1 + (("ln" in name) and name.endswith("weight")))
+        view.copy_(
+            torch.randn(view.shape, generator=generator) * 0.1
+            + (("ln" in name) and name.endswith("weight"))
+        )
     return flat
 
 
@@ -52,15 +60,25 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:
-    """Return the content of nanoGPT's ckpt.pt for our flat parameters, with entries that our reader ignores."""
-    state = {f"{prefix}transformer.{name}": view.clone() for name, view in by_name(params, config_of().model).items()}
+    """Return the content of nanoGPT's ckpt.pt for our flat parameters, with
+    entries that our reader ignores.
+    """
+    state = {
+        f"{prefix}transformer.{name}": view.clone()
+        for name, view in by_name(params, config_of().model).items()
+    }
     state[f"{prefix}lm_head.weight"] = state[f"{prefix}transformer.wte.weight"]
     if not bias:
         state = {name: t for name, t in state.items() if not name.endswith(".bias")}
-    arguments = dict(n_layer=2, n_head=1, n_embd=64, block_size=16, bias=bias, vocab_size=300, dropout=0.0)
+    arguments = dict(
+        n_layer=2, n_head=1, n_embd=64, block_size=16, bias=bias, vocab_size=300, dropout=0.0
+    )
     return {
         "model": state,
-        "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]},
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.zeros(3)}},
+            "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}],
+        },
         "model_args": arguments,
         "iter_num": 5000,
         "best_val_loss": torch.tensor(2.9),

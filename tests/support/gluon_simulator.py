@@ -1,25 +1,29 @@
-"""Runs the Gluon kernels of kernels/hopper/ on CPU tensors and checks how their partitions synchronise.
+"""Runs the Gluon kernels of kernels/hopper/ on CPU tensors and checks how
+their partitions synchronise.
 
     with simulated(hopper_matmul, seed=1):
         hopper_matmul.matmul(...)
 
-Device functions run as Python functions.  LANGUAGE and NAMES below replace `gl`, `tl`, `mbarrier` and `tma`, with only
-what the kernels use; INSTRUCTIONS has their PTX.  A program is a thread, as is each partition, and one runs at a time.
-At every barrier, load and store the seed chooses which partition continues and which TMA transfer completes.
+Device functions run as Python functions.  LANGUAGE and NAMES below replace `gl`, `tl`, `mbarrier`
+and `tma`, with only what the kernels use; INSTRUCTIONS has their PTX.  A program is a thread, as is
+each partition, and one runs at a time.  At every barrier, load and store the seed chooses which
+partition continues and which TMA transfer completes.
 
-Asynchronous operations take effect as late as the hardware allows.  wgmma reads its operands when it is waited for, in
-the order of issue.  A TMA store reads shared memory at any time before its wait.  A buffer that is released too early
-therefore spoils the result, which the test compares with float64.
+Asynchronous operations take effect as late as the hardware allows.  wgmma reads its
+operands when it is waited for, in the order of issue.  A TMA store reads shared memory at
+any time before its wait.  A buffer that is released too early therefore spoils the result,
+which the test compares with float64.
 
 `Race` is raised for:
-    memory    a read of what a load is still writing, a write to what a load or store still uses, a TMA store of what
-              was written without a fence, an address outside a tensor
-    barriers  a wait that never ends, an arrival too many, a use after invalidation, a barrier that nothing uses, or
-              that a kernel without partitions does not invalidate
+    memory    a read of what a load is still writing, a write to what a load or store still uses, a
+              TMA store of what was written without a fence, an address outside a tensor
+    barriers  a wait that never ends, an arrival too many, a use after invalidation, a barrier that
+              nothing uses, or that a kernel without partitions does not invalidate
     ends      a partition that ends before its stores have, a load that nothing waits for
 
-What it does not check: registers, layouts, alignment, and speed.  test_hopper.py compiles the kernels for that.
-test_hopper_simulated.py removes each kind of wait and checks that the simulator finds it.
+What it does not check: registers, layouts, alignment, and speed.  test_hopper.py
+compiles the kernels for that.  test_hopper_simulated.py removes each kind of wait and
+checks that the simulator finds it.
 """
 
 import contextlib
@@ -41,7 +45,10 @@ import triton
 from gpt2_triton.kernels import device_math, e4m3, hopper, rope, tiles, tuning
 from gpt2_triton.kernels.hopper import fp8_gelu
 
-HOPPER = [importlib.import_module(f"{hopper.__name__}.{found.name}") for found in pkgutil.iter_modules(hopper.__path__)]
+HOPPER = [
+    importlib.import_module(f"{hopper.__name__}.{found.name}")
+    for found in pkgutil.iter_modules(hopper.__path__)
+]
 KERNELS = [module for module in HOPPER if any(name.endswith("_kernel") for name in vars(module))]
 MODULES = (tiles, device_math, rope, *HOPPER)
 local = threading.local()  # .worker: the partition of this thread
@@ -57,12 +64,21 @@ class Race(AssertionError):
 class Worker:
     """A partition: runs until it waits for a condition or yields."""
 
-    def __init__(self, turns: "Turns", name: str, warps: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
+    def __init__(
+        self,
+        turns: "Turns",
+        name: str,
+        warps: int,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+    ):
         self.turns, self.name, self.warps, self.issued = turns, name, warps, 0
-        self.stores: set[int] = set()  # the numbers of those issued stores that still read shared memory
+        # the numbers of those issued stores that still read shared memory
+        self.stores: set[int] = set()
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []  # issued and not finished
-        self.then: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]] = []  # partitions that follow
+        # partitions that follow
+        self.then: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]] = []
         self.go, self.done, self.error = queue.SimpleQueue(), False, None
         threading.Thread(target=self._run, args=(function, arguments), daemon=True).start()
 
@@ -88,14 +104,27 @@ class Worker:
 class Turns:
     """One program: its partitions, and the transfers in flight."""
 
-    def __init__(self, draws: random.Random, program: tuple[int, ...], programs: tuple[int, ...], most_warps: int):
-        self.draws, self.program, self.programs, self.most_warps = draws, program, programs, most_warps
-        self.haste = draws.choice((0.02, 0.2, 0.8))  # the probability that a transfer completes next
+    def __init__(
+        self,
+        draws: random.Random,
+        program: tuple[int, ...],
+        programs: tuple[int, ...],
+        most_warps: int,
+    ):
+        self.draws, self.program, self.programs, self.most_warps = (
+            draws,
+            program,
+            programs,
+            most_warps,
+        )
+        # the probability that a transfer completes next
+        self.haste = draws.choice((0.02, 0.2, 0.8))
         self.back, self.over = queue.SimpleQueue(), False
         self.workers: list[Worker] = []
         self.memories: list[Memory] = []
         self.barriers: list[list[Barrier]] = []  # by allocation
-        self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []  # places, memory, completion
+        # places, memory, completion
+        self.loads: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
         self.stores: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
 
     def run(self, partitions: list[tuple[str, int, Callable[..., Any], tuple[Any, ...]]]) -> None:
@@ -127,7 +156,9 @@ class Turns:
         raise error
 
     def check(self, what: str, memory: Any, places: torch.Tensor, *kinds: list[Any]) -> None:
-        if overlap(memory, places, [busy for kind in kinds for busy, where, _ in kind if where is memory]):
+        if overlap(
+            memory, places, [busy for kind in kinds for busy, where, _ in kind if where is memory]
+        ):
             raise Race(f"{local.worker.name} {what} shared memory that a transfer still uses")
 
 
@@ -147,7 +178,8 @@ def _keep(name: str) -> Callable[..., Any]:
     def operator(self: Int, other: Any) -> Any:
         if isinstance(other, int) and not isinstance(other, bool):
             result = function(self, int(other))
-            return Int(int(self / other) if name == "__floordiv__" else result)  # Triton's rounds towards zero
+            # Triton's rounds towards zero
+            return Int(int(self / other) if name == "__floordiv__" else result)
         return NotImplemented
 
     return operator
@@ -179,7 +211,9 @@ class Pointer:
         return Pointer(self.flat, self.at + more)
 
     def places(self, mask: Any) -> tuple[torch.Tensor, Any]:
-        """Return the place of each element, 0 where the mask excludes it, and the mask in their shape or None."""
+        """Return the place of each element, 0 where the mask excludes it, and the
+        mask in their shape or None.
+        """
         at = torch.as_tensor(self.at).as_subclass(torch.Tensor).long()
         if mask is not None:
             mask = torch.broadcast_to(torch.as_tensor(mask).as_subclass(torch.Tensor), at.shape)
@@ -206,8 +240,8 @@ def overlap(memory: Memory, places: torch.Tensor, others: list[torch.Tensor]) ->
 
 
 class Shared:
-    """A view of shared memory: the place of each of its elements.  A matrix of more than 64 columns is stored as its
-    columns 0 ... 63, row by row, then the next 64.
+    """A view of shared memory: the place of each of its elements.  A matrix of more than 64 columns
+    is stored as its columns 0 ... 63, row by row, then the next 64.
     """
 
     def __init__(self, memory: Memory, places: torch.Tensor):
@@ -253,7 +287,9 @@ class Descriptor:
 
     def __init__(self, tensor: torch.Tensor, rows: int, columns: int):
         self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
-        self.block_type = SimpleNamespace(shape=[rows, columns], nbytes=rows * columns * tensor.element_size())
+        self.block_type = SimpleNamespace(
+            shape=[rows, columns], nbytes=rows * columns * tensor.element_size()
+        )
 
     def block(self, corner: list[int]) -> torch.Tensor:
         """Return the part of the matrix that is in a block."""
@@ -287,7 +323,9 @@ class Barrier:
 
 
 class Product:
-    """acc + a @ b, or a @ b: a wgmma that has been issued, with a result once it has been waited for."""
+    """acc + a @ b, or a @ b: a wgmma that has been issued, with a result
+    once it has been waited for.
+    """
 
     def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool):
         self.a, self.b, self.acc, self.use_acc, self.result = a, b, acc, use_acc, None
@@ -347,7 +385,9 @@ def _invalidate(barrier: Barrier) -> None:
     barrier.valid = False
 
 
-def _tma_load(desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared, pred: bool = True) -> None:
+def _tma_load(
+    desc: Descriptor, corner: list[int], barrier: Barrier, shared: Shared, pred: bool = True
+) -> None:
     turns = local.worker.turns
     if not pred:
         return
@@ -393,7 +433,9 @@ def _store_wait(pending: int) -> None:
 def _fence() -> None:
     """Make this partition's writes visible to TMA."""
     for memory in local.worker.turns.memories:
-        memory.unfenced = [(worker, places) for worker, places in memory.unfenced if worker is not local.worker]
+        memory.unfenced = [
+            (worker, places) for worker, places in memory.unfenced if worker is not local.worker
+        ]
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -414,12 +456,16 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
 
 def _store(pointer: Pointer, x: torch.Tensor, mask: Any = None) -> None:
     at, mask = pointer.places(mask)
-    x = torch.broadcast_to(torch.as_tensor(x).as_subclass(torch.Tensor), at.shape).to(pointer.flat.dtype)
+    x = torch.broadcast_to(torch.as_tensor(x).as_subclass(torch.Tensor), at.shape).to(
+        pointer.flat.dtype
+    )
     kept = ... if mask is None else mask
     pointer.flat[at[kept]] = x[kept]
 
 
-def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+def _specialize(
+    partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]
+) -> None:
     default, most = local.worker.warps, local.worker.turns.most_warps
     assert default + sum(warps) <= most, f"registers for {most} warps"
     local.worker.then = [
@@ -555,12 +601,17 @@ NAMES: dict[str, Any] = dict(
 )
 
 _silent = SimpleNamespace(**vars(NAMES["mbarrier"]) | dict(wait=lambda barrier, parity: None))
-MISSING: dict[str, dict[str, Any]] = {  # what `simulated` may replace, to show that it finds what is missing
+# what `simulated` may replace, to show that it finds what is missing
+MISSING: dict[str, dict[str, Any]] = {
     "early load": dict(wait_empty=lambda *_: None),
     "no fence": dict(fence_async_shared=lambda: None),
     "no wait for stores": dict(tma=SimpleNamespace(store_wait=lambda pending: None)),
-    "too short a wait": dict(tma=SimpleNamespace(store_wait=lambda pending: _store_wait(pending + 1))),
-    "early release": dict(warpgroup_mma_wait=lambda pending, deps: _given(deps) if pending else mma_wait(0, deps)),
+    "too short a wait": dict(
+        tma=SimpleNamespace(store_wait=lambda pending: _store_wait(pending + 1))
+    ),
+    "early release": dict(
+        warpgroup_mma_wait=lambda pending, deps: _given(deps) if pending else mma_wait(0, deps)
+    ),
     "no wait for loads": dict(mbarrier=_silent),
 }
 
@@ -570,18 +621,23 @@ def _given(deps: tuple[Any, ...]) -> Any:
 
 
 def _python_functions(replaced: dict[str, Any]) -> dict[tuple[str, str], FunctionType]:
-    """Return each device function, by module and name, as a Python function in the simulator's language."""
+    """Return each device function, by module and name, as a Python function in
+    the simulator's language.
+    """
     spaces: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
     functions = {}
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item) and item.fn.__module__ == module.__name__:
                 code, defaults = item.fn.__code__, item.fn.__defaults__
-                functions[module.__name__, name] = FunctionType(code, spaces[module.__name__], name, defaults)
+                functions[module.__name__, name] = FunctionType(
+                    code, spaces[module.__name__], name, defaults
+                )
     for module in MODULES:
         for name, item in vars(module).items():
             if _is_device_function(item):
-                item = functions.get((item.fn.__module__, item.fn.__name__))  # None: of e4m3, which NAMES replaces
+                # None: of e4m3, which NAMES replaces
+                item = functions.get((item.fn.__module__, item.fn.__name__))
             elif isinstance(item, triton.language.constexpr):
                 item = item.value
             spaces[module.__name__][name] = item
@@ -606,7 +662,8 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int = 255, **constants: Any) -> None:
             wrapped = [
-                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x for x in arguments
+                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x
+                for x in arguments
             ]
             whole = functools.partial(self.function, **constants)
             for program in itertools.product(*map(range, grid)):
@@ -624,7 +681,9 @@ class Kernel:
 
 @contextlib.contextmanager
 def simulated(module: ModuleType, seed: int, programs: int = 3, **replaced: Any) -> Iterator[None]:
-    """Run a hopper module's launchers on CPU tensors, with that many programs; `replaced` replaces names in them."""
+    """Run a hopper module's launchers on CPU tensors, with that many programs;
+    `replaced` replaces names in them.
+    """
     draws, functions = random.Random(seed), _python_functions(replaced)
     kernels = {
         name: Kernel(function, draws)

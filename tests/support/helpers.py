@@ -12,7 +12,8 @@ from tests.support import reference
 DTYPES = [torch.float32, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
-EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # half an ulp, relative: what one rounding costs
+# half an ulp, relative: what one rounding costs
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
 
 
 def poisoned(*shape, dtype=torch.float32):
@@ -21,7 +22,9 @@ def poisoned(*shape, dtype=torch.float32):
 
 
 def in_pairs(x):
-    """Return x [R, C] of 8-bit floats transposed, as bytes; each 16 rows in the order 0 8 1 9 ... 7 15."""
+    """Return x [R, C] of 8-bit floats transposed, as bytes; each 16 rows in
+    the order 0 8 1 9 ... 7 15.
+    """
     order = torch.arange(len(x)).view(-1, 2, 8).transpose(1, 2).flatten()
     return x.view(torch.uint8)[order].T.contiguous()
 
@@ -39,14 +42,18 @@ class Guarded:
         return buffer[4096 : 4096 + size].view(*shape)
 
     def intact(self) -> int:
-        """Return the number of outputs; AssertionError if an element beside one of them was written."""
+        """Return the number of outputs; AssertionError if an element
+        beside one of them was written.
+        """
         for buffer, size in self._made:
             assert (buffer[:4096] == 7).all() and (buffer[4096 + size :] == 7).all()
         return len(self._made)
 
 
 def require_same_bits(run: Callable[[Any], Sequence[torch.Tensor]], allocations: int) -> None:
-    """Let run(outputs) give equal bits twice, and write only what outputs(*shape, dtype) allocates."""
+    """Let run(outputs) give equal bits twice, and write only what
+    outputs(*shape, dtype) allocates.
+    """
     for first, second in zip(run(poisoned), run(poisoned), strict=True):
         assert torch.isfinite(first).all() and torch.equal(first, second)
     guarded = Guarded()
@@ -55,7 +62,9 @@ def require_same_bits(run: Callable[[Any], Sequence[torch.Tensor]], allocations:
 
 
 def exact(launcher: str, outputs, *inputs, **options):
-    """Return what the reference's launcher writes in float64; `outputs` hold what it adds to, None what is left out."""
+    """Return what the reference's launcher writes in float64; `outputs` hold what it adds
+    to, None what is left out.
+    """
 
     def wide(t):
         return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
@@ -66,7 +75,9 @@ def exact(launcher: str, outputs, *inputs, **options):
 
 
 def error(got, want) -> float:
-    """Return ||got - want|| / ||want|| in float64; NaN for NaN, so that `error(...) < tol` fails."""
+    """Return ||got - want|| / ||want|| in float64; NaN for NaN, so that
+    `error(...) < tol` fails.
+    """
     got, want = got.double(), want.double()
     return ((got - want).norm() / want.norm().clamp_min(1e-300)).item()
 

@@ -1,7 +1,8 @@
-"""Triton's interpreter in tests: assertions in kernels are on (tl.device_assert), and PyTorch rounds to fp8.
+"""Triton's interpreter in tests: assertions in kernels are on
+(tl.device_assert), and PyTorch rounds to fp8.
 
-The kernels' own rounding takes ten operations there.  test_fp8.py::test_rounding_equals_torch_in_every_bit shows that
-it gives PyTorch's bits.
+The kernels' own rounding takes ten operations there.
+test_fp8.py::test_rounding_equals_torch_in_every_bit shows that it gives PyTorch's bits.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ def prepare() -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True)
 
-    def rounded(x: tl.tensor, dtype: tl.dtype, dropped: int, largest: tl.constexpr, normal: float) -> tl.tensor:
+    def rounded(
+        x: tl.tensor, dtype: tl.dtype, dropped: int, largest: tl.constexpr, normal: float
+    ) -> tl.tensor:
         saturated = torch.tensor(x.handle.data).clamp(-largest.value, largest.value)
         code = saturated.to(FP8[dtype.name]).view(torch.uint8).numpy()
         return tl.tensor(interpreter.TensorHandle(code, dtype), x.type.with_element_ty(dtype))

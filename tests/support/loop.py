@@ -1,7 +1,8 @@
-"""The training loop for tests of loop, checkpoints and logs: over the reference launchers in plain torch.
+"""The training loop for tests of loop, checkpoints and logs: over the
+reference launchers in plain torch.
 
-They take a step of the tiny model in milliseconds, Triton's interpreter in half a second.  Runs in bf16 and fp8, which
-the reference does not round, and all runs on a GPU go through the kernels.
+They take a step of the tiny model in milliseconds, Triton's interpreter in half a second.  Runs in
+bf16 and fp8, which the reference does not round, and all runs on a GPU go through the kernels.
 """
 
 import itertools
@@ -33,8 +34,12 @@ def train(config: Config, *args: Any, **keywords: Any) -> int:
     return _train(config, *args, K=_kernels(config), **keywords)
 
 
-def before_steps(act: Callable[[trainer.Trainer, int], Any], patch: pytest.MonkeyPatch | None = None) -> None:
-    """Call act(trainer, index) before each step is launched; without `patch` as long as the process lives."""
+def before_steps(
+    act: Callable[[trainer.Trainer, int], Any], patch: pytest.MonkeyPatch | None = None
+) -> None:
+    """Call act(trainer, index) before each step is launched; without `patch` as
+    long as the process lives.
+    """
     launch = trainer.Trainer._train_step
     acting = lambda self, index: (act(self, index), launch(self, index))  # noqa: E731
     (patch or pytest.MonkeyPatch()).setattr(trainer.Trainer, "_train_step", acting)
@@ -45,7 +50,9 @@ def make_trainer(config: Config, *args: Any, **keywords: Any) -> trainer.Trainer
 
 
 def stop_after(patch: pytest.MonkeyPatch, launches: int) -> None:
-    """Raise SIGTERM before the launch of this number, from 1; steps that a rewind undoes count as well."""
+    """Raise SIGTERM before the launch of this number, from 1; steps that a
+    rewind undoes count as well.
+    """
     count = itertools.count(1)
     before_steps(lambda *_: next(count) == launches and signal.raise_signal(signal.SIGTERM), patch)
 
@@ -57,7 +64,10 @@ def poison(made: trainer.Trainer) -> None:
 
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without times, in which equal runs differ."""
-    return [{k: v for k, v in r.items() if k not in ("ms", "tok_s", "mfu")} for r in read_metrics(run / METRICS)]
+    return [
+        {k: v for k, v in r.items() if k not in ("ms", "tok_s", "mfu")}
+        for r in read_metrics(run / METRICS)
+    ]
 
 
 def losses(run: Path) -> list[float]:

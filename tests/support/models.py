@@ -15,7 +15,8 @@ from tests.support import reference
 from tests.support.tiny import merged, tiny_config, tiny_model
 
 F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
-# 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows; two micro-steps of 16 tokens
+# 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows;
+# two micro-steps of 16 tokens
 EXACT = dict(
     model=dict(n_layer=3, n_head=2, n_embd=128, vocab_size=300, block_size=12),
     train=dict(dtype="fp32", batch_size=2, seq_len=8, total_batch_tokens=32),
@@ -23,7 +24,9 @@ EXACT = dict(
 
 
 def exact_model(level: str = "none", **changes: dict) -> Model:
-    """Return a model over the reference launchers in float64, with random weights in an arena of NaN."""
+    """Return a model over the reference launchers in float64, with random
+    weights in an arena of NaN.
+    """
     config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
     model = Model(config, reference, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
@@ -35,7 +38,9 @@ def exact_model(level: str = "none", **changes: dict) -> Model:
 
 
 def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> Model:
-    """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head chunks of 20 and 12 rows."""
+    """Return the tiny model in the real kernels: two micro-steps, padded vocabulary, head
+    chunks of 20 and 12 rows.
+    """
     train, memory = dict(dtype=dtype, total_batch_tokens=64), dict(recompute=level, head_rows=20)
     base = dict(model=dict(vocab_size=300), train=train, memory=memory, sample=dict(every=1))
     model, _ = tiny_model(**merged(base, sections))
@@ -45,7 +50,9 @@ def kernel_model(level: str = "none", dtype: str = "fp32", **sections: dict) -> 
 
 
 def randomise(model: Model) -> None:
-    """Set weights with which no term of a gradient is small: norms about 1, the rest 0.2 * N(0, 1), padded rows 0."""
+    """Set weights with which no term of a gradient is small: norms about 1, the rest 0.2
+    * N(0, 1), padded rows 0.
+    """
     generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)
@@ -83,7 +90,9 @@ def require_equal_states(model: Model, *others: Model) -> None:
 
 
 def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[float, float, bool]]:
-    """Return (loss, gradient norm, applied) of n steps on random tokens, which are the same in every call."""
+    """Return (loss, gradient norm, applied) of n steps on random tokens, which
+    are the same in every call.
+    """
     config, history = model.config, []
     for step in range(n):
         model.begin_step(step_inputs(step, config), step, 1, with_stats)
@@ -94,7 +103,9 @@ def train_steps(model: Model, n: int, with_stats: bool = False) -> list[tuple[fl
 
 
 def require_decoding_equals_the_forward(model: Model) -> None:
-    """Cache 3 tokens and decode 2 in a training arena: their logits give the losses of the forward pass."""
+    """Cache 3 tokens and decode 2 in a training arena: their logits give the
+    losses of the forward pass.
+    """
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 3], targets[0, 4] = 7, 9
     losses, seq = model.evaluate(ids.numpy(), targets.numpy()), model.decoding.seq
@@ -108,7 +119,9 @@ def require_decoding_equals_the_forward(model: Model) -> None:
 
 
 def side_by_side(buffers: list[Buffer]) -> MemoryPlan:
-    """Return a plan in which no two buffers share a byte, so that an address belongs to one buffer."""
+    """Return a plan in which no two buffers share a byte, so that an
+    address belongs to one buffer.
+    """
     offset = 0
     for buffer in buffers:
         buffer.offset, offset = offset, offset + buffer.nbytes

@@ -15,7 +15,9 @@ RANKS = re.compile(r"--(?:nproc_per_node|ntasks-per-node) (\d+)")
 
 
 class Command(NamedTuple):
-    """A line of a page: its program (train, tools, benchmarks or the first word) and the words after it."""
+    """A line of a page: its program (train, tools, benchmarks or the first
+    word) and the words after it.
+    """
 
     line: str
     program: str
@@ -38,15 +40,23 @@ def spans(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[Command]:
-    """Return the commands in a page's blocks without a language, and those in inline code that start a program."""
+    """Return the commands in a page's blocks without a language, and those in inline
+    code that start a program.
+    """
     lines = [line for block in blocks(text, "") for line in block.replace("\\\n", " ").splitlines()]
-    found = [command_of(line) for line in (re.split(r"\s+# ", line)[0].strip() for line in lines) if line]
+    found = [
+        command_of(line) for line in (re.split(r"\s+# ", line)[0].strip() for line in lines) if line
+    ]
     inline = re.compile(r"(gpt2-triton|python -m (gpt2_triton|benchmarks)|python train.py) [\w./]+")
-    return found + [command_of(span)._replace(inline=True) for span in spans(text) if inline.match(span)]
+    return found + [
+        command_of(span)._replace(inline=True) for span in spans(text) if inline.match(span)
+    ]
 
 
 def command_of(line: str) -> Command:
-    """Split a line without its pipe.  A training gets --gpus with the number of ranks that its launcher starts."""
+    """Split a line without its pipe.  A training gets --gpus with the number of ranks
+    that its launcher starts.
+    """
     program, *rest = words = shlex.split(re.split(r" [|>] ", line)[0])
     launched = ["--gpus", found[1]] if (found := RANKS.search(line)) else []
     for name in ("gpt2_triton", "benchmarks", "train.py"):
@@ -56,7 +66,11 @@ def command_of(line: str) -> Command:
         program, rest = "gpt2_triton", [script[1], *words[2:]]
     if program in ("gpt2_triton", "gpt2-triton"):
         program, rest = ("train.py", rest[1:]) if rest[0] == "train" else ("tools", rest)
-    return Command(line, "train", [*rest, *launched]) if program == "train.py" else Command(line, program, rest)
+    return (
+        Command(line, "train", [*rest, *launched])
+        if program == "train.py"
+        else Command(line, program, rest)
+    )
 
 
 def links(text: str) -> list[str]:

@@ -1,6 +1,8 @@
-"""Several ranks on this machine: forked, so that torch and Triton are imported once, and connected through gloo.
+"""Several ranks on this machine: forked, so that torch and Triton are imported
+once, and connected through gloo.
 
-Nothing here waits for a fixed time: a result is awaited as long as the rank that owes it lives, up to pytest's limit.
+Nothing here waits for a fixed time: a result is awaited as long as the rank that owes it
+lives, up to pytest's limit.
 """
 
 import contextlib
@@ -21,10 +23,18 @@ def free_port() -> int:
 
 
 def _rank(
-    rank: int, ranks: int, port: int, errors: str, function: Callable[..., Any], args: tuple, result: Connection
+    rank: int,
+    ranks: int,
+    port: int,
+    errors: str,
+    function: Callable[..., Any],
+    args: tuple,
+    result: Connection,
 ) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    os.environ.update(zip(names, map(str, (rank, ranks, rank, ranks, "127.0.0.1", port)), strict=True))
+    os.environ.update(
+        zip(names, map(str, (rank, ranks, rank, ranks, "127.0.0.1", port)), strict=True)
+    )
     with open(errors, "a", buffering=1) as sys.stderr:
         try:
             result.send(function(*args))
@@ -37,9 +47,11 @@ def _rank(
 def started(
     ranks: int, errors: Any, function: Callable[..., Any], *args: Any
 ) -> Iterator[list[tuple[Any, Connection]]]:
-    """Start processes that run function(*args) as the ranks of one job, with stderr in the file `errors`.
+    """Start processes that run function(*args) as the ranks of one job, with
+    stderr in the file `errors`.
 
-    Yields each rank's process and the connection that carries its result.  Leaving the block kills what still runs.
+    Yields each rank's process and the connection that carries its result.  Leaving the
+    block kills what still runs.
     """
     context, port, jobs = multiprocessing.get_context("fork"), free_port(), []
     try:
@@ -48,7 +60,8 @@ def started(
             args_of_rank = (rank, ranks, port, str(errors), function, args, sender)
             process = context.Process(target=_rank, args=args_of_rank, daemon=True)
             process.start()
-            sender.close()  # the rank has the only one, so that its end is seen here as the end of the pipe
+            # the rank has the only one, so that its end is seen here as the end of the pipe
+            sender.close()
             jobs.append((process, receiver))
         yield jobs
     finally:
@@ -59,9 +72,14 @@ def started(
 
 
 def run(ranks: int, errors: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the results by rank; raise AssertionError with the ranks' stderr once one of them fails."""
+    """Return the results by rank; raise AssertionError with the ranks'
+    stderr once one of them fails.
+    """
     with started(ranks, errors, function, *args) as jobs:
-        rank_of, results = {receiver: rank for rank, (_, receiver) in enumerate(jobs)}, dict[int, Any]()
+        rank_of, results = (
+            {receiver: rank for rank, (_, receiver) in enumerate(jobs)},
+            dict[int, Any](),
+        )
         while rank_of:
             for receiver in wait(list(rank_of)):
                 try:

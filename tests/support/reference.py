@@ -1,7 +1,7 @@
 """The kernels' launchers in plain torch, with the same signatures: outputs first, written in place.
 
-Tests compare kernels with them in float64, and run the model with this module as `K` to compare the schedule with
-autograd.  `acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
+Tests compare kernels with them in float64, and run the model with this module as `K` to compare the
+schedule with autograd.  `acc` is the kernels' ACC: False overwrites a gradient, True adds to it.
 """
 
 import math
@@ -16,7 +16,9 @@ from gpt2_triton.kernels import step_io
 from tests.support.philox import dropout_factors
 
 # the indices as plain integers, because a constexpr cannot index a tensor
-io = SimpleNamespace(**{name: i.value for name, i in vars(step_io).items() if isinstance(i, tl.constexpr)})
+io = SimpleNamespace(
+    **{name: i.value for name, i in vars(step_io).items() if isinstance(i, tl.constexpr)}
+)
 
 LOG2E = 1 / math.log(2)
 
@@ -46,7 +48,9 @@ def embedding_fwd(x, ids, wte, wpe):
 
 
 def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
-    """dwte[token] += rows of dx by input, of ks * lnf by target; dwpe[t] = sum over the batch of dx."""
+    """dwte[token] += rows of dx by input, of ks * lnf by target; dwpe[t] =
+    sum over the batch of dx.
+    """
     R = dx.shape[0]
     for token, start, length, _ in segments.tolist():
         for e in order[start : start + length].tolist():
@@ -81,9 +85,28 @@ def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
 
 
 def layernorm_bwd(
-    dx, dbranch, dw, db, dbias, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, acc, i=None, p=0.0
+    dx,
+    dbranch,
+    dw,
+    db,
+    dbias,
+    ln,
+    scratch,
+    dout,
+    x,
+    w,
+    b,
+    mean,
+    rstd,
+    more,
+    step_key,
+    acc,
+    i=None,
+    p=0.0,
 ):
-    """dx = (more +) gradient through the norm; dbranch: dx, masked; dbias: its column sums; ln: the norm's output."""
+    """dx = (more +) gradient through the norm; dbranch: dx, masked; dbias: its column
+    sums; ln: the norm's output.
+    """
     xhat = (x - mean[:, None]) * rstd[:, None]
     g = dout * w
     grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
@@ -114,7 +137,9 @@ def rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, more, acc):
 
 
 def rotated(x, rope, positions, back=False):
-    """x [rows, heads*HS] with the pairs (i, i + HS/2) of each head rotated to the row's position, or back from it."""
+    """x [rows, heads*HS] with the pairs (i, i + HS/2) of each head rotated to the row's
+    position, or back from it.
+    """
     cos, sin = (t.to(x.dtype) for t in rope[positions][:, None].chunk(2, -1))
     x1, x2 = x.view(len(x), -1, rope.shape[1]).chunk(2, -1)
     sin = -sin if back else sin
@@ -139,7 +164,9 @@ def matmul_add(out, res, inp, w, b):
 
 def matmul_rope(out, inp, w, rope, T, rotated_columns):
     y, n = inp @ w.T, rotated_columns
-    out.copy_(torch.cat([rotated(y[:, :n].contiguous(), rope, torch.arange(len(y)) % T), y[:, n:]], 1))
+    out.copy_(
+        torch.cat([rotated(y[:, :n].contiguous(), rope, torch.arange(len(y)) % T), y[:, n:]], 1)
+    )
 
 
 def swiglu(out, pre):
@@ -163,7 +190,9 @@ def matmul_dx(dinp, dout, w):
 
 
 def matmul_dx_dgelu(dpre, dbias, gelu_out, scratch, dout, w, pre, acc):
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= column sums of dpre; gelu_out, if given, is gelu(pre) recomputed."""
+    """dpre = (dout @ w) * gelu'(pre); dbias (+)= column sums of dpre; gelu_out, if
+    given, is gelu(pre) recomputed.
+    """
     dpre.copy_((dout @ w) * dgelu(pre))
     _give(dbias, dpre.sum(0), acc)
     if gelu_out is not None:
@@ -185,7 +214,9 @@ def matmul_dw_pair(dw, dw2, scratch, dout, inp, dout2, inp2, acc):
 def _split(qkv, lse, HS):
     """q [B, NH, T, HS], and k and v, expanded to as many heads."""
     B, NH, T = lse.shape
-    q, k, v = qkv.view(B, T, -1, HS).transpose(1, 2).split([NH, *[(qkv.shape[1] // HS - NH) // 2] * 2], 1)
+    q, k, v = (
+        qkv.view(B, T, -1, HS).transpose(1, 2).split([NH, *[(qkv.shape[1] // HS - NH) // 2] * 2], 1)
+    )
     return q, *(t.repeat_interleave(NH // t.shape[1], 1) for t in (k, v))
 
 
@@ -211,7 +242,10 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope=No
     delta.copy_((do * o).sum(-1))
     ds = p * (do @ v.transpose(-1, -2) - delta[..., None]) / math.sqrt(q.shape[-1])
     groups = (qkv.shape[1] // HS - NH) // 2
-    dkv = (t.view(B, groups, -1, T, HS).sum(2) for t in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do))
+    dkv = (
+        t.view(B, groups, -1, T, HS).sum(2)
+        for t in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do)
+    )
     d = [t.transpose(1, 2).reshape(B * T, -1) for t in (ds @ k, *dkv)]
     if rope is not None:
         d[:2] = (rotated(t, rope, torch.arange(B * T) % T, back=True) for t in d[:2])
@@ -230,7 +264,11 @@ def decode_embed(x, seq, wte, wpe):
 def decode_matmul(out, x, w, b, lnw, lnb, res, gelu=False, eps=1e-5):
     """out = res + gelu(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without lnb"""
     if lnw is not None:
-        x = F.rms_norm(x, x.shape[1:], lnw, eps) if lnb is None else F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
+        x = (
+            F.rms_norm(x, x.shape[1:], lnw, eps)
+            if lnb is None
+            else F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
+        )
     y = x @ w.T if b is None else x @ w.T + b
     y = F.gelu(y, approximate="tanh") if gelu else y
     out.copy_(y if res is None else res + y)
@@ -256,11 +294,17 @@ def cache_fill(cache, qkv):
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):
-    """Draw a token from the whole softmax; tests/kernels/test_sampling.py compares the kernel's choice with numpy."""
+    """Draw a token from the whole softmax; tests/kernels/test_sampling.py compares the
+    kernel's choice with numpy.
+    """
     assert top_k == 0 and top_p == 1.0
     for row, z in zip(seq, logits[:, :V].cpu()):
         key = torch.Generator().manual_seed(hash(tuple(row[2:].tolist())) % 2**63)
-        row[0] = torch.multinomial((z / temperature).softmax(0), 1, generator=key)[0] if temperature else z.argmax()
+        row[0] = (
+            torch.multinomial((z / temperature).softmax(0), 1, generator=key)[0]
+            if temperature
+            else z.argmax()
+        )
     seq[:, 1:3] += 1
 
 
@@ -274,7 +318,9 @@ def classifier_target(zt, lnf, wte, targets):
 
 
 def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
-    """p = exp(logit - target logit), 0 at the target and in the padding; rowsum: sums of p's rows."""
+    """p = exp(logit - target logit), 0 at the target and in the padding;
+    rowsum: sums of p's rows.
+    """
     e = torch.exp2(torch.clamp(lnf @ wte.T * LOG2E - zt[:, None], max=108))
     e[:, V:] = 0
     rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
@@ -285,7 +331,9 @@ def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
 
 
 def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
-    """losses (+)= log(1 + S); rs, ks scale the parts of dlogits; lns = rs * lnf; all None for losses alone."""
+    """losses (+)= log(1 + S); rs, ks scale the parts of dlogits; lns = rs * lnf;
+    all None for losses alone.
+    """
     s, valid, scale = rowsum[: len(targets)], targets >= 0, step_in[io.LOSS_SCALE]
     _give(losses, torch.log1p(s) * valid, acc)
     if lns is not None:
@@ -317,7 +365,9 @@ def add_partials(out, parts):
 
 
 def clip_factor(step_out, sumsq, step_in):
-    """The clip factor brings the norm to at most CLIP (1 if CLIP is 0); APPLY = 1 if norm and loss are finite."""
+    """The clip factor brings the norm to at most CLIP (1 if CLIP is 0); APPLY = 1 if
+    norm and loss are finite.
+    """
     norm, clip = sumsq[0].sqrt(), step_in[io.CLIP]
     step_out[io.NORM] = norm
     step_out[io.CLIP_FACTOR] = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip > 0 else 1.0
@@ -325,7 +375,9 @@ def clip_factor(step_out, sumsq, step_in):
 
 
 def skip_outliers(step_out, window, z, step_in):
-    """APPLY = 0 if loss or norm is more than LOSS_LIMIT or NORM_LIMIT deviations above the mean of its window."""
+    """APPLY = 0 if loss or norm is more than LOSS_LIMIT or NORM_LIMIT deviations
+    above the mean of its window.
+    """
     z.zero_()
     if step_out[io.APPLY] == 0:
         return
@@ -336,7 +388,9 @@ def skip_outliers(step_out, window, z, step_in):
         if seen >= size:
             deviation = row[:-1].std(correction=0)
             z[which] = (step_out[which] - row[:-1].mean()) / deviation if deviation > 0 else 0.0
-    if any(z[which] > step_in[limit] > 0 for which, limit in enumerate((io.LOSS_LIMIT, io.NORM_LIMIT))):
+    if any(
+        z[which] > step_in[limit] > 0 for which, limit in enumerate((io.LOSS_LIMIT, io.NORM_LIMIT))
+    ):
         step_out[io.APPLY] = 0.0
 
 
@@ -344,7 +398,11 @@ def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor,
     """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
     if step_out[io.APPLY] == 0:
         return
-    lr, m_correction, v_correction = step_in[io.LR] * lr_factor, step_in[io.M_CORRECTION], step_in[io.V_CORRECTION]
+    lr, m_correction, v_correction = (
+        step_in[io.LR] * lr_factor,
+        step_in[io.M_CORRECTION],
+        step_in[io.V_CORRECTION],
+    )
     grad = g * step_out[io.CLIP_FACTOR]
     m.copy_(m + (1 - beta1) * (grad - m))
     v.copy_(v + (1 - beta2) * (grad * grad - v))
@@ -392,12 +450,16 @@ def tensor_stats(out, x, acc):
     squares, bad = (size * size).sum(), (~finite).sum()
     previous = out[:, 0].clone() if acc else torch.zeros(3)
     out.zero_()
-    out[:, 0] = torch.stack([previous[0] + squares, previous[1].maximum(size.max()), previous[2] + bad])
+    out[:, 0] = torch.stack(
+        [previous[0] + squares, previous[1].maximum(size.max()), previous[2] + bad]
+    )
 
 
 def parameter_stats(out, w, m, v, g, step_out, step_in, decay, lr_factor, beta1, beta2, eps):
     new, first, second = w.clone(), m.clone(), v.clone()
-    adamw(new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps)
+    adamw(
+        new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps
+    )
     _give_stats(out, w, new, g)
 
 
@@ -418,7 +480,9 @@ def stats_parts():
 
 
 def normal_init(w, low, seed, first, std):
-    """Draw each element by its flat index, `first` for the first, so that ranks draw what one rank would."""
+    """Draw each element by its flat index, `first` for the first, so that ranks
+    draw what one rank would.
+    """
     u, v = np.random.Generator(np.random.PCG64(seed).advance(2 * first)).random((w.numel(), 2)).T
     normal = np.sqrt(-2 * np.log(1 - u)) * np.cos(2 * np.pi * v)
     w.copy_(torch.from_numpy(normal * std).view(w.shape))

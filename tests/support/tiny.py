@@ -13,7 +13,9 @@ DEFAULT_NUMBERS = {"dtype": "fp32"}  # of tiny_config; pytest --precision fp8 re
 
 
 def tiny_config(**sections) -> Config:
-    """Return a configuration of 2 layers, a head of 64, T 16, B 2 and 256 tokens; `sections` override it."""
+    """Return a configuration of 2 layers, a head of 64, T 16, B 2 and 256
+    tokens; `sections` override it.
+    """
     numbers = {} if "dtype" in sections.get("train", {}) else DEFAULT_NUMBERS
     base = dict(
         model=dict(n_layer=2, n_head=1, n_embd=64, vocab_size=256, block_size=16),
@@ -28,7 +30,9 @@ def tiny_config(**sections) -> Config:
 
 def merged(base: dict, sections: dict) -> dict:
     """Return `base` with the keys of `sections` in the place of its own."""
-    return base | {k: base.get(k, {}) | v if isinstance(v, dict) else v for k, v in sections.items()}
+    return base | {
+        k: base.get(k, {}) | v if isinstance(v, dict) else v for k, v in sections.items()
+    }
 
 
 def tiny_model(K=None, **sections):
@@ -44,5 +48,10 @@ def tiny_model(K=None, **sections):
 def packed_batch(config: Config, seed: int = 0) -> torch.Tensor:
     """Return one micro-batch of random tokens, packed as by the loader."""
     t, rng = config.train, np.random.default_rng(seed)
-    tokens = rng.integers(0, config.model.vocab_size, (StepShape.of(config).micro_batch, t.seq_len + 1), dtype=np.int32)
+    tokens = rng.integers(
+        0,
+        config.model.vocab_size,
+        (StepShape.of(config).micro_batch, t.seq_len + 1),
+        dtype=np.int32,
+    )
     return pack_batch(None, tokens[:, :-1], tokens[:, 1:], config.model.vocab_size)

@@ -1,4 +1,6 @@
-"""A server on localhost with the parts of Weights & Biases' protocol that a run uses; it can be made to fail."""
+"""A server on localhost with the parts of Weights & Biases' protocol that a run
+uses; it can be made to fail.
+"""
 
 import gzip
 import json
@@ -7,7 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Holds one run: history `rows`, `config`, ids `names` it was opened with; if `broken` it answers 500."""
+    """Holds one run: history `rows`, `config`, ids `names` it was opened with;
+    if `broken` it answers 500.
+    """
 
     daemon_threads = True
 
@@ -24,19 +28,27 @@ class WandbServer(ThreadingHTTPServer):
         project = {"id": "1", "name": "p", "entity": {"id": "2", "name": "me"}}
         if "RunResumeStatus" in query:
             bucket = self.rows and {
-                "id": "3", "name": variables["name"], "displayName": "", "notes": None, "tags": [], "config": "{}",
-                "wandbConfig": '{"t": 1}', "summaryMetrics": "{}", "logLineCount": 0,
-                "historyTail": json.dumps(self.rows[-1:]), "historyLineCount": len(self.rows),
-                "eventsTail": "[]", "eventsLineCount": 0,
+                "id": "3", "name": variables["name"], "displayName": "", "notes": None, "tags": [],
+                "config": "{}", "wandbConfig": '{"t": 1}', "summaryMetrics": "{}",
+                "logLineCount": 0, "historyTail": json.dumps(self.rows[-1:]),
+                "historyLineCount": len(self.rows), "eventsTail": "[]", "eventsLineCount": 0,
             }  # fmt: skip
             return {"model": project | {"bucket": bucket or None}}
         if "upsertBucket" in query:
             self.config |= json.loads(variables["config"] or "{}")
             self.names.append(variables["name"])
-            bucket = {"id": "3", "name": variables["name"], "displayName": "", "config": None, "project": project}
+            bucket = {
+                "id": "3",
+                "name": variables["name"],
+                "displayName": "",
+                "config": None,
+                "project": project,
+            }
             return {"upsertBucket": {"inserted": not self.rows, "bucket": bucket}}
         if "CreateRunFiles" in query:
-            files = [{"name": name, "uploadUrl": f"{self.url}/up/{name}"} for name in variables["files"]]
+            files = [
+                {"name": name, "uploadUrl": f"{self.url}/up/{name}"} for name in variables["files"]
+            ]
             return {"createRunFiles": {"runID": "3", "uploadHeaders": [], "files": files}}
         return {}
 

@@ -1,4 +1,6 @@
-"""Data that changes: while a run reads it, the run saves and ends; before a resume, the resume is refused."""
+"""Data that changes: while a run reads it, the run saves and ends; before a
+resume, the resume is refused.
+"""
 
 import json
 import os
@@ -73,20 +75,29 @@ def wrong_ids(path):
         (wrong_ids, "outside the vocabulary: 65535"),
     ],
 )
-def test_run_saves_and_ends_where_training_data_is_damaged(data, tmp_path, monkeypatch, change, message):
-    """Resumed on the changed data it is refused; on the data as it was, it gives the bytes of an unbroken run."""
+def test_run_saves_and_ends_where_training_data_is_damaged(
+    data, tmp_path, monkeypatch, change, message
+):
+    """Resumed on the changed data it is refused; on the data as it was, it gives the
+    bytes of an unbroken run.
+    """
     shutil.copytree(data, tmp_path / "kept")
     with monkeypatch.context() as patch, pytest.raises(DataError, match=message):
         before_steps(lambda _, step: step == 2 and change(data / "train_1.bin"), patch)
         train(run_config(data), tmp_path / "run", resume=False)
     saved = load_checkpoint(find_checkpoint(tmp_path / "run"))[0]
-    assert 2 <= saved["step"] < STEPS and saved["sample"] == 4 * saved["step"] and saved["skipped"] == 0
+    assert (
+        2 <= saved["step"] < STEPS
+        and saved["sample"] == 4 * saved["step"]
+        and saved["skipped"] == 0
+    )
     assert steps(tmp_path / "run") == list(range(1, saved["step"] + 1))
 
     refused = "is other data than before|outside the vocab|wrong size"
     with pytest.raises((CheckpointError, DataError), match=refused) as raised:
         train(run_config(data), tmp_path / "run", resume=True)
-    assert raised.value.on_every_rank == (change is not wrong_ids)  # which only the ranks that reach them find
+    # which only the ranks that reach them find
+    assert raised.value.on_every_rank == (change is not wrong_ids)
     shutil.copy(tmp_path / "kept" / "train_1.bin", data)
     assert train(run_config(data), tmp_path / "run", resume=True) == 0
     assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken", resume=False) == 0
@@ -97,7 +108,10 @@ def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, mon
     """The resumed run makes up for the validation that failed."""
     config, run = run_config(data, eval=dict(every=2, tokens=160)), tmp_path / "run"
     kept = shutil.copy(data / "val_0.bin", tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="val_0.bin: changed while") as raised:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match="val_0.bin: changed while") as raised,
+    ):
         before_steps(lambda _, step: step == 3 and cut(data / "val_0.bin"), patch)
         train(config, run, resume=False)
     assert raised.value.on_every_rank and find_checkpoint(run).name == "step_00000004"
@@ -129,7 +143,9 @@ def resume_config(folder, **sections):
 
 
 @pytest.mark.parametrize("name, key", [("train_1.bin", "data.train"), ("val_0.bin", "data.val")])
-def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stopped, capsys, name, key):
+def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(
+    data, stopped, capsys, name, key
+):
     changed_shard(data / name)
     with pytest.raises(CheckpointError) as error:
         train(resume_config(data), stopped, resume=True)
@@ -137,14 +153,19 @@ def test_resume_on_changed_data_is_refused_with_a_table_or_recorded(data, stoppe
     assert f"{key} {data}/" in title and "accept it with data.allow_changed true" in title
     assert header.split() == ["checkpoint", "now"]
     cells = row.split()
-    assert cells[0] == name and cells[1:3] == ["9,024", "bytes,"] == cells[4:6] and cells[3] != cells[6]
+    assert (
+        cells[0] == name
+        and cells[1:3] == ["9,024", "bytes,"] == cells[4:6]
+        and cells[3] != cells[6]
+    )
 
     capsys.readouterr()
     assert train(resume_config(data, data=dict(allow_changed=True)), stopped, resume=True) == 0
     line = f"changed: {name} 9,024 bytes, {cells[3]} -> 9,024 bytes, {cells[6]}"
     assert line in capsys.readouterr().out
     assert line in json.loads((stopped / "run.json").read_text())["starts"][1]["notes"]
-    assert train(resume_config(data), stopped, resume=True) == 0  # the new data is now that of the run
+    # the new data is now that of the run
+    assert train(resume_config(data), stopped, resume=True) == 0
 
 
 def test_loss_on_other_validation_data_is_no_longer_the_best(data, tmp_path, monkeypatch, capsys):
@@ -152,14 +173,22 @@ def test_loss_on_other_validation_data_is_no_longer_the_best(data, tmp_path, mon
     best, run = dict(checkpoint=dict(best="val_loss")), tmp_path / "run"
     for loss, steps in ((1.0, 2), (2.0, 3)):
         monkeypatch.setattr(trainer, "validation_loss", lambda *_, loss=loss: loss)
-        config = run_config(data, eval=dict(every=1, tokens=160), train=dict(steps=steps, patience=1), **best)
+        config = run_config(
+            data, eval=dict(every=1, tokens=160), train=dict(steps=steps, patience=1), **best
+        )
         assert train(config.replace(data=dict(allow_changed=True)), run, resume=True) == 0
         changed_shard(data / "val_0.bin")
     assert load_checkpoint(find_checkpoint(run))[0]["best"] == [3, 2.0]
-    assert "best: step 1's loss is of other validation data, and no longer counts" in capsys.readouterr().out
+    assert (
+        "best: step 1's loss is of other validation data, and no longer counts"
+        in capsys.readouterr().out
+    )
     fewer = config.replace(data=dict(allow_changed=True), eval=dict(tokens=80), train=dict(steps=4))
     assert train(fewer, run, resume=True) == 0
-    assert "best: step 3's loss is of other validation data, and no longer counts" in capsys.readouterr().out
+    assert (
+        "best: step 3's loss is of other validation data, and no longer counts"
+        in capsys.readouterr().out
+    )
 
 
 def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path):
@@ -172,6 +201,11 @@ def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path
 
 def test_run_warns_of_validation_data_among_the_training_data(data, tmp_path, capsys):
     shards = dict(train=f"{data}/*_1.bin", val=f"{data}/val_*.bin")
-    make_trainer(run_config(data, data=shards, eval=dict(every=2, tokens=160)), tmp_path / "run").close()
-    warning = f"warning: data.train contains the validation data {data}/val_1.bin: the validation loss will be too low"
+    make_trainer(
+        run_config(data, data=shards, eval=dict(every=2, tokens=160)), tmp_path / "run"
+    ).close()
+    warning = (
+        f"warning: data.train contains the validation data {data}/val_1.bin: "
+        "the validation loss will be too low"
+    )
     assert warning in capsys.readouterr().err

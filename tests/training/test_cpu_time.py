@@ -1,4 +1,6 @@
-"""A run that would take days without a GPU is refused before anything is made, unless it is asked for."""
+"""A run that would take days without a GPU is refused before anything is
+made, unless it is asked for.
+"""
 
 import pytest
 
@@ -8,7 +10,10 @@ from gpt2_triton.training.cpu_time import OVERHEAD, expected, product_flops, req
 
 
 def test_a_recipe_for_a_gpu_is_refused_with_its_time(tmp_path):
-    refusal = r"^no GPU: on this CPU 19,560 steps take at least 2\.\d+ years, 1\.\d+ hours each; .* --train.max_minutes"
+    refusal = (
+        r"^no GPU: on this CPU 19,560 steps take at least 2\.\d+ years, "
+        r"1\.\d+ hours each; .* --train.max_minutes"
+    )
     with pytest.raises(ConfigError, match=refusal):
         require_time(Config.load("gpt2_124m"), tmp_path, flops=1e11)
 

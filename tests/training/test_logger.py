@@ -29,7 +29,9 @@ def result(loss, norm, seconds, applied=True, z=(0.0, 0.0)):
 
 
 def run(directory, steps, resume_step=0, **log):
-    """Log a run whose losses are functions of the step, with validation every 3 steps; return its id."""
+    """Log a run whose losses are functions of the step, with validation
+    every 3 steps; return its id.
+    """
     logger = Logger(directory, config(**log), resume_step, about={"git": {"commit": "abc"}})
     for step in steps:
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
@@ -54,7 +56,9 @@ def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
 
 def test_logger_syncs_its_files(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
     logger = Logger(tmp_path, config())
     synced.clear()
     logger.sync()
@@ -72,9 +76,10 @@ def test_logger_writes_full_records(tmp_path, monkeypatch):
     # before close: each line is written at once
     assert read_metrics(tmp_path / METRICS) == [
         {
-            "step": 5, "loss": 4.5, "lr": learning_rate(4, config().optim, 1000), "norm": 1.25, "ms": 500.0,
-            "tok_s": 16384.0,
-            "mfu": pytest.approx(16384 * (6 * 124_475_904 + 6 * 12 * 768 * 1024) / 1e15), "tokens": 5 * 8192,
+            "step": 5, "loss": 4.5, "lr": learning_rate(4, config().optim, 1000), "norm": 1.25,
+            "ms": 500.0, "tok_s": 16384.0,
+            "mfu": pytest.approx(16384 * (6 * 124_475_904 + 6 * 12 * 768 * 1024) / 1e15),
+            "tokens": 5 * 8192,
         },
         {"step": 5, "val_loss": 4.75},
         {"step": 5, "sample": "Once\nmore"},
@@ -111,7 +116,12 @@ def test_logging_md_lists_every_metric_of_every_kind_of_record(tmp_path):
     for kind, values in kinds.items():
         getattr(logger, kind)(7, *values)
         logged |= read_metrics(tmp_path / METRICS)[-1].keys()
-    page = (GUIDE / "logging.md").read_text(encoding="utf-8").partition("## Metrics")[2].partition("##")[0]
+    page = (
+        (GUIDE / "logging.md")
+        .read_text(encoding="utf-8")
+        .partition("## Metrics")[2]
+        .partition("##")[0]
+    )
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     units = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| `")]
     assert {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)} == logged
@@ -121,13 +131,26 @@ def test_logging_md_lists_every_metric_of_every_kind_of_record(tmp_path):
 def test_logger_names_the_cause_of_a_skipped_step(tmp_path, capsys):
     logger = Logger(tmp_path, config(every=100))
     logger.step(7, result(loss=9.0, norm=1.0, seconds=0.1, applied=False, z=(7.25, -0.5)))
-    logger.step(8, result(math.nan, norm=math.inf, seconds=0.1, applied=False), "fch of layer 3 (2 elements)")
+    logger.step(
+        8,
+        result(math.nan, norm=math.inf, seconds=0.1, applied=False),
+        "fch of layer 3 (2 elements)",
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" | skipped: outlier, loss z 7.2, norm z -0.5")
     assert lines[1].endswith(" | skipped: not finite, first: fch of layer 3 (2 elements)")
     outlier, broken = read_metrics(tmp_path / METRICS)
-    assert (outlier["skipped"], outlier["outlier"], outlier["loss_z"], outlier["norm_z"]) == (True, True, 7.25, -0.5)
-    assert (broken["loss"], broken["norm"], broken["skipped"]) == (None, None, True) and "outlier" not in broken
+    assert (outlier["skipped"], outlier["outlier"], outlier["loss_z"], outlier["norm_z"]) == (
+        True,
+        True,
+        7.25,
+        -0.5,
+    )
+    assert (broken["loss"], broken["norm"], broken["skipped"]) == (
+        None,
+        None,
+        True,
+    ) and "outlier" not in broken
     assert "NaN" not in (tmp_path / METRICS).read_text()
 
 
@@ -155,8 +178,20 @@ def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
     lines[1], lines[4] = lines[1][:20] + lines[1], '"text"'
     (tmp_path / METRICS).write_text("\n".join(lines) + "\n")
     capsys.readouterr()
-    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 3, 3, 5, 6, 6, 7, 8]
-    warning = f"warning: {tmp_path / METRICS}: 2 of 10 lines are damaged and left out, the first is line 2\n"
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [
+        1,
+        3,
+        3,
+        5,
+        6,
+        6,
+        7,
+        8,
+    ]
+    warning = (
+        f"warning: {tmp_path / METRICS}: 2 of 10 lines are damaged and "
+        "left out, the first is line 2\n"
+    )
     assert capsys.readouterr().err == warning
 
 
@@ -189,4 +224,10 @@ def test_damaged_run_json_counts_as_empty(tmp_path, text):
 
 
 def test_duration_formats():
-    assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == ["0s", "12s", "4m 05s", "1h 23m", "100h 00m"]
+    assert [duration(s) for s in (0.4, 12, 245, 4980, 360_000)] == [
+        "0s",
+        "12s",
+        "4m 05s",
+        "1h 23m",
+        "100h 00m",
+    ]

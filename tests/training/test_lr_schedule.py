@@ -1,4 +1,6 @@
-"""Learning rates against closed forms at the steps that define them, and the inputs of the update."""
+"""Learning rates against closed forms at the steps that define them, and
+the inputs of the update.
+"""
 
 import math
 from typing import get_args
@@ -25,16 +27,24 @@ def test_learning_rate_of_each_name_warms_up_linearly_to_the_peak(schedule):
     assert lrs[WARMUP - 1] == max(lrs) == LR
 
 
-@pytest.mark.parametrize(("schedule", "halfway"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("wsd", 1.0)])
+@pytest.mark.parametrize(
+    ("schedule", "halfway"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("wsd", 1.0)]
+)
 def test_learning_rate_in_the_middle_of_the_decay(schedule, halfway):
-    """Cosine and linear are at the mean of lr and 0.1 lr; constant and wsd have not begun to decay."""
-    assert curve(schedule, final_frac=0.1)[WARMUP + (STEPS - WARMUP) // 2] == pytest.approx(halfway * LR)
+    """Cosine and linear are at the mean of lr and 0.1 lr; constant and
+    wsd have not begun to decay.
+    """
+    assert curve(schedule, final_frac=0.1)[WARMUP + (STEPS - WARMUP) // 2] == pytest.approx(
+        halfway * LR
+    )
 
 
 @pytest.mark.parametrize(("schedule", "fallen"), [("wsd", math.sqrt(0.25)), ("trapezoid", 0.25)])
 def test_learning_rate_is_constant_then_falls_with_the_square_root_or_linearly(schedule, fallen):
     lrs = curve(schedule, final_frac=0.1, wsd_decay_frac=0.2)
-    assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(0.1 * LR + 0.9 * LR * (1 - fallen))
+    assert set(lrs[WARMUP:800]) == {LR} and lrs[850] == pytest.approx(
+        0.1 * LR + 0.9 * LR * (1 - fallen)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
@@ -46,18 +56,29 @@ def test_learning_rate_reaches_its_end_one_step_after_the_last(schedule):
 
 
 def resumed(step, then, now, steps=(6, 12)):
-    """Return the lines about a run of steps[0] steps that goes on after `step` steps to steps[1]."""
+    """Return the lines about a run of steps[0] steps that goes on after
+    `step` steps to steps[1].
+    """
     optim = [dict(lr=LR, warmup=1, final_frac=0.0) | keys for keys in (then, now)]
     saved, config = (dict(optim=o, train=dict(steps=n)) for o, n in zip(optim, steps))
     return changes_on_resume(step, saved, Config.model_validate(config))
 
 
 def test_a_resume_tells_how_its_learning_rate_differs_from_the_plan():
-    """A cosine of 6 steps ends near 0, but of 12 steps it is near the peak there; a constant rate has no end."""
-    rates = [learning_rate(5, OptimConfig(lr=LR, warmup=1), 6), learning_rate(6, OptimConfig(lr=LR, warmup=1), 12)]
-    line = "learning rate: {:.2e} at step 6, {:.2e} at step 7: its schedule has changed".format(*rates)
+    """A cosine of 6 steps ends near 0, but of 12 steps it is near the peak there; a
+    constant rate has no end.
+    """
+    rates = [
+        learning_rate(5, OptimConfig(lr=LR, warmup=1), 6),
+        learning_rate(6, OptimConfig(lr=LR, warmup=1), 12),
+    ]
+    line = "learning rate: {:.2e} at step 6, {:.2e} at step 7: its schedule has changed".format(
+        *rates
+    )
     assert resumed(6, {}, {}) == [line] and rates[1] > 5 * rates[0]
-    assert resumed(3, {}, dict(lr=2 * LR), steps=(6, 6))[0].startswith("learning rate: 5.43e-04 at step 3, 7.8")
+    assert resumed(3, {}, dict(lr=2 * LR), steps=(6, 6))[0].startswith(
+        "learning rate: 5.43e-04 at step 3, 7.8"
+    )
     for same in ({}, dict(schedule="constant"), dict(schedule="wsd")):
         assert resumed(2, same, same | dict(eps=1e-6), steps=(6, 12 if same else 6)) == []
     assert resumed(6, *[dict(schedule="constant")] * 2) == []
@@ -67,7 +88,9 @@ def test_a_resume_tells_the_decay_that_tau_now_gives():
     """Twice the steps halve it."""
     tau = dict(schedule="constant", weight_decay=None, tau=6 * LR)
     line = "weight decay: {} -> {}, by optim.tau, optim.lr and train.steps"
-    assert resumed(2, tau, tau) == [line.format(1, 0.5)] and resumed(2, tau, tau, steps=(6, 6)) == []
+    assert (
+        resumed(2, tau, tau) == [line.format(1, 0.5)] and resumed(2, tau, tau, steps=(6, 6)) == []
+    )
     assert resumed(2, dict(schedule="constant"), tau) == [line.format(0.1, 0.5)]
 
 
@@ -79,7 +102,9 @@ def nanogpt_rate(it, warmup, end, low):
 
 
 def test_learning_rates_of_nanogpt_are_had_with_a_step_more_of_warmup_and_in_all():
-    """Its steps are 0 to max_iters.  Its warmup comes out exactly, its decay one step later: docs/guide/interop.md."""
+    """Its steps are 0 to max_iters.  Its warmup comes out exactly, its decay one step
+    later: docs/guide/interop.md.
+    """
     warmup, end, low = 100, 1000, 0.1 * LR
     optim = OptimConfig(lr=LR, warmup=warmup + 1, final_frac=0.1)
     ours = [learning_rate(step, optim, end + 1) for step in range(end + 1)]
@@ -94,7 +119,9 @@ def test_learning_rate_of_a_run_that_is_all_warmup_or_has_none():
 
 
 def test_step_inputs_are_the_rounded_closed_forms():
-    config = Config.model_validate(dict(optim=dict(clip=0.5), train=dict(total_batch_tokens=1 << 18)))
+    config = Config.model_validate(
+        dict(optim=dict(clip=0.5), train=dict(total_batch_tokens=1 << 18))
+    )
     row = step_inputs(2, config)
     lr = learning_rate(2, config.optim, config.train.steps)
     assert row.dtype == np.float32 and row.shape == (8,)

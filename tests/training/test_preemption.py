@@ -1,4 +1,6 @@
-"""Signals: the first ends a run after its step, the second at once; a launcher's repetition is not a second one."""
+"""Signals: the first ends a run after its step, the second at once; a launcher's
+repetition is not a second one.
+"""
 
 import itertools
 import os
@@ -23,7 +25,9 @@ from tests.support.checkpoints import load_checkpoint
 
 @pytest.fixture
 def exit_codes(monkeypatch):
-    """Exit codes with which the process would have ended at once; the handlers are restored afterwards."""
+    """Exit codes with which the process would have ended at once; the
+    handlers are restored afterwards.
+    """
     codes, handlers = [], {number: signal.getsignal(number) for number in NUMBERS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as where nohup did not start the tests
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -33,8 +37,12 @@ def exit_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, monkeypatch, capfd, number):
-    """A repeat within a second is the same event: a shell and the kernel both send SIGHUP as a terminal is closed."""
+def test_signals_on_one_rank_first_stops_second_exits(
+    exit_codes, tmp_path, monkeypatch, capfd, number
+):
+    """A repeat within a second is the same event: a shell and the kernel both send
+    SIGHUP as a terminal is closed.
+    """
     signals, moment = ShutdownSignals(1), 100.0
     monkeypatch.setattr("time.monotonic", lambda: moment)
     signals.begin_loop(tmp_path)
@@ -42,14 +50,18 @@ def test_signals_on_one_rank_first_stops_second_exits(exit_codes, tmp_path, monk
     signal.raise_signal(number)
     moment += REPEAT_WINDOW
     signal.raise_signal(number)
-    assert signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
+    assert (
+        signals.stop and signals.received == number and not exit_codes and not os.listdir(tmp_path)
+    )
     again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
     line = f"stopping after this step; {again} after 1 second ends at once without a checkpoint\n"
     assert capfd.readouterr().out == line
     moment += 0.5
     signal.raise_signal(signal.SIGINT)
     assert exit_codes == [130] and os.listdir(tmp_path) == [PREEMPTED]
-    ended = "ended at once: steps since the last checkpoint are lost; the same command with --run_dir"
+    ended = (
+        "ended at once: steps since the last checkpoint are lost; the same command with --run_dir"
+    )
     assert capfd.readouterr().out == f"{ended} {tmp_path} --resume continues\n"
 
 
@@ -90,11 +102,16 @@ def test_signals_of_launched_ranks_wait_for_agreement_and_ignore_repeats(
     lines = capfd.readouterr().out.splitlines()
     again = f"a second signal after {LAUNCHED_WINDOW} seconds ends at once without a checkpoint"
     assert lines[0] == f"stopping after this step; {again}"
-    assert lines[1] == f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
+    assert (
+        lines[1]
+        == f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
+    )
     assert lines[2].startswith("ended at once: steps since the last checkpoint are lost; ")
 
 
-def test_line_about_torchrun_is_left_out_where_its_limit_is_set(exit_codes, tmp_path, monkeypatch, capfd):
+def test_line_about_torchrun_is_left_out_where_its_limit_is_set(
+    exit_codes, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv(SHUTDOWN, "150")
     ShutdownSignals(2).begin_loop(tmp_path)
@@ -103,7 +120,9 @@ def test_line_about_torchrun_is_left_out_where_its_limit_is_set(exit_codes, tmp_
 
 
 def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, tmp_path, monkeypatch):
-    """A launcher forwards the signal that the process group got too: the save must not end in an exception."""
+    """A launcher forwards the signal that the process group got too: the save
+    must not end in an exception.
+    """
     moment, passed_on = 100.0, []
     signal.signal(signal.SIGTERM, lambda number, _: passed_on.append(number))
     monkeypatch.setattr("time.monotonic", lambda: moment)
@@ -120,9 +139,22 @@ def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, tmp_path, 
 def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request):
     """It receives SIGHUP, and from then on printing fails."""
     root = request.config.rootpath
-    small = "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 --train.seq_len 16"
-    options = f"{small} --train.total_batch_tokens null --train.steps 100000 --eval.every 0 --sample.every 0"
-    command = [sys.executable, "train.py", "configs/quickstart.yaml", *options.split(), "--run_dir", str(tmp_path)]
+    small = (
+        "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 "
+        "--train.batch_size 1 --train.seq_len 16"
+    )
+    options = (
+        f"{small} --train.total_batch_tokens null --train.steps 100000 "
+        "--eval.every 0 --sample.every 0"
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "configs/quickstart.yaml",
+        *options.split(),
+        "--run_dir",
+        str(tmp_path),
+    ]
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(root)

@@ -1,4 +1,6 @@
-"""Outliers are skipped in their own step; a rewound run equals one without the bad data; both resume exactly."""
+"""Outliers are skipped in their own step; a rewound run equals one without the bad
+data; both resume exactly.
+"""
 
 import math
 import signal
@@ -42,7 +44,9 @@ def outlier_config():
 
 @pytest.fixture(scope="module")
 def spike():
-    """A window of 4 steps, in which z is at most 3 ** 0.5, and one step with ten times the loss scale, and gradient."""
+    """A window of 4 steps, in which z is at most 3 ** 0.5, and one step with ten times the
+    loss scale, and gradient.
+    """
 
     def row(step, config):
         inputs = step_inputs(step, config)
@@ -80,8 +84,17 @@ def test_outlier_is_skipped_in_its_own_step_and_counted_separately(spiked):
     assert logged[SPIKE]["outlier"] is True and logged[SPIKE]["loss_z"] > 1.7
     assert ["loss_z" in r for r in logged] == [step >= 4 for step in range(6)]
     state = final(run)[0]
-    counted = {key: state[key] for key in ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")}
-    assert counted == {"skipped": 1, "outliers": 1, "skipped_in_a_row": 0, "without_update": 0, "rewinds": 0}
+    counted = {
+        key: state[key]
+        for key in ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewinds")
+    }
+    assert counted == {
+        "skipped": 1,
+        "outliers": 1,
+        "skipped_in_a_row": 0,
+        "without_update": 0,
+        "rewinds": 0,
+    }
 
 
 def test_resume_continues_with_a_half_full_window(spiked, tmp_path, monkeypatch):
@@ -102,7 +115,9 @@ def rewind_config():
 
 @pytest.fixture(scope="module")
 def bad_data():
-    """Samples 4 and 5, of step 3, are replaced by tokens 255, which make the gradient NaN at any step."""
+    """Samples 4 and 5, of step 3, are replaced by tokens 255, which make the
+    gradient NaN at any step.
+    """
     batch, micro_step = TrainLoader.batch, Model.micro_step
 
     def marked(self, first, count):
@@ -128,10 +143,14 @@ def rewound(bad_data, tmp_path_factory):
 
 
 def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path):
-    """Step 3 fails.  The run returns to step 2 and takes samples 6 and 7, like a model driven by hand."""
+    """Step 3 fails.  The run returns to step 2 and takes samples 6 and 7,
+    like a model driven by hand.
+    """
     logged = records(rewound)
     assert [r["step"] for r in logged] == [1, 2, 2, 3, 4]
-    assert logged[2] == {"step": 2, "rewound_from": 3, "sample": 6} and not any("skipped" in r for r in logged)
+    assert logged[2] == {"step": 2, "rewound_from": 3, "sample": 6} and not any(
+        "skipped" in r for r in logged
+    )
     other, losses = make_trainer(rewind_config(), tmp_path), []
     other._calibrate()
     for step, first in enumerate((0, 2, 6, 8)):
@@ -158,7 +177,14 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
 
 def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkeypatch, capsys):
     before_steps(lambda self, index: index == 1 and poison(self), monkeypatch)
-    assert train(run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)), tmp_path, resume=False) == 0
+    assert (
+        train(
+            run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)),
+            tmp_path,
+            resume=False,
+        )
+        == 0
+    )
     assert "step 2: no checkpoint to rewind to; steps are only skipped" in capsys.readouterr().out
 
 

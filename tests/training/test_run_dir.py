@@ -32,11 +32,15 @@ def test_newest_checkpoint_is_found_and_nothing_is_removed(tmp_path, held, capsy
 
 def test_resume_of_nothing_is_said(tmp_path, held, capsys):
     assert open_run_dir(tmp_path / "typo", True, held) is None
-    assert capsys.readouterr().out == f"nothing to resume in {tmp_path / 'typo'}: starting a new run\n"
+    assert (
+        capsys.readouterr().out == f"nothing to resume in {tmp_path / 'typo'}: starting a new run\n"
+    )
 
 
 def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="^--resume must: .*typo has no checkpoint; correct --run_dir"):
+    with pytest.raises(
+        CheckpointError, match="^--resume must: .*typo has no checkpoint; correct --run_dir"
+    ):
         with contextlib.ExitStack() as held:
             open_run_dir(tmp_path / "typo", "must", held)
     assert os.listdir(tmp_path / "typo") == []
@@ -44,7 +48,9 @@ def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(("error", "stays"), [(CheckpointError, False), (KeyboardInterrupt, True)])
 def test_start_that_fails_removes_the_mark_of_the_stop_before_it(tmp_path, error, stays):
-    """Else a script that looks for PREEMPTED would start the run for ever.  A signal at the start leaves the mark."""
+    """Else a script that looks for PREEMPTED would start the run for ever.  A signal at
+    the start leaves the mark.
+    """
     write(tmp_path / "checkpoints", 10)
     (tmp_path / PREEMPTED).touch()
     with contextlib.suppress(error), contextlib.ExitStack() as held:
@@ -57,7 +63,10 @@ def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys
     (tmp_path / "stats.jsonl").touch()
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(METRICS)
-        with contextlib.ExitStack() as held, pytest.raises(ConfigError, match="has metrics up to step 7, but no check"):
+        with (
+            contextlib.ExitStack() as held,
+            pytest.raises(ConfigError, match="has metrics up to step 7, but no check"),
+        ):
             open_run_dir(tmp_path, False, held)
         assert (tmp_path / "metrics.jsonl").read_text() == METRICS
         with contextlib.ExitStack() as held:
@@ -76,8 +85,11 @@ def test_directory_inside_checkpoints_belongs_to_their_run(tmp_path):
     write(tmp_path / "run" / "checkpoints", 10)
     for inside in ("", STEP_10, "new"):
         path = tmp_path / "run" / "checkpoints" / inside
-        with pytest.raises(ConfigError, match=f"^--run_dir: {path} is inside the run {tmp_path / 'run'}; "):
+        with pytest.raises(
+            ConfigError, match=f"^--run_dir: {path} is inside the run {tmp_path / 'run'}; "
+        ):
             check_run_dir(path, True)
-    write(tmp_path / "checkpoints" / "a" / "checkpoints", 10)  # a directory of that name may hold runs
+    # a directory of that name may hold runs
+    write(tmp_path / "checkpoints" / "a" / "checkpoints", 10)
     for free in ("checkpoints", "checkpoints/a", "checkpoints/new"):
         check_run_dir(tmp_path / free, True)

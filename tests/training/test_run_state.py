@@ -11,8 +11,10 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.run_state import MAX_REWINDS, RunState
 
 SAVED = (
-    '{"format": 2, "step": 4, "sample": 32, "best": [4, 1.5], "waited": 0, "skipped": 1, "outliers": 1, '
-    '"skipped_in_a_row": 0, "without_update": 0, "rewinds": 3, "rewound_to": 2, "config": {}, "data": []}'
+    '{"format": 2, "step": 4, "sample": 32, "best": '
+    '[4, 1.5], "waited": 0, "skipped": 1, "outliers": 1, '
+    '"skipped_in_a_row": 0, "without_update": 0, "rewinds": '
+    '3, "rewound_to": 2, "config": {}, "data": []}'
 )
 
 
@@ -45,16 +47,31 @@ def test_best_before_one_that_was_not_saved_is_the_best_again():
 
 def test_record_validation_keeps_the_first_of_the_lowest_finite_losses():
     state = RunState()
-    for step, loss, best in ((0, 1.0, None), (4, math.nan, None), (5, 2.0, 5), (6, 2.0, 5), (7, math.nan, 5)):
+    for step, loss, best in (
+        (0, 1.0, None),
+        (4, math.nan, None),
+        (5, 2.0, 5),
+        (6, 2.0, 5),
+        (7, math.nan, 5),
+    ):
         state.record_validation(step, loss)
         assert state.best_step == best
     state.step = 90  # patience counts validations, at whatever eval.every they were
-    assert [n for n in (1, 2, 3) if state.is_out_of_patience(Config().replace(train=dict(patience=n)))] == [1, 2]
+    assert [
+        n for n in (1, 2, 3) if state.is_out_of_patience(Config().replace(train=dict(patience=n)))
+    ] == [1, 2]
 
 
 def test_run_state_counts_both_kinds_of_skipped_steps():
     state = RunState()
-    for loss, applied in ((2.0, True), (9.0, False), (math.nan, False), (math.nan, False), (9.0, False), (2.0, True)):
+    for loss, applied in (
+        (2.0, True),
+        (9.0, False),
+        (math.nan, False),
+        (math.nan, False),
+        (9.0, False),
+        (2.0, True),
+    ):
         state.count(StepResult(loss, 1.0, applied, 0.1, (0.0, 0.0)))
         seen = [state.skipped, state.outliers, state.skipped_in_a_row, state.without_update]
         if loss == 9.0:
@@ -63,8 +80,12 @@ def test_run_state_counts_both_kinds_of_skipped_steps():
 
 
 def test_rewind_after_so_many_steps_without_update():
-    """At step 12 the last two had no update: the target is 8, the last multiple of 4 up to step 10."""
-    config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
+    """At step 12 the last two had no update: the target is 8, the last
+    multiple of 4 up to step 10.
+    """
+    config = Config.model_validate(
+        dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4))
+    )
     state = RunState(step=12, without_update=1, skipped_in_a_row=1)
     assert not state.is_rewind_due(config)
     state.without_update = state.skipped_in_a_row = 2
@@ -78,15 +99,27 @@ def test_rewind_after_so_many_steps_without_update():
         state.raise_if_unstable(config, 8, str)
     state.rewind_to(8, (4, 1.0))
     assert state.best == (4, 1.0)
-    assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (8, 0, 0, MAX_REWINDS + 1)
+    assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (
+        8,
+        0,
+        0,
+        MAX_REWINDS + 1,
+    )
     state.rewind_to(12, None)
     assert (state.rewinds, state.rewound_to) == (1, 12)
 
 
 def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
-    config = Config.model_validate(dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4)))
+    config = Config.model_validate(
+        dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4))
+    )
     with pytest.raises(
         NonFiniteError,
-        match="step 3: .* in a row, with no checkpoint .*; in the last step, those there; the last update was step 1",
+        match=(
+            "step 3: .* in a row, with no checkpoint .*; in the last step, "
+            "those there; the last update was step 1"
+        ),
     ):
-        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(config, 0, lambda: "those there")
+        RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(
+            config, 0, lambda: "those there"
+        )

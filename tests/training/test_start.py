@@ -1,4 +1,6 @@
-"""The start of a run: fp8 is refused on a GPU that has none, as is a project that W&B would; a new Triton is named."""
+"""The start of a run: fp8 is refused on a GPU that has none, as is a project that W&B
+would; a new Triton is named.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,10 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "architecture", lambda: "8.0")
     refused = "train.precision: fp8 needs .*, {} is 8.0; set it to bf16"
     config = Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16")))
-    with pytest.raises(ConfigError, match=refused.format("NVIDIA A100")), starting(config, tmp_path / "run", False):
+    with (
+        pytest.raises(ConfigError, match=refused.format("NVIDIA A100")),
+        starting(config, tmp_path / "run", False),
+    ):
         pass
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=refused.format("this GPU")):
@@ -35,19 +40,25 @@ def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_pa
 def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
     for project, variable in (("a/b", ""), ("other", "a/b")):
         monkeypatch.setenv("WANDB_PROJECT", variable)
-        config = Config.model_validate(dict(log=dict(wandb="offline", wandb_project=project)))  # old runs may have one
-        with pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"), starting(config, tmp_path / "run", False):
+        # old runs may have one
+        config = Config.model_validate(dict(log=dict(wandb="offline", wandb_project=project)))
+        with (
+            pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"),
+            starting(config, tmp_path / "run", False),
+        ):
             pass
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("found", "lines"), [("3.9.1", 0), ("3.10.0", 1), ("4.0+git1a2b", 1)])
-def test_a_triton_newer_than_the_tests_is_named_once_at_the_start(tmp_path, monkeypatch, capsys, found, lines):
+def test_a_triton_newer_than_the_tests_is_named_once_at_the_start(
+    tmp_path, monkeypatch, capsys, found, lines
+):
     monkeypatch.setattr(version, "installed_version", lambda name: found)
     config = Config.model_validate(dict(data=dict(train="builtin", val="builtin")))
     with starting(config, tmp_path / "run", False):
         pass
     printed = capsys.readouterr().out.splitlines()
-    assert [line.partition(": newer than 3.9, the newest that is tested; ")[0] for line in printed] == (
-        [f"triton {found}"] * lines
-    )
+    assert [
+        line.partition(": newer than 3.9, the newest that is tested; ")[0] for line in printed
+    ] == ([f"triton {found}"] * lines)

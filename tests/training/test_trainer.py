@@ -26,7 +26,16 @@ from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED
 from tests.support.checkpoints import load_checkpoint
-from tests.support.loop import before_steps, final_bytes, losses, make_trainer, poison, records, stop_after, train
+from tests.support.loop import (
+    before_steps,
+    final_bytes,
+    losses,
+    make_trainer,
+    poison,
+    records,
+    stop_after,
+    train,
+)
 from tests.support.models import calibrate
 from tests.support.tiny import merged, packed_batch, tiny_config, tiny_model
 
@@ -35,7 +44,9 @@ GOLDEN = [5.587525, 5.578734, 5.014409, 4.873920, 4.126922]
 
 
 def run_config(**sections):
-    """One layer, two micro-steps, validation every 2 and a sample every 3 of 5 steps; `sections` override."""
+    """One layer, two micro-steps, validation every 2 and a sample every 3 of 5
+    steps; `sections` override.
+    """
     base = dict(
         model=dict(n_layer=1),
         train=dict(steps=STEPS, total_batch_tokens=64),
@@ -60,7 +71,9 @@ def test_train_twice_gives_the_same_bytes(unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("k", range(1, STEPS))
-def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp_path, monkeypatch, k):
+def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(
+    unbroken, tmp_path, monkeypatch, k
+):
     with monkeypatch.context() as patch:
         stop_after(patch, k)
         assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
@@ -75,13 +88,17 @@ def unreadable(*_):
 
 
 def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkeypatch, capfd):
-    """The signal comes in step 2, before a validation and a save; the first resume fails before it saves."""
+    """The signal comes in step 2, before a validation and a save; the first
+    resume fails before it saves.
+    """
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         train(run_config(checkpoint=dict(every=2)), tmp_path, resume=False)
     assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
-    line = "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
+    line = (
+        "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
+    )
     assert line in capfd.readouterr().out.splitlines()
     with monkeypatch.context() as patch, pytest.raises(DataError):
         before_steps(unreadable, patch)
@@ -99,7 +116,9 @@ def test_signal_within_a_validation_breaks_it_off_and_the_resumed_run_repeats_it
         signal_within_validation(patch, validated)
         assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
     assert (tmp_path / PREEMPTED).exists()
-    assert (validated, "val_loss") not in [(record["step"], key) for record in records(tmp_path) for key in record]
+    assert (validated, "val_loss") not in [
+        (record["step"], key) for record in records(tmp_path) for key in record
+    ]
     if validated:
         state, _ = load_checkpoint(find_checkpoint(tmp_path))
         assert (state["step"], state["left_out"][0]) == (validated, "eval.every")
@@ -125,7 +144,9 @@ def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(
     trainer.close()
 
 
-def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(unbroken, tmp_path, monkeypatch):
+def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
+    unbroken, tmp_path, monkeypatch
+):
     """The limit passes within the second step."""
     limits = []
 
@@ -144,8 +165,13 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert records(tmp_path) == records(unbroken)
 
 
-def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbroken, tmp_path, monkeypatch):
-    fixed, config = losses(unbroken), run_config(data=dict(windows="shifted"), optim=dict(weight_decay=None, tau=2.0))
+def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(
+    unbroken, tmp_path, monkeypatch
+):
+    fixed, config = (
+        losses(unbroken),
+        run_config(data=dict(windows="shifted"), optim=dict(weight_decay=None, tau=2.0)),
+    )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(config, whole, resume=False) == 0 and losses(whole)[0] != fixed[0]
     with monkeypatch.context() as patch:
@@ -156,7 +182,9 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbrok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str)
+@pytest.mark.parametrize(
+    "optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str
+)
 def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
     """Noise and masks are keyed by (seed, step, element), so a resumed run draws the same."""
     sections = dict(model=dict(n_layer=1, dropout=dropout), optim=optim)
@@ -172,9 +200,13 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
 
 @pytest.mark.slow
 def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
-    """Scales are carried over while they suffice, and found again when the logits are in fp8 once more."""
+    """Scales are carried over while they suffice, and found again when the
+    logits are in fp8 once more.
+    """
     for steps, keep in ((1, "none"), (2, "head"), (3, "none")):
-        sections = dict(train=dict(dtype="bf16", precision="fp8", steps=steps), fp8=dict(keep_bf16=keep))
+        sections = dict(
+            train=dict(dtype="bf16", precision="fp8", steps=steps), fp8=dict(keep_bf16=keep)
+        )
         assert train(run_config(**sections, eval=dict(every=0)), tmp_path, resume=steps > 1) == 0
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [start["precision"]["calibrated"] for start in starts] == [True, False, True]
@@ -183,7 +215,9 @@ def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
 
 
 def test_closing_waits_for_a_save_in_the_phase_of_saving(tmp_path, monkeypatch):
-    """Else the watchdog of several ranks, which does not count the save's bytes then, would end it as a hang."""
+    """Else the watchdog of several ranks, which does not count the save's bytes
+    then, would end it as a hang.
+    """
     made, phases = make_trainer(run_config(), tmp_path), []
     monkeypatch.setattr(made.checkpointer, "wait", lambda *_: phases.append(made.watchdog._phase))
     made.close()
@@ -192,7 +226,9 @@ def test_closing_waits_for_a_save_in_the_phase_of_saving(tmp_path, monkeypatch):
 
 def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
     for steps, source in ((1, "scratch"), (2, "checkpoint:nowhere")):
-        config = run_config(train=dict(steps=steps), eval=dict(every=0)).model_copy(update={"init_from": source})
+        config = run_config(train=dict(steps=steps), eval=dict(every=0)).model_copy(
+            update={"init_from": source}
+        )
         assert train(config, tmp_path, resume=steps > 1) == 0
     assert "init_from checkpoint:nowhere is not used: the run continues" in capsys.readouterr().out
     assert "init_from: scratch\n" in (tmp_path / "config.yaml").read_text()
@@ -200,10 +236,14 @@ def test_init_from_of_a_resume_is_not_used_and_not_recorded(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
-    """With the bytes of the unbroken run; in bf16 without scales, which a return to fp8 finds again, as in run.json."""
+    """With the bytes of the unbroken run; in bf16 without scales, which a return to fp8
+    finds again, as in run.json.
+    """
 
     def config(precision="fp8", steps=3):
-        sections = dict(train=dict(dtype="bf16", precision=precision, steps=steps), fp8=dict(keep_bf16=""))
+        sections = dict(
+            train=dict(dtype="bf16", precision=precision, steps=steps), fp8=dict(keep_bf16="")
+        )
         return run_config(**sections, checkpoint=dict(every=1, keep=0), log=dict(stats_every=2))
 
     def resumed(name, *configs):
@@ -216,31 +256,62 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
     train(config(), tmp_path / "unbroken", False)
     again = resumed("resumed", config("auto"))  # auto keeps what the run has
-    assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and records(again) == records(tmp_path / "unbroken")
+    assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and records(again) == records(
+        tmp_path / "unbroken"
+    )
     validations = [r for r in records(again) if "val_loss" in r]
-    assert len(validations) == 3 and all(0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations)
+    assert len(validations) == 3 and all(
+        0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations
+    )
     stats = [json.loads(line) for line in (again / "stats.jsonl").read_text().splitlines()]
-    assert all(0 <= share < 0.01 for r in stats for name in r["fp8"].values() for share in name["saturated"])
+    assert all(
+        0 <= share < 0.01
+        for r in stats
+        for name in r["fp8"].values()
+        for share in name["saturated"]
+    )
     assert stats and all(r["fp8"].keys() == {*SCALES, *HEAD_SCALES} for r in stats)
 
     changed = resumed("changed", config("bf16", 2), config())
-    starts = [start["precision"] for start in json.loads((changed / "run.json").read_text())["starts"]]
-    assert [(s["products"], s["calibrated"]) for s in starts] == [("fp8", True), ("bf16", False), ("fp8", True)]
-    tensors = [load_checkpoint(changed / "checkpoints" / f"step_{step:08d}")[1] for step in (1, 2, 3)]
+    starts = [
+        start["precision"] for start in json.loads((changed / "run.json").read_text())["starts"]
+    ]
+    assert [(s["products"], s["calibrated"]) for s in starts] == [
+        ("fp8", True),
+        ("bf16", False),
+        ("fp8", True),
+    ]
+    tensors = [
+        load_checkpoint(changed / "checkpoints" / f"step_{step:08d}")[1] for step in (1, 2, 3)
+    ]
     assert ["scale" in found for found in tensors] == [True, False, True]
-    assert (tensors[2]["history"] > 0).sum(1).tolist() == [2] * 14  # of the calibration and of one step
+    # of the calibration and of one step
+    assert (tensors[2]["history"] > 0).sum(1).tolist() == [2] * 14
 
 
-def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(tmp_path, monkeypatch, capsys):
+def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(
+    tmp_path, monkeypatch, capsys
+):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        train(run_config(model=dict(vocab_size=600), checkpoint=dict(every=1)), tmp_path, resume=False)
+        train(
+            run_config(model=dict(vocab_size=600), checkpoint=dict(every=1)), tmp_path, resume=False
+        )
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
-    assert "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?" in lines[:5]
+    assert (
+        "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
+        in lines[:5]
+    )
     saved = [f"checkpoint {tmp_path / 'checkpoints'}/step_0000000{step}" for step in (1, 2)]
-    assert saved == [line for line in lines if line.startswith("checkpoint ")] and lines[-2] == saved[-1]
-    assert lines[-1] == f"stopped after step 2; the same command with --run_dir {tmp_path} --resume continues"
+    assert (
+        saved == [line for line in lines if line.startswith("checkpoint ")]
+        and lines[-2] == saved[-1]
+    )
+    assert (
+        lines[-1]
+        == f"stopped after step 2; the same command with --run_dir {tmp_path} --resume continues"
+    )
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
@@ -265,7 +336,9 @@ def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(un
 
 
 def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
-    """4 sequences at once, or 2 and 2: the same samples, with sums that differ in fp32 rounding (measured 1e-7)."""
+    """4 sequences at once, or 2 and 2: the same samples, with sums that differ in fp32
+    rounding (measured 1e-7).
+    """
     assert train(run_config(train=dict(batch_size=4)), tmp_path, resume=False) == 0
     whole = losses(tmp_path)
     halves = losses(unbroken)
@@ -275,10 +348,18 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
 def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, monkeypatch):
     config = run_config(train=dict(skip_limit=2))
     before_steps(lambda self, index: index == 1 and poison(self), monkeypatch)
-    with pytest.raises(NonFiniteError, match="step 3: .* not finite for 2 steps in a row") as raised:
+    with pytest.raises(
+        NonFiniteError, match="step 3: .* not finite for 2 steps in a row"
+    ) as raised:
         train(config, tmp_path, resume=False)
-    assert re.search(r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ", str(raised.value))
-    assert [r["skipped"] for r in records(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [True, True]
+    assert re.search(
+        r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ",
+        str(raised.value),
+    )
+    assert [r["skipped"] for r in records(tmp_path) if r.get("step", 0) > 1 and "loss" in r] == [
+        True,
+        True,
+    ]
 
 
 def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
@@ -298,11 +379,16 @@ def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
 
         monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
         found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
-    assert found == f"the losses of 1 of its 4 sequences are not finite, the first on rank 0 at {loader.place(11)}"
+    assert found == (
+        "the losses of 1 of its 4 sequences are not finite, "
+        f"the first on rank 0 at {loader.place(11)}"
+    )
 
 
 def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path, monkeypatch):
-    """The host waits for a step after it has launched the next; work that reads the weights comes after its line."""
+    """The host waits for a step after it has launched the next; work that reads the
+    weights comes after its line.
+    """
     seen = []
 
     def record(owner, method):
@@ -315,15 +401,18 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
         monkeypatch.setattr(owner, method, recorded)
 
     for owner, method in (
-        (Model, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"), (AsyncCheckpointer, "save"),
+        (Model, "end_step"), (Logger, "step"), (Logger, "validation"), (Logger, "sample"),
+        (AsyncCheckpointer, "save"),
     ):  # fmt: skip
         record(owner, method)
     train_section = dict(steps=4, total_batch_tokens=32)
-    config = run_config(train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0))
+    config = run_config(
+        train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0)
+    )
     train(config, tmp_path, resume=False)
     assert seen == [
-        "validation 0", "end_step", "end_step", "step 1", "step 2", "save 2", "end_step", "step 3", "sample 3",
-        "end_step", "step 4", "validation 4", "sample 4", "save 4",
+        "validation 0", "end_step", "end_step", "step 1", "step 2", "save 2", "end_step", "step 3",
+        "sample 3", "end_step", "step 4", "validation 4", "sample 4", "save 4",
     ]  # fmt: skip
 
 
@@ -331,8 +420,8 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
 def test_losses_of_five_steps_are_the_recorded_ones():
     """tests/support/reference.py computes the same losses in float64 from the same initial weights.
 
-    They also pin the initial weights, which come from Philox and are the same on every machine.  The bound of 1e-5 is
-    16 times the measured error of fp32.
+    They also pin the initial weights, which come from Philox and are the same on every machine.
+    The bound of 1e-5 is 16 times the measured error of fp32.
     """
     model, config = tiny_model(train=dict(steps=5), optim=dict(lr=1e-2))
     losses = []
@@ -360,13 +449,17 @@ def test_init_from_checkpoint_takes_the_weights_only_of_the_same_model(unbroken,
 
 def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"):
+    with pytest.raises(
+        CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"
+    ):
         train(run_config(), tmp_path / "run", resume=False)
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_train_refuses_to_start_where_no_checkpoint_can_be_kept(tmp_path, monkeypatch):
-    """A file system without renames, such as a mounted bucket; RUN/checkpoints that another user made."""
+    """A file system without renames, such as a mounted bucket;
+    RUN/checkpoints that another user made.
+    """
 
     def refuse(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -378,9 +471,13 @@ def test_train_refuses_to_start_where_no_checkpoint_can_be_kept(tmp_path, monkey
 
 
 @pytest.mark.parametrize("every", [1, 0])
-def test_train_warns_where_a_second_checkpoint_has_no_room(unbroken, tmp_path, monkeypatch, capsys, every):
+def test_train_warns_where_a_second_checkpoint_has_no_room(
+    unbroken, tmp_path, monkeypatch, capsys, every
+):
     size = sum(tensor.nbytes for tensor in load_checkpoint(find_checkpoint(unbroken))[1].values())
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=FILES_BYTES + 2 * size - 1))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=FILES_BYTES + 2 * size - 1)
+    )
     with make_trainer(run_config(checkpoint=dict(every=every)), tmp_path):
         warned = "room for one checkpoint alone: later saves will fail" in capsys.readouterr().err
     assert warned == (every > 0)

@@ -1,5 +1,5 @@
-"""Weights & Biases: wandb with a server on localhost that works, refuses, hangs or answers 500, and a fake wandb that
-raises in any call.
+"""Weights & Biases: wandb with a server on localhost that works, refuses, hangs or answers 500, and
+a fake wandb that raises in any call.
 """
 
 import json
@@ -35,7 +35,9 @@ def wandb(monkeypatch, tmp_path):
     """wandb with a key and without a home directory; its process ends with the test."""
     module = pytest.importorskip("wandb")
     module.teardown()
-    for name, value in dict(API_KEY="x" * 40, SILENT="1", CONFIG_DIR=f"{tmp_path}/home", X_DISABLE_STATS="1").items():
+    for name, value in dict(
+        API_KEY="x" * 40, SILENT="1", CONFIG_DIR=f"{tmp_path}/home", X_DISABLE_STATS="1"
+    ).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     yield module
     module.teardown()
@@ -51,11 +53,15 @@ def server(monkeypatch, wandb):
 
 @pytest.mark.slow
 def test_resume_and_rewind_continue_the_same_run_without_a_repeated_step(server, tmp_path):
-    """Killed after step 8, which the server has; the checkpoint is of step 6.  Then a rewind from step 12 to 9."""
+    """Killed after step 8, which the server has; the checkpoint is of step 6.  Then a
+    rewind from step 12 to 9.
+    """
     first = run(tmp_path, range(1, 9), wandb="online")
     assert run(tmp_path, range(7, 13), 6, wandb="online") == first and set(server.names) == {first}
     rows = [json.loads(row) for row in server.rows]
-    assert points(rows) == points(read_metrics(tmp_path / METRICS)) and [r["_step"] for r in rows] == [*range(1, 13)]
+    assert points(rows) == points(read_metrics(tmp_path / METRICS)) and [
+        r["_step"] for r in rows
+    ] == [*range(1, 13)]
     assert server.config["run"]["value"] == {"git": {"commit": "abc"}}
     assert server.config["optim"]["value"]["lr"] == 6e-4
     logger = Logger(tmp_path, config(wandb="online"), 12)
@@ -69,7 +75,9 @@ def test_resume_and_rewind_continue_the_same_run_without_a_repeated_step(server,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "answers 500"])
-def test_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, monkeypatch, capsys, fault):
+def test_dead_network_costs_a_bounded_delay_and_one_warning(
+    wandb, tmp_path, monkeypatch, capsys, fault
+):
     monkeypatch.setattr(wandb_logger, "START_SECONDS", 1.0)
     with WandbServer(broken=True) as broken, socket.create_server(("127.0.0.1", 0)) as silent:
         ports = {"refuses": 9, "hangs": silent.getsockname()[1], "answers 500": broken.server_port}
@@ -89,14 +97,26 @@ def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
     code = (
         "from pathlib import Path; from gpt2_triton.config.config import Config;"
         "from gpt2_triton.training.wandb_logger import WandbLogger;"
-        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': 'online'}}), None, None); print('continued')"
+        "WandbLogger(Path('.'), Config.model_validate({'log': {'wandb': "
+        "'online'}}), None, None); print('continued')"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    environment |= {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+    }
     terminal, inside = pty.openpty()
     try:
         streams = dict(stdin=inside, stdout=inside, stderr=inside)
-        subprocess.run([sys.executable, "-c", code], **streams, env=environment, cwd=tmp_path, timeout=60, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            **streams,
+            env=environment,
+            cwd=tmp_path,
+            timeout=60,
+            check=True,
+        )
         printed = os.read(terminal, 65536).decode()
     finally:
         os.close(terminal)
@@ -105,7 +125,9 @@ def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
 
 
 @pytest.mark.slow
-def test_server_that_dies_during_the_run_does_not_delay_its_end(server, tmp_path, monkeypatch, capsys):
+def test_server_that_dies_during_the_run_does_not_delay_its_end(
+    server, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(wandb_logger, "END_SECONDS", 1.0)
     logger = Logger(tmp_path, config(wandb="online"))
     logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
@@ -141,10 +163,19 @@ def test_each_record_is_logged_at_its_step_under_the_id_of_run_json(tmp_path, mo
         monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
         run_id = run(tmp_path / "name", range(first, last + 1), first - 1, wandb="offline")
         keys = next(keys for name, _, keys in fake.calls if name == "init")
-        assert (keys["id"], keys["resume"], keys["mode"], keys["name"]) == (run_id, "allow", "offline", "name")
-        logged = [(arguments[0], keys["step"]) for name, arguments, keys in fake.calls if name == "log"]
+        assert (keys["id"], keys["resume"], keys["mode"], keys["name"]) == (
+            run_id,
+            "allow",
+            "offline",
+            "name",
+        )
+        logged = [
+            (arguments[0], keys["step"]) for name, arguments, keys in fake.calls if name == "log"
+        ]
         assert [step for _, step in logged] == [record["step"] for record, _ in logged]
-        assert [record for record, _ in logged] == read_metrics(tmp_path / "name" / METRICS)[-len(logged) :]
+        assert [record for record, _ in logged] == read_metrics(tmp_path / "name" / METRICS)[
+            -len(logged) :
+        ]
         assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
     (tmp_path / "name").rename(tmp_path / "moved")
     assert run(tmp_path / "moved", [6], 5, wandb="offline") == run_id
@@ -157,7 +188,11 @@ def test_a_sweep_chooses_the_id_of_the_run_and_a_failed_run_is_marked(tmp_path, 
     monkeypatch.setenv("WANDB_RUN_ID", "abcd1234")
     logger = Logger(tmp_path, config(wandb="online"))
     logger.close(failed=True)
-    assert read_run(tmp_path)["wandb_id"] == "abcd1234" and fake.calls[-1] == ("finish", (), dict(exit_code=1))
+    assert read_run(tmp_path)["wandb_id"] == "abcd1234" and fake.calls[-1] == (
+        "finish",
+        (),
+        dict(exit_code=1),
+    )
 
 
 def init_with(directory, monkeypatch, variables, **log):
@@ -179,38 +214,55 @@ def test_keys_name_the_run_and_wandbs_variables_win(tmp_path, monkeypatch):
     log = {f"wandb_{key}": value for key, value in KEYS.items()}
     found = init_with(tmp_path, monkeypatch, dict(PROJECT=""), wandb="online", **log)
     assert KEYS.items() <= found.items()
-    assert init_with(tmp_path, monkeypatch, {}, wandb="online", wandb_tags="long,d12")["tags"] == KEYS["tags"]
-    given = dict(PROJECT="theirs", NAME="n", DIR="/d", ENTITY="e", RUN_GROUP="g", TAGS="t", MODE="offline")
+    assert (
+        init_with(tmp_path, monkeypatch, {}, wandb="online", wandb_tags="long,d12")["tags"]
+        == KEYS["tags"]
+    )
+    given = dict(
+        PROJECT="theirs", NAME="n", DIR="/d", ENTITY="e", RUN_GROUP="g", TAGS="t", MODE="offline"
+    )
     found = init_with(tmp_path, monkeypatch, given, wandb="online", **log)
     assert not {*KEYS, "dir"} & {*found} and found["mode"] == "offline"
 
 
-def test_a_run_without_keys_has_the_name_of_its_directory_in_the_accounts_project(tmp_path, monkeypatch):
+def test_a_run_without_keys_has_the_name_of_its_directory_in_the_accounts_project(
+    tmp_path, monkeypatch
+):
     found = init_with(tmp_path, monkeypatch, {}, wandb="online")
     assert [found[key] for key in ("project", "name", "mode")] == ["gpt2_triton", "run", "online"]
     assert [found[key] for key in ("entity", "group", "tags")] == [None, None, None]
 
 
 def test_wandbs_mode_turns_online_off_but_nothing_on(tmp_path, monkeypatch):
-    assert init_with(tmp_path, monkeypatch, dict(MODE="online"), wandb="offline")["mode"] == "offline"
+    assert (
+        init_with(tmp_path, monkeypatch, dict(MODE="online"), wandb="offline")["mode"] == "offline"
+    )
     assert init_with(tmp_path, monkeypatch, dict(MODE="disabled"), wandb="online") is None
-    assert init_with(tmp_path, monkeypatch, dict(MODE="online")) is None  # log.wandb asks for it, or nobody does
+    # log.wandb asks for it, or nobody does
+    assert init_with(tmp_path, monkeypatch, dict(MODE="online")) is None
 
 
 @pytest.mark.parametrize("broken", ["login", "Settings", "init", "log", "finish"])
-def test_wandb_errors_warn_at_once_and_at_the_end_and_never_stop_a_run(tmp_path, monkeypatch, capsys, broken):
+def test_wandb_errors_warn_at_once_and_at_the_end_and_never_stop_a_run(
+    tmp_path, monkeypatch, capsys, broken
+):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(broken))
     run(tmp_path, range(1, 4), wandb="online")
     assert len(read_metrics(tmp_path / METRICS)) == 4
     at_once, *at_the_end = capsys.readouterr().err.splitlines()
-    assert at_once.startswith(f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken})")
+    assert at_once.startswith(
+        f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken})"
+    )
     again = (
-        f"warning: W&B lacks steps of this run (ConnectionError: no network in {broken}); metrics.jsonl has everything"
+        "warning: W&B lacks steps of this run (ConnectionError: "
+        f"no network in {broken}); metrics.jsonl has everything"
     )
     assert at_the_end == ([] if broken == "finish" else [again])
 
 
-def test_missing_wandb_is_a_warning_and_disabled_wandb_is_not_imported(tmp_path, monkeypatch, capsys):
+def test_missing_wandb_is_a_warning_and_disabled_wandb_is_not_imported(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(tmp_path, [1], wandb="offline")
     assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1

@@ -1,8 +1,8 @@
 """From documents to a directory of shards: tokenise by several processes, cut, record.
 
-progress.json holds the finished shards, and the places in the source where they and the next shard begin.  At the end
-shards.json replaces it.  The same command resumes a stopped preparation after its last finished shard.  The bytes
-depend neither on stops nor on the number of processes.
+progress.json holds the finished shards, and the places in the source where they and the next shard
+begin.  At the end shards.json replaces it.  The same command resumes a stopped preparation after
+its last finished shard.  The bytes depend neither on stops nor on the number of processes.
 """
 
 import fcntl
@@ -18,7 +18,14 @@ import numpy as np
 
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.shards import RECORD, map_tokens, read_header, read_record, token_dtype, write_shard
+from gpt2_triton.data.shards import (
+    RECORD,
+    map_tokens,
+    read_header,
+    read_record,
+    token_dtype,
+    write_shard,
+)
 from gpt2_triton.data.tokenizer import get_tokenizer, with_delimiter
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import FULL, free_space, sha256, write_json
@@ -28,7 +35,8 @@ BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
 SHARD_TOKENS = 100_000_000  # llm.c's
 
 ShardRecords = dict[str, dict[str, Any]]  # {"tokens": ..., "sha256": ...} of each shard, by name
-Place = dict[str, Any]  # {"state": the source before a batch, "skip": tokens of the batch to skip}, for JSON
+# {"state": the source before a batch, "skip": tokens of the batch to skip}, for JSON
+Place = dict[str, Any]
 
 
 class Batch(NamedTuple):
@@ -36,7 +44,8 @@ class Batch(NamedTuple):
 
     split: str  # of its shards; the batches of a split follow each other
     state: Any  # of the source before this batch, for JSON
-    pieces: Sequence[tuple[bool, str | np.ndarray]]  # whether the delimiter comes first, and text or tokens
+    # whether the delimiter comes first, and text or tokens
+    pieces: Sequence[tuple[bool, str | np.ndarray]]
 
     @property
     def characters(self) -> int:
@@ -47,17 +56,22 @@ class Source(Protocol):
     """Documents in a fixed order."""
 
     name: str
-    unit: str  # of the progress: "tokens" or "characters"; a state of a source in characters is their number
+    # of the progress: "tokens" or "characters"; a state of a source in characters is their number
+    unit: str
     size: int | None  # in that unit, if known
 
     def batches(self, state: Any) -> Iterator[Batch]:
-        """Yield batches from `state` on (None: from the beginning); equal states give equal batches."""
+        """Yield batches from `state` on (None: from the beginning); equal
+        states give equal batches.
+        """
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
         """Return the name and the largest size of the shard after `shards`; None after the last."""
 
 
-def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int) -> bool:
+def build(
+    source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int
+) -> bool:
     """Write the shards of `source` into out_dir; return False if they are there already.
 
     recipe            everything that determines the bytes; shards.json records it
@@ -76,20 +90,28 @@ def build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens
         return False
 
 
-def build_splits(source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int) -> Path:
+def build_splits(
+    source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int
+) -> Path:
     """Build as `build` does, of a source of both splits; say how many tokens each has."""
     if build(source, recipe, out_dir, tokens, workers):
         shards = read_record(out_dir / RECORD)["shards"]
         train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
-        print_line(f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation")
+        print_line(
+            f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation"
+        )
     return out_dir
 
 
-def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int) -> None:
+def _build(
+    source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int
+) -> None:
     tokenizer = get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
     shards, places = _resume(recipe, out_dir)
     done = count_tokens(shards)
-    require_space(out_dir, max(0, expected_tokens - done) * token_dtype(tokenizer.vocab_size).itemsize)
+    require_space(
+        out_dir, max(0, expected_tokens - done) * token_dtype(tokenizer.vocab_size).itemsize
+    )
     _record_progress(out_dir, recipe, shards, places)
     start = places[-1] or {"state": None, "skip": 0}
     before = start["state"] or 0 if source.unit == "characters" else done
@@ -103,9 +125,12 @@ def _build(source: Source, recipe: dict[str, Any], out_dir: Path, expected_token
             places.append(place)
             _record_progress(out_dir, recipe, shards, places)
     if not count_tokens(shards, "train"):
-        _remove(out_dir, *shards, PROGRESS)  # else the command that the message suggests would be refused
+        # else the command that the message suggests would be refused
+        _remove(out_dir, *shards, PROGRESS)
         few = f"the validation shard takes all {count_tokens(shards):,} tokens"
-        raise DataError(f"{source.name}: too little text: {few}; give that number as --tokens, or less")
+        raise DataError(
+            f"{source.name}: too little text: {few}; give that number as --tokens, or less"
+        )
     for split in ("train", "val"):
         names = [name for name in shards if name.startswith(split)]
         shards |= balance_last_two(out_dir, names, recipe["shard_tokens"])
@@ -123,11 +148,18 @@ def tokenize(tokenizer: str, special: bool, batch: Batch) -> np.ndarray:
 
 
 def _cut(
-    source: Source, shards: ShardRecords, tokenised: Iterator[tuple[Batch, np.ndarray]], skip: int, progress: Progress
+    source: Source,
+    shards: ShardRecords,
+    tokenised: Iterator[tuple[Batch, np.ndarray]],
+    skip: int,
+    progress: Progress,
 ) -> Iterator[tuple[str, np.ndarray, Place]]:
-    """Yield (name, tokens, place after them) of each shard, without the first `skip` tokens, which one has already."""
+    """Yield (name, tokens, place after them) of each shard, without the first `skip`
+    tokens, which one has already.
+    """
     for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
-        rest, state, length = np.empty(0, np.uint16), None, 0  # the last two are of the newest batch
+        # the last two are of the newest batch
+        rest, state, length = np.empty(0, np.uint16), None, 0
         while shard := source.next_shard(split, shards):
             name, size = shard
             held = [rest]
@@ -141,7 +173,8 @@ def _cut(
             if not len(tokens):
                 break
             rest = tokens[size:].copy()  # a view would keep the whole shard in memory
-            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}  # the caller adds it to `shards`
+            # the caller adds it to `shards`
+            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}
         else:
             return
 
@@ -150,7 +183,9 @@ def _cut(
 
 
 def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[Place | None]]:
-    """Return the finished shards, and the place where each begins and where the next one begins (None: the start)."""
+    """Return the finished shards, and the place where each begins and where the next one
+    begins (None: the start).
+    """
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         raise directory_in_use(out_dir)
@@ -173,12 +208,16 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
     return shards, places[: len(shards) + 1]
 
 
-def _record_progress(out_dir: Path, recipe: dict[str, Any], shards: ShardRecords, places: list[Place | None]) -> None:
+def _record_progress(
+    out_dir: Path, recipe: dict[str, Any], shards: ShardRecords, places: list[Place | None]
+) -> None:
     write_json(out_dir / PROGRESS, recipe | {"shards": shards, "places": places})
 
 
 def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardRecords:
-    """Halve the last two shards if the last has fewer than limit / 2 tokens; return the changed records."""
+    """Halve the last two shards if the last has fewer than limit / 2 tokens;
+    return the changed records.
+    """
     if len(names) < 2 or 2 * len(map_tokens(directory / names[-1])) >= limit:
         return {}
     tokens = np.concatenate([map_tokens(directory / name) for name in names[-2:]])
@@ -197,11 +236,15 @@ def count_tokens(shards: ShardRecords, split: str = "") -> int:
 
 
 def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
-    """Return whether out_dir holds what `recipe` makes, by its record and the sizes of its shards."""
+    """Return whether out_dir holds what `recipe` makes, by its record
+    and the sizes of its shards.
+    """
     record = read_record(out_dir / RECORD)
     shards = record.pop("shards", {})
     try:
-        return record == recipe and all(read_header(out_dir / name)[1] == shards[name]["tokens"] for name in shards)
+        return record == recipe and all(
+            read_header(out_dir / name)[1] == shards[name]["tokens"] for name in shards
+        )
     except (DataError, OSError):
         return False
 
@@ -212,7 +255,9 @@ def _remove(out_dir: Path, *names: str) -> None:
 
 
 def directory_in_use(place: Path) -> DataError:
-    return DataError(f"{place}: in use: it holds other data; choose another directory as --out, or remove it")
+    return DataError(
+        f"{place}: in use: it holds other data; choose another directory as --out, or remove it"
+    )
 
 
 def require_space(directory: Path, size: int) -> None:
@@ -220,7 +265,9 @@ def require_space(directory: Path, size: int) -> None:
     free = free_space(directory)
     if free < size:
         missing = f"{size:,} bytes needed, {free:,} free"
-        raise DataError(f"{directory}: not enough room: {missing}; make room or choose another directory")
+        raise DataError(
+            f"{directory}: not enough room: {missing}; make room or choose another directory"
+        )
 
 
 @contextmanager
@@ -229,13 +276,19 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        todo = "make room" if error.errno in FULL else "choose another directory, or correct its permissions"
+        todo = (
+            "make room"
+            if error.errno in FULL
+            else "choose another directory, or correct its permissions"
+        )
         raise DataError(f"{out_dir}: cannot write: {error.strerror or error}; {todo}") from None
 
 
 @contextmanager
 def _locked(out_dir: Path) -> Iterator[None]:
-    """Lock out_dir by a file that stays until shards.json is there; wait while another preparation holds the lock."""
+    """Lock out_dir by a file that stays until shards.json is there; wait while another
+    preparation holds the lock.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / LOCK, "w") as file:
         try:

@@ -9,7 +9,9 @@ from gpt2_triton.data.prepare.text import prepare_texts
 
 
 def builtin_text() -> str:
-    """Return pydoc's help topics, about 465,000 characters, which differ a little between versions."""
+    """Return pydoc's help topics, about 465,000 characters, which differ
+    a little between versions.
+    """
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[key] for key in sorted(topics))
@@ -24,14 +26,18 @@ def prepare_builtin(out_dir: Path, tokenizer: str = "bytes") -> Path:
 
 
 def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
-    """Return the directory of the built-in data, named by the hash of the text; make it on first use."""
+    """Return the directory of the built-in data, named by the hash of the
+    text; make it on first use.
+    """
     name = f"builtin_{tokenizer}_{_sha256(builtin_text())[:8]}"
     with silent():
         return prepare_builtin(root / name, tokenizer)
 
 
 def pattern_of(given: str, split: str, tokenizer: str) -> str:
-    """Return the pattern `given` as data.train or data.val; `builtin` becomes the built-in shards of the split."""
+    """Return the pattern `given` as data.train or data.val; `builtin` becomes the
+    built-in shards of the split.
+    """
     return str(builtin_shards(tokenizer) / f"{split}_*.bin") if given == "builtin" else given
 
 

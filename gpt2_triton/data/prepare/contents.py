@@ -1,4 +1,6 @@
-"""The content of a text file as parts of one text or as rows, unpacked and decoded; a fault is one line."""
+"""The content of a text file as parts of one text or as rows, unpacked and
+decoded; a fault is one line.
+"""
 
 import bz2
 import gzip
@@ -19,7 +21,9 @@ from gpt2_triton.files import COMPRESSIONS
 READ_BYTES = 1 << 20
 POINTER = b"version https://git-lfs.github.com/"  # stands for a file that Git LFS has not fetched
 # how compressed files begin; people's files have other names too
-MAGIC = re.compile(rb"(?P<gz>\x1f\x8b)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)")
+MAGIC = re.compile(
+    rb"(?P<gz>\x1f\x8b)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)"
+)
 UNPACK = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc"}
 UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 SPACE = re.compile(r"\s*")
@@ -36,7 +40,9 @@ def refuse_pointer(path: Path) -> None:
     """Raise DataError for a file that Git LFS has not fetched."""
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
-            raise DataError(f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it")
+            raise DataError(
+                f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it"
+            )
 
 
 def _open(path: Path) -> BinaryIO:
@@ -47,8 +53,12 @@ def _open(path: Path) -> BinaryIO:
     if ending == ".zst":
         import pyarrow
 
-        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
-    return cast(Any, {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open))(path, "rb")
+        return cast(
+            BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+        )
+    return cast(Any, {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open))(
+        path, "rb"
+    )
 
 
 def parts(path: Path) -> Iterator[tuple[str, bool, str]]:
@@ -62,19 +72,30 @@ def parts(path: Path) -> Iterator[tuple[str, bool, str]]:
 
 
 def json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of a file with a row in each line; with `one_value` also of one value of several lines."""
+    """Yield (place, row) of a file with a row in each line; with `one_value` also of
+    one value of several lines.
+    """
     with _open(path) as file:
-        lines = ((number, _decode(path, number, data).strip()) for number, data in enumerate(file, 1))
+        lines = (
+            (number, _decode(path, number, data).strip()) for number, data in enumerate(file, 1)
+        )
         for number, line in lines:
             if one_value and line and not (line.startswith("{") and line.endswith("}")):
                 text = "\n".join([line, *(more for _, more in lines)])
-                yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(_values(path, number, text), 1))
+                yield from (
+                    (f"{path}, row {n:,}", row)
+                    for n, row in enumerate(_values(path, number, text), 1)
+                )
             else:
-                yield from ((f"{path}, line {number:,}", row) for row in _values(path, number, line))
+                yield from (
+                    (f"{path}, line {number:,}", row) for row in _values(path, number, line)
+                )
 
 
 def _values(path: Path, line: int, text: str) -> Iterator[Any]:
-    """Yield the items of lists, and other values: one or several, as jq prints them; `text` begins in this line."""
+    """Yield the items of lists, and other values: one or several, as jq prints them;
+    `text` begins in this line.
+    """
     decoder = json.JSONDecoder()
     at = 0
     while at < len(text):
@@ -82,7 +103,9 @@ def _values(path: Path, line: int, text: str) -> Iterator[Any]:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             where = f"{path}, line {line + error.lineno - 1:,}"
-            todo = "correct or remove this row; a .json may have rows of several lines, a .jsonl not"
+            todo = (
+                "correct or remove this row; a .json may have rows of several lines, a .jsonl not"
+            )
             raise DataError(f"{where}: not JSON: {error.msg}; {todo}") from None
         yield from value if isinstance(value, list) else [value]
         at = cast(Any, SPACE.match(text, end)).end()
@@ -94,7 +117,9 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
 
     with pyarrow.parquet.ParquetFile(path) as file:
         columns = [field] if {field, field.partition(".")[0]} & {*file.schema_arrow.names} else None
-        rows = (row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist())
+        rows = (
+            row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist()
+        )
         yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(rows, 1))
 
 
@@ -102,12 +127,16 @@ def unreadable(where: object, error: Exception) -> DataError:
     why = getattr(error, "strerror", None) or str(error)
     todo = "correct the path or copy the file again"
     if "requires too much memory" in why:  # a window of more than 128 MiB
-        todo = "`zstd -d --long=31 FILE` unpacks it; give the unpacked file, and move the other away"
+        todo = (
+            "`zstd -d --long=31 FILE` unpacks it; give the unpacked file, and move the other away"
+        )
     return DataError(f"{where}: cannot read: {why}; {todo}")
 
 
 def _decode(path: Path, line: int, data: bytes) -> str:
-    """Return the text of `data`, which begins in this line; a byte order mark at the start of the file is left out."""
+    """Return the text of `data`, which begins in this line; a byte order mark at the
+    start of the file is left out.
+    """
     try:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -117,7 +146,9 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         guess = "" if is_utf16 else " (often CP1252)"
         unpack = UNPACK.get(path.suffix.lower())
         plain = path.with_suffix("") if unpack else path
-        old, new = (shlex.quote(str(file)) for file in (path, plain.with_suffix(f".utf8{plain.suffix}")))
+        old, new = (
+            shlex.quote(str(file)) for file in (path, plain.with_suffix(f".utf8{plain.suffix}"))
+        )
         convert = f"iconv -f {encoding} -t utf-8"
         command = f"{unpack} {old} | {convert}" if unpack else f"{convert} {old}"
         todo = f"`{command} > {new}` converts it{guess}; then move the old one"

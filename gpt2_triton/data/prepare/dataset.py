@@ -1,7 +1,8 @@
-"""A dataset of the Hugging Face Hub as shards: val_000000.bin, train_000001.bin, train_000002.bin, ...
+"""A dataset of the Hugging Face Hub as shards: val_000000.bin,
+train_000001.bin, train_000002.bin, ...
 
-Documents are streamed in their order, each after an end-of-text token, and the first shard is validation: the layout
-of llm.c's fineweb.py.
+Documents are streamed in their order, each after an end-of-text token, and the first shard is
+validation: the layout of llm.c's fineweb.py.
 """
 
 import copy
@@ -49,16 +50,28 @@ def prepare_dataset(
     DataError if `strict` and anything is left out.
     """
     if Path(dataset.name).is_dir():
-        raise DataError(f"--source: {dataset.name} is a folder; `prepare text {dataset.name}` takes it")
+        raise DataError(
+            f"--source: {dataset.name} is a folder; `prepare text {dataset.name}` takes it"
+        )
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
-    recipe: dict[str, Any] = dict(tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens)
+    recipe: dict[str, Any] = dict(
+        tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens
+    )
     recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
-    source, begun = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe), time.monotonic()
+    source, begun = (
+        _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe),
+        time.monotonic(),
+    )
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
-        shards, took = read_record(out_dir / RECORD)["shards"], timedelta(seconds=round(time.monotonic() - begun))
+        shards, took = (
+            read_record(out_dir / RECORD)["shards"],
+            timedelta(seconds=round(time.monotonic() - begun)),
+        )
         documents.report(source.notes, tokenizer)
-        print_line(f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}")
+        print_line(
+            f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}"
+        )
     return out_dir
 
 
@@ -68,20 +81,30 @@ def _commit(dataset: Dataset, out_dir: Path) -> str | None:
         return dataset.revision
     for record in (RECORD, PROGRESS):
         recorded = read_record(out_dir / record).get("source")
-        if dataset.revision is None and isinstance(recorded, dict) and recorded.get("name") == dataset.name:
+        if (
+            dataset.revision is None
+            and isinstance(recorded, dict)
+            and recorded.get("name") == dataset.name
+        ):
             return recorded.get("revision")
     return repository(dataset.name, dataset.revision, OFFLINE, expand=["sha"]).sha
 
 
 class _Documents:
-    """The documents of a dataset as a Source; a state is a place in its rows, and the notes until there."""
+    """The documents of a dataset as a Source; a state is a place in its rows,
+    and the notes until there.
+    """
 
     unit = "tokens"
 
     def __init__(self, dataset: Dataset, how: Reading, strict: bool, recipe: dict[str, Any]):
         self._dataset, self._how, self._strict, self._recipe = dataset, how, strict, recipe
-        nominal = re.search(r"(\d+)BT$", dataset.version or "")  # FineWeb's have a few per cent more
-        self.name, self.size = dataset.name, recipe["tokens"] or (int(nominal[1]) * 10**9 if nominal else None)
+        # FineWeb's have a few per cent more
+        nominal = re.search(r"(\d+)BT$", dataset.version or "")
+        self.name, self.size = (
+            dataset.name,
+            recipe["tokens"] or (int(nominal[1]) * 10**9 if nominal else None),
+        )
         self.notes: documents.Notes = {}
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
@@ -93,7 +116,10 @@ class _Documents:
         """Yield batches of documents with BATCH_CHARS characters or more."""
         place, before = state["place"] if state else (None, 0)
         self.notes = copy.deepcopy(state["notes"]) if state else {}
-        dataset, as_is = self._open(place), not self._how.endoftext and self._recipe["tokenizer"] != "bytes"
+        dataset, as_is = (
+            self._open(place),
+            not self._how.endoftext and self._recipe["tokenizer"] != "bytes",
+        )
         pieces: list[tuple[bool, str]] = []
         size = 0
         texts = documents.texts_of_rows(self._rows(dataset, before), self._how.field, self.notes)

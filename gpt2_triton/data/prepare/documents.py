@@ -1,7 +1,8 @@
 """Local files as documents.
 
-A .txt or .md is a document, or several between `<|endoftext|>`; a .jsonl, .json or .parquet has a document in each row.
-Memory grows with the longest line, not with the file.  What is left out is counted in `Notes`.
+A .txt or .md is a document, or several between `<|endoftext|>`; a .jsonl, .json or .parquet
+has a document in each row.  Memory grows with the longest line, not with the file.  What is
+left out is counted in `Notes`.
 """
 
 import glob
@@ -22,7 +23,9 @@ from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
-ENDINGS = f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
+ENDINGS = (
+    f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
+)
 OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 PIECE = 4096  # characters of a sample that follow each other
@@ -36,7 +39,8 @@ class Reading(NamedTuple):
     """How to find documents in files and rows."""
 
     field: str = "text"  # of a row; a.b is the field b of the field a
-    endoftext: bool = True  # END_OF_TEXT ends a document, and special tokens are these tokens; otherwise ordinary text
+    # END_OF_TEXT ends a document, and special tokens are these tokens; otherwise ordinary text
+    endoftext: bool = True
 
 
 AS_DOCUMENTS = Reading()
@@ -76,7 +80,10 @@ def report(notes: Notes, tokenizer: str) -> None:
     """Print which special tokens were found, what only looks like some, and what was left out."""
     special = special_tokens(notes, tokenizer)
     ordinary = {what: count for what, count in markup(notes).items() if what not in special}
-    for title, found in (("special tokens", special), (f"ordinary text, no special tokens of {tokenizer}", ordinary)):
+    for title, found in (
+        ("special tokens", special),
+        (f"ordinary text, no special tokens of {tokenizer}", ordinary),
+    ):
         if found:
             listed = ", ".join(f"{what} {count:,}" for what, count in found.items())
             print_line(f"{title}: {textwrap.shorten(listed, 300, placeholder=' ...')}")
@@ -91,8 +98,14 @@ def require_all(notes: Notes, strict: bool) -> None:
 
 
 def no_text(where: object, notes: Notes) -> DataError:
-    what, field = left_out(notes) or "nothing", 'name its field, as --field NAME, or write {"text": "..."} rows'
-    return DataError(f"{where}: no text, but {what}; {field if 'rows without' in what else 'give files with text'}")
+    what, field = (
+        left_out(notes) or "nothing",
+        'name its field, as --field NAME, or write {"text": "..."} rows',
+    )
+    return DataError(
+        f"{where}: no text, but {what}; "
+        f"{field if 'rows without' in what else 'give files with text'}"
+    )
 
 
 # ---- which files ----
@@ -117,9 +130,13 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
                 note(notes, "files given twice", file.path)
         if not texts:
             what = "no text" if found or given.exists() else "no such file"
-            raise DataError(f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}")
+            raise DataError(
+                f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}"
+            )
     if others:
-        endings = textwrap.shorten(", ".join(sorted({path.suffix or "no ending" for path in others})), 100)
+        endings = textwrap.shorten(
+            ", ".join(sorted({path.suffix or "no ending" for path in others})), 100
+        )
         note(notes, f"files of other kinds ({endings})", others[0], len(others))
     return [*files.values()], notes
 
@@ -134,7 +151,9 @@ def _matches(given: Path) -> list[File]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, also through links, except hidden files, shards, runs and models."""
+    """Yield the files below a folder, also through links, except hidden
+    files, shards, runs and models.
+    """
 
     def fail(error: OSError) -> None:
         raise contents.unreadable(error.filename, error)
@@ -147,13 +166,24 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root, name) for name in names if not name.startswith(".") and not (ours and name in OURS))
+        yield from (
+            Path(root, name)
+            for name in names
+            if not name.startswith(".") and not (ours and name in OURS)
+        )
 
 
 def _is_written(folder: str, names: set[str]) -> bool:
-    """Return whether a folder is a run, a model of transformers or shards; a user's text may have one of the names."""
-    known = {"metrics.jsonl", "config.yaml"} <= names or {"config.json", "generation_config.json"} <= names
-    return known or any("shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names)
+    """Return whether a folder is a run, a model of transformers or shards; a user's text
+    may have one of the names.
+    """
+    known = {"metrics.jsonl", "config.yaml"} <= names or {
+        "config.json",
+        "generation_config.json",
+    } <= names
+    return known or any(
+        "shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names
+    )
 
 
 # ---- what is in them ----
@@ -170,7 +200,9 @@ class Measured(NamedTuple):
 
 
 def measure(place: tuple[Path, int], how: Reading, step: int) -> Measured:
-    """Measure the file at (path, bytes of the files before it); sample PIECE characters of each `step`."""
+    """Measure the file at (path, bytes of the files before it); sample PIECE
+    characters of each `step`.
+    """
     path, before = place
     characters = 0
     sample: list[str] = []
@@ -185,19 +217,27 @@ def measure(place: tuple[Path, int], how: Reading, step: int) -> Measured:
 
 
 def _thinned(text: str, at: int, step: int) -> list[str]:
-    """Return the pieces of a text that lie in the first PIECE characters of a step; the text begins at `at`."""
+    """Return the pieces of a text that lie in the first PIECE characters of a
+    step; the text begins at `at`.
+    """
     starts = range(-(at % step), len(text), step)
     return [text[max(0, start) : start + PIECE] for start in starts if start + PIECE > 0]
 
 
 def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
-    """Yield (document, text) in order: a long document in several parts, an empty one not at all."""
+    """Yield (document, text) in order: a long document in several
+    parts, an empty one not at all.
+    """
     where, document, ending = "", 0, contents.ending_of(path)
     if ending in (".txt", ".md"):
         texts = contents.parts(path)
     else:
         is_parquet = ending == ".parquet"
-        rows = contents.parquet_rows(path, how.field) if is_parquet else contents.json_rows(path, ending == ".json")
+        rows = (
+            contents.parquet_rows(path, how.field)
+            if is_parquet
+            else contents.json_rows(path, ending == ".json")
+        )
         texts = texts_of_rows(rows, how.field, notes)
     try:
         contents.refuse_pointer(path)
@@ -213,7 +253,9 @@ def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
 
 
 def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
-    r"""Return the documents of a text, with \n for \r\n, and without NUL, the end-of-text token of bytes."""
+    r"""Return the documents of a text, with \n for \r\n, and without NUL, the
+    end-of-text token of bytes.
+    """
     text = text.replace("\r\n", "\n")
     if nuls := text.count("\0"):
         note(notes, "NUL characters", where, nuls)
@@ -225,10 +267,13 @@ def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
     return text.split(END_OF_TEXT)
 
 
-def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> Iterator[tuple[str, bool, str]]:
+def texts_of_rows(
+    rows: Iterable[tuple[str, Any]], field: str, notes: Notes
+) -> Iterator[tuple[str, bool, str]]:
     """Yield (place, True, text) of each (place, row), and (place, False, "") of a row without text.
 
-    A row is an object with the field, or a text.  DataError if the first MOST_ROWS_WITHOUT_TEXT rows have no text.
+    A row is an object with the field, or a text.  DataError if the first
+    MOST_ROWS_WITHOUT_TEXT rows have no text.
     """
     what, found = f"rows without text in the field {field}", False
     for number, (where, row) in enumerate(rows, 1):
@@ -240,7 +285,11 @@ def texts_of_rows(rows: Iterable[tuple[str, Any]], field: str, notes: Notes) -> 
                 text = HALF.sub("", text)
         else:
             text = ""
-            got = "" if what in notes else textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
+            got = (
+                ""
+                if what in notes
+                else textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
+            )
             note(notes, what, f"{where}: {got}")
             if number == MOST_ROWS_WITHOUT_TEXT and not found:
                 raise no_text(where, notes)
@@ -260,10 +309,12 @@ def _text_of(row: Any, field: str) -> Any:
 
 
 def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
-    """Split a document, given in parts, into pieces of at least `size` characters, the last one shorter.
+    """Split a document, given in parts, into pieces of at least `size`
+    characters, the last one shorter.
 
-    The pieces have the tokens of the whole: no token of any tokenizer lies across a cut.  After other characters,
-    GPT-2's pattern matches no whitespace.  Llama 3's matches line ends, but not after a letter or a digit.
+    The pieces have the tokens of the whole: no token of any tokenizer lies across a cut.  After
+    other characters, GPT-2's pattern matches no whitespace.  Llama 3's matches line ends, but
+    not after a letter or a digit.
     """
     rest = ""
     for part in parts:

@@ -12,7 +12,9 @@ AGAIN = "run the same command again: it resumes after the last finished shard"
 
 @contextmanager
 def hub_errors(where: object, todo: str) -> Iterator[None]:
-    """Raise any exception of the block as a DataError; the block calls `datasets` or `huggingface_hub` only."""
+    """Raise any exception of the block as a DataError; the block calls `datasets`
+    or `huggingface_hub` only.
+    """
     try:
         yield
     except Exception as error:  # they and their network library raise many kinds, by version

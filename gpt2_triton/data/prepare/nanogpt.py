@@ -1,4 +1,6 @@
-"""nanoGPT's train.bin and val.bin, GPT-2's tokens as uint16 without a header, as a data directory."""
+"""nanoGPT's train.bin and val.bin, GPT-2's tokens as uint16 without a
+header, as a data directory.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,9 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
     tokens = {split: _map(path) for split, path in files.items()}
     size = sum(map(len, tokens.values()))
     with Progress(f"reading {folder}", 2 * size, "bytes") as progress:
-        rows = [{"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()]
+        rows = [
+            {"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()
+        ]
     recipe = dict(tokenizer="gpt2", shard_tokens=build.SHARD_TOKENS, source=rows)
     return build.build_splits(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1)
 
@@ -31,11 +35,17 @@ def _map(path: Path) -> np.ndarray:
     try:
         tokens = np.memmap(path, "<u2", mode="r")
     except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}; name the folder of train.bin and val.bin") from None
+        raise DataError(
+            f"{path}: cannot read: {error.strerror}; name the folder of train.bin and val.bin"
+        ) from None
     except ValueError:  # numpy's
-        raise DataError(f"{path}: {path.stat().st_size:,} bytes, expected 2 for each token; copy it again") from None
+        raise DataError(
+            f"{path}: {path.stat().st_size:,} bytes, expected 2 for each token; copy it again"
+        ) from None
     if not tokens[1:2000:2].any():
-        raise DataError(f"{path}: every second token is 0, as if they had 32 bits; write them as uint16")
+        raise DataError(
+            f"{path}: every second token is 0, as if they had 32 bits; write them as uint16"
+        )
     return tokens
 
 
@@ -48,14 +58,24 @@ class _Tokens:
         self.name, self.size, self._tokens = name, size, tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
-        return f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin", build.SHARD_TOKENS
+        return (
+            f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin",
+            build.SHARD_TOKENS,
+        )
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         step = build.BATCH_CHARS
-        places = [(split, i) for split, tokens in self._tokens.items() for i in range(0, len(tokens), step)]
+        places = [
+            (split, i)
+            for split, tokens in self._tokens.items()
+            for i in range(0, len(tokens), step)
+        ]
         for number, (split, first) in [*enumerate(places)][state or 0 :]:
             tokens = self._tokens[split][first : first + step]
             if (largest := tokens.max()) >= GPT2Tokenizer.vocab_size:
-                what = f"a token {largest} after the first {first:,}, GPT-2 has {GPT2Tokenizer.vocab_size:,}"
+                what = (
+                    f"a token {largest} after the first {first:,}, "
+                    f"GPT-2 has {GPT2Tokenizer.vocab_size:,}"
+                )
                 raise DataError(f"{self.name}/{split}.bin: {what}; give other files")
             yield Batch(split, number, [(False, tokens)])

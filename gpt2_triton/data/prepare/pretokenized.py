@@ -1,7 +1,8 @@
-"""Shards of the Hugging Face Hub in llm.c's format, of GPT-2's tokens: val_000000.bin, train_000001.bin, ...
+"""Shards of the Hugging Face Hub in llm.c's format, of GPT-2's tokens:
+val_000000.bin, train_000001.bin, ...
 
-A file is downloaded into a hidden folder, checked (size, sha256, header) and renamed into place; then shards.json is
-written.  A file that is there and matches is not downloaded again.
+A file is downloaded into a hidden folder, checked (size, sha256, header) and renamed into place;
+then shards.json is written.  A file that is there and matches is not downloaded again.
 """
 
 import os
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton.console import Progress, print_line
-from gpt2_triton.data.prepare.build import ShardRecords, count_tokens, directory_in_use, disk_errors, require_space
+from gpt2_triton.data.prepare.build import (
+    ShardRecords,
+    count_tokens,
+    directory_in_use,
+    disk_errors,
+    require_space,
+)
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, map_tokens, read_record
 from gpt2_triton.errors import DataError
@@ -24,7 +31,9 @@ REPOSITORIES = {
     "fineweb-edu-100B": "karpathy/fineweb-edu-100B-gpt2-token-shards",
 }
 NAME = re.compile(r"(?:.*_)?(train|val)_([0-9]{6})\.bin")
-OFFLINE = "check the network and HF_ENDPOINT, or copy the files by hand and point data.train at them"
+OFFLINE = (
+    "check the network and HF_ENDPOINT, or copy the files by hand and point data.train at them"
+)
 
 
 class Remote(NamedTuple):
@@ -53,11 +62,17 @@ def download(name: str, out_dir: Path, shards: int | None = None) -> Path:
 
 
 def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
-    found = [(match, file) for file in siblings if (match := NAME.fullmatch(file.rfilename)) and file.lfs]
-    files = sorted(Remote(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found)
+    found = [
+        (match, file) for file in siblings if (match := NAME.fullmatch(file.rfilename)) and file.lfs
+    ]
+    files = sorted(
+        Remote(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found
+    )
     train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
     if not train or not val:
-        raise DataError(f"{repo}: no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin; choose another repository")
+        raise DataError(
+            f"{repo}: no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin; choose another repository"
+        )
     if shards is not None and shards > len(train):
         raise DataError(f"--shards {shards}: {repo} has {len(train)}; ask for fewer")
     return val + train[:shards]
@@ -81,14 +96,19 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
             if file in missing:
                 _download_file(repo, commit, file, out_dir)
                 progress.advance(file.size, file.local)
-            shards[file.local] = {"tokens": len(map_tokens(out_dir / file.local)), "sha256": file.sha256}
+            shards[file.local] = {
+                "tokens": len(map_tokens(out_dir / file.local)),
+                "sha256": file.sha256,
+            }
             write_json(out_dir / RECORD, recipe | {"shards": shards})
     shutil.rmtree(out_dir / ".download", ignore_errors=True)
     return shards
 
 
 def _is_there(path: Path, file: Remote, ours: bool) -> bool:
-    """Return whether the file is there; DataError for another file, unless shards.json is `ours`: this repository's."""
+    """Return whether the file is there; DataError for another file, unless shards.json is
+    `ours`: this repository's.
+    """
     if not path.exists():
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256
@@ -102,7 +122,9 @@ def _download_file(repo: str, commit: str, file: Remote, out_dir: Path) -> None:
         from huggingface_hub import hf_hub_download
 
         folder = out_dir / ".download"
-        path = Path(hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder))
+        path = Path(
+            hf_hub_download(repo, file.name, repo_type="dataset", revision=commit, local_dir=folder)
+        )
     if sha256(path) != file.sha256:
         path.unlink()
         raise DataError(f"{repo}/{file.name}: damaged in the download; {AGAIN}")

@@ -1,4 +1,5 @@
-"""Text files as a data directory: train_000000.bin, train_000001.bin, ..., val_000000.bin, ..., and shards.json.
+"""Text files as a data directory: train_000000.bin, train_000001.bin, ...,
+val_000000.bin, ..., and shards.json.
 
 Texts are read twice, to measure and to tokenise, and are never held whole.
 """
@@ -20,7 +21,8 @@ from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
 from gpt2_triton.errors import DataError
 
 SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
-Text = tuple[Any, str]  # part of a document: the parts of one follow each other and have the same key
+# part of a document: the parts of one follow each other and have the same key
+Text = tuple[Any, str]
 
 
 class MeasuredText(NamedTuple):
@@ -35,7 +37,9 @@ class MeasuredText(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The sha256 of the whole text, of its files' names, which the shards record, and of how it is read."""
+        """The sha256 of the whole text, of its files' names, which the shards
+        record, and of how it is read.
+        """
         read = f"{tuple(self.how)}{[name for _, name in self.files]}{self.digests}"
         if documents.markup(self.notes).keys() - {END_OF_TEXT}:
             read += "special"  # an earlier version took only END_OF_TEXT for a token
@@ -50,14 +54,19 @@ class MeasuredText(NamedTuple):
 
 
 def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
-    """Read files, folders and globs of text; DataError that names the unreadable files, or if there is no text."""
+    """Read files, folders and globs of text; DataError that names the unreadable
+    files, or if there is no text.
+    """
     files, notes = documents.find_files(inputs)
     sizes = [path.stat().st_size for path, _ in files]
     places = zip([path for path, _ in files], itertools.accumulate(sizes, initial=0))
     step = documents.PIECE * max(1, sum(sizes) // SAMPLE_CHARS)
     measure = functools.partial(documents.measure, how=how, step=step)
     measured: list[documents.Measured] = []
-    with paired_map(_processes(files, workers)) as run, Progress("measuring", len(files), "files") as progress:
+    with (
+        paired_map(_processes(files, workers)) as run,
+        Progress("measuring", len(files), "files") as progress,
+    ):
         for _, one in run(measure, places):
             measured.append(one)
             for what, (times, where) in one.notes.items():
@@ -89,15 +98,23 @@ def prepare_text(
     files, digests, characters, _, notes, how = measured
     documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
-    rows = [{"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)]
-    recipe = dict(tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows)
+    rows = [
+        {"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)
+    ]
+    recipe = dict(
+        tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens, source=rows
+    )
     recipe |= how._asdict()
     special = documents.special_tokens(notes, tokenizer)
     if special.keys() - {END_OF_TEXT}:
         recipe |= {"special": special}
 
     def texts() -> Iterator[Text]:
-        return (((i, n), text) for i, (path, _) in enumerate(files) for n, text in documents.read(path, how, {}))
+        return (
+            ((i, n), text)
+            for i, (path, _) in enumerate(files)
+            for n, text in documents.read(path, how, {})
+        )
 
     return prepare_texts(texts, characters, recipe, out_dir, _processes(files, workers))
 
@@ -108,19 +125,28 @@ def _processes(files: list[File], workers: int) -> int:
 
 
 def prepare_texts(
-    texts: Callable[[], Iterable[Text]], size: int, recipe: dict[str, Any], out_dir: Path, workers: int
+    texts: Callable[[], Iterable[Text]],
+    size: int,
+    recipe: dict[str, Any],
+    out_dir: Path,
+    workers: int,
 ) -> Path:
     """Tokenise the texts that `texts` returns, `size` characters in all, into out_dir."""
     cut = int(size * (1 - recipe["val_fraction"]))
     if not 0 < cut < size:
         what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
-    fewest = size if recipe["tokenizer"] == "bytes" else size // 5  # tokens, so that no disk with room is refused
-    return build.build_splits(_Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers)
+    # tokens, so that no disk with room is refused
+    fewest = size if recipe["tokenizer"] == "bytes" else size // 5
+    return build.build_splits(
+        _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers
+    )
 
 
 class _Texts:
-    """Texts as a Source: training data are the first `cut` characters; a state is the characters before a batch."""
+    """Texts as a Source: training data are the first `cut` characters; a state is the
+    characters before a batch.
+    """
 
     name, unit = "text", "characters"
 
@@ -129,7 +155,10 @@ class _Texts:
         self._texts, self._cut, self._shard_tokens = texts, cut, shard_tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
-        return f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin", self._shard_tokens
+        return (
+            f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin",
+            self._shard_tokens,
+        )
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         """Yield batches from `state` on; the text before it is read and dropped."""
@@ -142,11 +171,14 @@ class _Texts:
                 characters += batch.characters
         if not found or characters != self.size:
             what = f"it has {characters:,} characters, {self.size:,} when it was measured"
-            raise DataError(f"text: it changed meanwhile: {what}; remove what was prepared and start again")
+            raise DataError(
+                f"text: it changed meanwhile: {what}; remove what was prepared and start again"
+            )
 
 
 def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
-    """Yield (split, key, text): the first `cut` characters of the documents for train, the rest for val.
+    """Yield (split, key, text): the first `cut` characters of the documents
+    for train, the rest for val.
 
     The cut is never inside a special token's name.
     """
@@ -162,11 +194,15 @@ def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
-    """Yield batches of BATCH_CHARS characters or more; the delimiter precedes each document but the first."""
+    """Yield batches of BATCH_CHARS characters or more; the delimiter precedes
+    each document but the first.
+    """
     batch: list[tuple[bool, str]] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
-        for i, piece in enumerate(documents.split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)):
+        for i, piece in enumerate(
+            documents.split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)
+        ):
             batch.append((number > 0 and i == 0, piece))
             size += len(piece)
             if size >= build.BATCH_CHARS:

@@ -18,14 +18,21 @@ PairedMap = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[tuple[Any, 
 
 @contextmanager
 def paired_map(processes: int) -> Iterator[PairedMap]:
-    """Yield a `map` that yields (task, result) in the order of the tasks, and takes a few of them ahead."""
+    """Yield a `map` that yields (task, result) in the order of the tasks, and
+    takes a few of them ahead.
+    """
     if processes <= 1:
         yield lambda function, tasks: ((task, function(task)) for task in tasks)
         return
-    # spawn, not fork: a fork copies the locks of this process's threads (tiktoken's, torch's), perhaps held
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    # spawn, not fork: a fork copies the locks of this process's threads
+    # (tiktoken's, torch's), perhaps held
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_begin_worker
+    )
 
-    def parallel_map(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def parallel_map(
+        function: Callable[[Any], Any], tasks: Iterable[Any]
+    ) -> Iterator[tuple[Any, Any]]:
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         for task in tasks:
             waiting.append((task, pool.submit(function, task)))
@@ -40,13 +47,16 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
         what = f"one of {processes} workers died, perhaps for lack of memory"
         raise DataError(f"prepare: {what}; try again with fewer --workers") from None
     finally:
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave both sides waiting
+        # a second Ctrl-C would leave both sides waiting
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGINT, on_interrupt)
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, and workers would wait forever."""
+    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, and
+    workers would wait forever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow_parent() -> None:

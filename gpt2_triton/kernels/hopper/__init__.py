@@ -1,7 +1,9 @@
-"""Products, attention, SwiGLU, casts and transposition for Hopper (sm_90: H100, H200), in Gluon, in bf16 and fp8.
+"""Products, attention, SwiGLU, casts and transposition for Hopper (sm_90: H100,
+H200), in Gluon, in bf16 and fp8.
 
-`takes` decides what these kernels compute: the launchers of kernels/ call the module it returns, which holds one kernel
-and its launcher.  pipeline.py, mainloop.py, activation.py, attention.py and rope.py are the kernels' parts.
+`takes` decides what these kernels compute: the launchers of kernels/ call the module it returns,
+which holds one kernel and its launcher.  pipeline.py, mainloop.py, activation.py, attention.py and
+rope.py are the kernels' parts.
 """
 
 import triton
@@ -14,11 +16,13 @@ from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 
 
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
-    """Return the module that computes an output [M, N] of operands in `dtype`; None: the generic kernel.
+    """Return the module that computes an output [M, N] of operands in
+    `dtype`; None: the generic kernel.
 
-    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_swiglu", "matmul_dw",
-    "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also
-    "transpose", "cast_weight", "classifier_lns" and "swiglu".  Attention's M and N are tokens and columns of a head.
+    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope",
+    "matmul_swiglu", "matmul_dw", "classifier_fwd", "classifier_dx", "attention_fwd",
+    "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose", "cast_weight",
+    "classifier_lns" and "swiglu".  Attention's M and N are tokens and columns of a head.
     """
     if not tuning.is_hopper() or dtype == "fp32":  # fp32 has no wgmma
         return None
@@ -26,7 +30,8 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
         return _takes_fp8(op, M, N)
     if op.startswith("attention"):
         return _takes_attention(op, M, N)
-    if module := {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}.get(op):  # they mask every edge
+    # they mask every edge
+    if module := {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}.get(op):
         return module
     # tiles of 320 columns take 3.62 ms at 1558M, the generic kernel's tiles of 256 take 4.46 ms
     if op == "classifier_dx":
@@ -40,20 +45,35 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
 
 
 def _takes_fp8(op: str, M: int, N: int) -> str | None:
-    """Return the module for a product of fp8 operands, or for the transposition or cast of a weight [M, N]."""
+    """Return the module for a product of fp8 operands, or for the transposition
+    or cast of a weight [M, N].
+    """
     fused = op in ("matmul_gelu", "matmul_dgelu")
-    if op in ("transpose", "cast_weight") and (M % 16 or N % 16) or fused and (M % TILE_M or N % TILE_N):
+    if (
+        op in ("transpose", "cast_weight")
+        and (M % 16 or N % 16)
+        or fused
+        and (M % TILE_M or N % TILE_N)
+    ):
         return None
     if op == "swiglu":
         return None if N % swiglu.SIDE else "swiglu"
-    own = dict(transpose="transpose", cast_weight="cast", matmul_dw="fp8_matmul_dw", classifier_fwd="classifier")
+    own = dict(
+        transpose="transpose",
+        cast_weight="cast",
+        matmul_dw="fp8_matmul_dw",
+        classifier_fwd="classifier",
+    )
     own |= {op: op for op in ("classifier_dx", "classifier_lns")}
     return own.get(op, "fp8_gelu" if fused else "fp8_matmul")
 
 
 def _takes_attention(op: str, T: int, HS: int) -> str | None:
-    """Return the module for attention over T tokens and heads of HS columns, in whole blocks of 64 tokens."""
-    # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 -> 0.346, dK and dV 0.654 -> 0.486
+    """Return the module for attention over T tokens and heads of HS columns, in
+    whole blocks of 64 tokens.
+    """
+    # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 ->
+    # 0.346, dK and dV 0.654 -> 0.486
     if T % HEAD or HS != HEAD:
         return None
     return op.replace("bwd_", "")
@@ -62,12 +82,13 @@ def _takes_attention(op: str, T: int, HS: int) -> str | None:
 def wide_is_faster(M: int, N: int) -> bool:
     """Return whether tiles of 320 columns take less time than tiles of 256.
 
-    A time is estimated by the columns that a multiprocessor computes in all waves.  Equal columns take up to 7% longer
-    in tiles of 320.
+    A time is estimated by the columns that a multiprocessor computes in all waves.  Equal columns
+    take up to 7% longer in tiles of 320.
     """
 
     def columns(width: int) -> int:
         return width * triton.cdiv(triton.cdiv(M, TILE_M) * triton.cdiv(N, width), tuning.num_sms())
 
-    # us at 16,384 x 1,600: add 157 -> 150 (K = 1,600), 524 -> 479 (K = 6,400); dX 142 -> 129, 389 -> 350, 506 -> 454
+    # us at 16,384 x 1,600: add 157 -> 150 (K = 1,600), 524 -> 479 (K = 6,400); dX 142
+    # -> 129, 389 -> 350, 506 -> 454
     return columns(WIDE_N) < 0.93 * columns(TILE_N)

@@ -1,8 +1,10 @@
-"""Partitions that apply GELU or its derivative to a tile while compute_partition multiplies the next.
+"""Partitions that apply GELU or its derivative to a tile while
+compute_partition multiplies the next.
 
-A tile is read in slices of SLICE_M x SLICE_N, 32 numbers for each thread of two warps: down the first SLICE_N columns,
-then down the next.  The load of slice s + 1 is issued before slice s is used, so that the arithmetic hides shared
-memory's latency.  The registers of two slices limit a slice's size.
+A tile is read in slices of SLICE_M x SLICE_N, 32 numbers for each thread of two warps: down
+the first SLICE_N columns, then down the next.  The load of slice s + 1 is issued before
+slice s is used, so that the arithmetic hides shared memory's latency.  The registers of two
+slices limit a slice's size.
 """
 
 from triton.experimental import gluon
@@ -26,18 +28,22 @@ SLICE_N = gl.constexpr(64)
 DOWN = gl.constexpr(BLOCK_M.value // SLICE_M.value)
 SLICES = gl.constexpr(DOWN.value * (BLOCK_N.value // SLICE_N.value))
 RING = gl.constexpr(4)  # slices of pre in flight
-LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # of a slice, in a partition of two warps
+# of a slice, in a partition of two warps
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
 
-# gelu and dgelu of device_math.py for outputs in bf16, with sigmoid(2u) = 0.5 + 0.5 * tanh(u).  One instruction
-# approximates tanh to 2^-11 of its value, where bf16's half ulp is 2^-9.  Errors against float64 are the same to four
-# digits (docs/LOG.md).  sigmoid's two instructions would not hide behind the next product.
+# gelu and dgelu of device_math.py for outputs in bf16, with sigmoid(2u) = 0.5 + 0.5 * tanh(u).  One
+# instruction approximates tanh to 2^-11 of its value, where bf16's half ulp is 2^-9.  Errors
+# against float64 are the same to four digits (docs/LOG.md).  sigmoid's two instructions would not
+# hide behind the next product.
 
 
 @gluon.jit
 def fast_sigmoid_2u(x, xx):
     u = gelu_u(x, xx)
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1)
+    t = gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1
+    )
     return t * 0.5 + 0.5
 
 
@@ -55,7 +61,9 @@ def fast_dgelu(x):
 
 @gluon.jit
 def store_slice(ptr, at, value, m, n, M, N):
-    """Store a slice, which is inside or outside as a whole: M is a multiple of SLICE_M and N of SLICE_N."""
+    """Store a slice, which is inside or outside as a whole: M is a multiple of
+    SLICE_M and N of SLICE_N.
+    """
     if (m < M) & (n < N):
         gl.store(ptr + (m.to(gl.int64) * N + n) + at, value.to(gl.bfloat16))
 
@@ -64,7 +72,9 @@ def store_slice(ptr, at, value, m, n, M, N):
 def slice_offsets(N):
     """Return the columns of a slice, and its elements' offsets in a matrix of N columns."""
     cols = gl.arange(0, SLICE_N, layout=gl.SliceLayout(0, LAYOUT))
-    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, LAYOUT))[:, None] * N + cols[None, :]
+    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, LAYOUT))[:, None] * N + cols[
+        None, :
+    ]
 
 
 @gluon.jit
@@ -104,7 +114,15 @@ def swiglu_partition(out_ptr, pre_desc, c, c_slices, M, N):
         for s in range(SLICES // 2):
             g = c_slices.index(s).load(LAYOUT).to(gl.float32)
             u = c_slices.index(SLICES // 2 + s).load(LAYOUT).to(gl.float32)
-            store_slice(out_ptr, at, swiglu(g, u), m + s % DOWN * SLICE_M, n + s // DOWN * SLICE_N, M, N // 2)
+            store_slice(
+                out_ptr,
+                at,
+                swiglu(g, u),
+                m + s % DOWN * SLICE_M,
+                n + s // DOWN * SLICE_N,
+                M,
+                N // 2,
+            )
         tma.store_wait(0)
         mbarrier.arrive(c.empty, count=1)
         turn += 1
@@ -137,8 +155,9 @@ def take_pre(pre, step):
 
 @gluon.jit
 def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
-    """Store dpre = c * gelu'(pre) of each tile, its column sums to part[tile_m], and gelu(pre) if gelu_ptr is given.
-    c is the gradient of gelu(pre).  gelu_ptr may be pre's address: a slice of pre is read before it is overwritten.
+    """Store dpre = c * gelu'(pre) of each tile, its column sums to part[tile_m], and gelu(pre) if
+    gelu_ptr is given.  c is the gradient of gelu(pre).  gelu_ptr may be pre's address: a slice of
+    pre is read before it is overwritten.
     """
     cols, at = slice_offsets(N)
     step = 0
@@ -163,7 +182,9 @@ def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
             if gelu_ptr is not None:
                 store_slice(gelu_ptr, at, fast_gelu(x), row, col, M, N)
             # one thread holds every eighth row; rows past the end are 0
-            sums += gl.convert_layout(gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), LAYOUT)
+            sums += gl.convert_layout(
+                gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), LAYOUT
+            )
             if s % DOWN == DOWN - 1:
                 if col < N:
                     gl.store(part_ptr + m // BLOCK_M * N + col + cols, gl.sum(sums, 0))

@@ -1,10 +1,11 @@
-"""Parts of attention for Hopper (attention_fwd.py, attention_dq.py, attention_dkdv.py), for bf16 heads of 64 columns.
+"""Parts of attention for Hopper (attention_fwd.py, attention_dq.py, attention_dkdv.py),
+for bf16 heads of 64 columns.
 
-A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of keys (dK, dV).
-Blocks of the other kind pass through a ring of one (forward) or two stages, which TMA fills.  No warps are set apart
-for loads: several programs share a multiprocessor, and while one takes exponentials another multiplies.  In a program
-of the backward pass one product is in flight while the scores become p, or p becomes ds.  kernels/attention.py has the
-mathematics.
+A program has one warpgroup, and its wgmma computes 64 rows: a block of queries (forward, dQ) or of
+keys (dK, dV).  Blocks of the other kind pass through a ring of one (forward) or two stages, which
+TMA fills.  No warps are set apart for loads: several programs share a multiprocessor, and while one
+takes exponentials another multiplies.  In a program of the backward pass one product is in flight
+while the scores become p, or p becomes ds.  kernels/attention.py has the mathematics.
 """
 
 from typing import Any, NamedTuple
@@ -23,13 +24,15 @@ SIDE = gl.constexpr(HEAD)
 STAGES = gl.constexpr(2)  # of the backward pass
 SCALE = gl.constexpr(HEAD**-0.5)  # of the scores
 FACTOR = gl.constexpr(SCALE.value * LOG2E.value)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16]))  # of an accumulator
-OPERAND = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))  # of a product's left operand in registers
+# of an accumulator
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16]))
+# of a product's left operand in registers
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 
 
 class Ring(NamedTuple):
-    """Stages of two blocks, x and y, in shared memory.  Each block has a barrier: with one for both, Triton makes all
-    warps wait between the two loads.
+    """Stages of two blocks, x and y, in shared memory.  Each block has a barrier: with one for
+    both, Triton makes all warps wait between the two loads.
     """
 
     x: Any
@@ -55,15 +58,18 @@ def end_ring(ring):
 
 @gluon.jit
 def load_block(desc, full, block, row, column, wanted):
-    """Load one block at this row and column, if it is wanted, and complete a phase of the barrier `full`."""
+    """Load one block at this row and column, if it is wanted, and complete a
+    phase of the barrier `full`.
+    """
     mbarrier.expect(full, desc.block_type.nbytes, pred=wanted)
     tma_load(desc, [row, column], full, block, pred=wanted)
 
 
 @gluon.jit
 def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
-    """Load the blocks of a stage at these rows and columns, if they are wanted.  Two calls of load_block would make all
-    warps wait once more, since Triton adds a barrier between each `expect` and the load that follows.
+    """Load the blocks of a stage at these rows and columns, if they are wanted.  Two calls of
+    load_block would make all warps wait once more, since Triton adds a barrier between each
+    `expect` and the load that follows.
     """
     x_full = ring.x_full.index(stage)
     y_full = ring.y_full.index(stage)
@@ -74,7 +80,9 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
 
 
 class Forms(NamedTuple):
-    """dqkv or out as it is stored: rows in bf16, or in e4m3 with scale and amax, and perhaps transposed too."""
+    """dqkv or out as it is stored: rows in bf16, or in e4m3 with scale and amax,
+    and perhaps transposed too.
+    """
 
     rows: Tensor  # bf16 or e4m3 [B*T, width]
     columns: Tensor | None  # int16 [width, B*T/2], pairs of tokens in e4m3
@@ -83,4 +91,9 @@ class Forms(NamedTuple):
 
     def described(self) -> tuple[Any, ...]:
         """Return the kernels' first arguments."""
-        return describe(self.rows, HEAD, HEAD), describe(self.columns, HEAD, HEAD // 2), self.scale, self.amax
+        return (
+            describe(self.rows, HEAD, HEAD),
+            describe(self.columns, HEAD, HEAD // 2),
+            self.scale,
+            self.amax,
+        )

@@ -1,9 +1,11 @@
-"""dK and dV for Hopper: the second kernel of attention's backward pass, with its parts in attention.py.
+"""dK and dV for Hopper: the second kernel of attention's backward pass,
+with its parts in attention.py.
 
-A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta of a span of the sequence
-are in shared memory.  It takes the heads of its group one after the other, and the spans of each head.  Scores are
-transposed, [keys, queries], and computed for 32 queries at a time, so that p and ds fit in registers.  dv has the
-portable kernel's bits.  dk does not: the portable kernel starts the sum of v @ dout.T at -delta, and this kernel
+A program's k and v stay in registers; its blocks of queries are q and dout, and lse and delta
+of a span of the sequence are in shared memory.  It takes the heads of its group one after the
+other, and the spans of each head.  Scores are transposed, [keys, queries], and computed for
+32 queries at a time, so that p and ds fit in registers.  dv has the portable kernel's bits.
+dk does not: the portable kernel starts the sum of v @ dout.T at -delta, and this kernel
 subtracts delta from the sum.
 
 lse and delta could come with each block; but GPT-2's dK and dV then take 13% longer.
@@ -34,7 +36,8 @@ from gpt2_triton.kernels.tuning import next_power_of_2
 OPTIONS = dict(num_warps=4, maxnreg=168)
 PROGRAMS = 3  # that share a multiprocessor: its 65,536 registers hold 3 x 128 threads x 168
 SHARED = 228 * 1024 // PROGRAMS - 1024  # bytes of shared memory for each; CUDA takes 1 KB more
-# tokens of a span: 2,048, a power of two; their lse and delta, fp32, fit beside six blocks and the barriers
+# tokens of a span: 2,048, a power of two; their lse and delta, fp32, fit
+# beside six blocks and the barriers
 LONGEST = 1 << ((SHARED - 6 * HEAD * HEAD * 2 - 256) // 8).bit_length() - 1
 
 PART = gl.constexpr(32)  # queries that are scored at a time
@@ -46,8 +49,9 @@ VECTOR_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, keys, DIAGONAL: gl.constexpr):
-    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage; `part` is the block's first part, and
-    `keys` the first part of the program's keys, counted from the span's start.
+    """Add p.T @ dout and ds.T @ q of the block of queries in this step's stage;
+    `part` is the block's first part, and `keys` the first part of the program's keys,
+    counted from the span's start.
     """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
     zeros = gl.zeros([SIDE, PART], gl.float32, PART_LAYOUT)
@@ -63,7 +67,8 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, keys, DIAGONA
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * FACTOR - lse_buf.index(part + n).load(COLUMNS)[None, :])
         if DIAGONAL:
-            # i and j count from the span's start: from the block's start they cost 12 more instructions
+            # i and j count from the span's start: from the block's start
+            # they cost 12 more instructions
             i = (part + n) * PART + gl.arange(0, PART, layout=COLUMNS)
             j = keys * PART + gl.arange(0, SIDE, layout=gl.SliceLayout(1, PART_LAYOUT))
             p = gl.where(i[None, :] >= j[:, None], p, 0.0)
@@ -79,40 +84,72 @@ def _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, step, part, keys, DIAGONA
 
 @gluon.jit
 def _begin_head(
-    qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bh, h, first, steps, start,
-    T: gl.constexpr, SPAN: gl.constexpr,
+    qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bh, h, first,
+    steps, start, T: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Load the first blocks of queries of a head's span, into the stages of steps from `base` on, and lse and delta of
-    the span, which begins at token `start`.
+    """Load the first blocks of queries of a head's span, into the stages of steps from `base` on,
+    and lse and delta of the span, which begins at token `start`.
     """
     for step in gl.static_range(STAGES):
         at = row + step * SIDE
-        load_pair(qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step < steps)
+        load_pair(
+            qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step < steps
+        )
     i = start + gl.arange(0, SPAN, layout=VECTOR_LAYOUT)
     at = bh.to(gl.int64) * T + i
     needed = (i >= first) & (i < T)
-    lse_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(lse_ptr + at, mask=needed, other=0.0))
-    delta_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(gl.load(delta_ptr + at, mask=needed, other=0.0))
+    lse_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(
+        gl.load(lse_ptr + at, mask=needed, other=0.0)
+    )
+    delta_buf.reinterpret(gl.float32, [SPAN], VECTOR_SHARED).store(
+        gl.load(delta_ptr + at, mask=needed, other=0.0)
+    )
 
 
 @gluon.jit
-def _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, keys, steps):
-    """Add the blocks of queries of a head's span, from `block` on; `keys` is the program's block."""
+def _take_head(
+    k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, keys, steps
+):
+    """Add the blocks of queries of a head's span, from `block` on;
+    `keys` is the program's block.
+    """
     PARTS: gl.constexpr = SIDE // PART
-    dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, keys * PARTS, True)
-    load_pair(qkv_desc, dout_desc, ring, base % STAGES, row + STAGES * SIDE, h * SIDE, h * SIDE, STAGES < steps)
+    dk, dv = _dkdv_step(
+        k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, keys * PARTS, True
+    )
+    load_pair(
+        qkv_desc,
+        dout_desc,
+        ring,
+        base % STAGES,
+        row + STAGES * SIDE,
+        h * SIDE,
+        h * SIDE,
+        STAGES < steps,
+    )
     for step in range(1, steps):
         part = (block + step) * PARTS
-        dk, dv = _dkdv_step(k, v, dk, dv, ring, lse_buf, delta_buf, base + step, part, keys * PARTS, False)
+        dk, dv = _dkdv_step(
+            k, v, dk, dv, ring, lse_buf, delta_buf, base + step, part, keys * PARTS, False
+        )
         at = row + (step + STAGES) * SIDE
-        load_pair(qkv_desc, dout_desc, ring, (base + step) % STAGES, at, h * SIDE, h * SIDE, step + STAGES < steps)
+        load_pair(
+            qkv_desc,
+            dout_desc,
+            ring,
+            (base + step) % STAGES,
+            at,
+            h * SIDE,
+            h * SIDE,
+            step + STAGES < steps,
+        )
     return dk, dv
 
 
 @gluon.jit
 def _attention_dkdv_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr, rope_ptr, NH,
-    T: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr,
+    rope_ptr, NH, T: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     NKV = NH // GROUP
@@ -138,8 +175,8 @@ def _attention_dkdv_kernel(
     load_pair(qkv_desc, qkv_desc, own, 0, row, k_column, v_column, True)
     h = kv * GROUP
     _begin_head(
-        qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h, first, steps, start,
-        T, SPAN,
+        qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h,
+        first, steps, start, T, SPAN,
     )  # fmt: skip
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
@@ -148,7 +185,9 @@ def _attention_dkdv_kernel(
     dk = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
     dv = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
     keys = block - start // SIDE
-    dk, dv = _take_head(k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, 0, row, h, keys, keys, steps)
+    dk, dv = _take_head(
+        k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, 0, row, h, keys, keys, steps
+    )
     base = steps
     for n in range(1, GROUP * spans):
         member = n // spans
@@ -159,11 +198,25 @@ def _attention_dkdv_kernel(
             steps = (min(T, start + SPAN) - max(first, start)) // SIDE
             keys = (first - start) // SIDE
         _begin_head(
-            qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row, bkv * GROUP + member, h,
-            first, steps, start, T, SPAN,
+            qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, base, row,
+            bkv * GROUP + member, h, first, steps, start, T, SPAN,
         )  # fmt: skip
         dk, dv = _take_head(
-            k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, max(keys, 0), keys, steps
+            k,
+            v,
+            dk,
+            dv,
+            qkv_desc,
+            dout_desc,
+            ring,
+            lse_buf,
+            delta_buf,
+            base,
+            row,
+            h,
+            max(keys, 0),
+            keys,
+            steps,
         )
         base += steps
     dk *= SCALE
@@ -172,7 +225,9 @@ def _attention_dkdv_kernel(
         dk = rotated(dk, cos, -sin, SIDE)
     if part_ptr is not None:
         # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
-        part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+        part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(
+            0, SIDE, layout=gl.SliceLayout(0, LAYOUT)
+        )
         gl.store(part_ptr, gl.sum(dk, 0))
         gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
     staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
@@ -185,16 +240,17 @@ def _attention_dkdv_kernel(
 
 
 def attention_bwd_dkdv(
-    dqkv: Forms, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, rope: Tensor | None,
-    group: int,
+    dqkv: Forms, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor,
+    rope: Tensor | None, group: int,
 ) -> int:  # fmt: skip
-    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part, fp32 [B*T/64, 2*Ckv].
-    dout is bf16 [B*T, C], qkv bf16 [B*T, D], lse and delta are fp32 [B, NH, T].  Return part's rows.
+    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part,
+    fp32 [B*T/64, 2*Ckv].  dout is bf16 [B*T, C], qkv bf16 [B*T, D], lse and delta are fp32 [B,
+    NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dkdv_kernel[(blocks * B * NH // group,)](
-        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta, rope, NH,
-        T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group, **OPTIONS,
+        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta,
+        rope, NH, T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group, **OPTIONS,
     )  # fmt: skip
     return B * blocks

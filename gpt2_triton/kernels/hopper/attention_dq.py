@@ -1,13 +1,19 @@
 """dQ for Hopper: the first kernel of attention's backward pass, with its parts in attention.py.
 
-A program's q and dout stay in shared memory, as operands of products; its blocks of keys are k and v.  Four programs
-share a multiprocessor.  delta is computed first, and dq's sums have the portable kernel's order: the bits are equal.
+A program's q and dout stay in shared memory, as operands of products; its blocks of keys are k and
+v.  Four programs share a multiprocessor.  delta is computed first, and dq's sums have the portable
+kernel's order: the bits are equal.
 """
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from gpt2_triton.kernels.e4m3 import paired_columns
 from gpt2_triton.kernels.hopper.attention import (
@@ -23,11 +29,19 @@ from gpt2_triton.kernels.hopper.attention import (
     load_pair,
     ring_of,
 )
-from gpt2_triton.kernels.hopper.pipeline import columns_buffer, describe, stage_forms, store_forms, tma_store, wait_full
+from gpt2_triton.kernels.hopper.pipeline import (
+    columns_buffer,
+    describe,
+    stage_forms,
+    store_forms,
+    tma_store,
+    wait_full,
+)
 from gpt2_triton.kernels.hopper.rope import rotated, rotation
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
-ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of out a thread
+# 16 bytes of out a thread
+ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -62,11 +76,13 @@ def _load_block(ptr, stride, layout: gl.constexpr):
 
 @gluon.jit
 def _attention_dq_kernel(
-    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, out_scale_ptr, part_ptr, delta_ptr, dout_desc,
-    qkv_desc, out_ptr, lse_ptr, rope_ptr, NH, T: gl.constexpr, GROUP: gl.constexpr,
+    dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, out_scale_ptr, part_ptr,
+    delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, rope_ptr, NH, T: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
-    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS  # most keys first: blocks with few keys fill the end
+    # most keys first: blocks with few keys fill the end
+    block = BLOCKS - 1 - gl.program_id(0) % BLOCKS
     bh = gl.program_id(0) // BLOCKS
     b = bh // NH
     h = bh % NH
@@ -77,7 +93,9 @@ def _attention_dq_kernel(
     own = ring_of(qkv_desc, 1)
     load_pair(qkv_desc, dout_desc, own, 0, b * T + first, h * SIDE, h * SIDE, True)
     for step in gl.static_range(STAGES):
-        load_pair(qkv_desc, qkv_desc, ring, step, b * T + step * SIDE, k_column, v_column, step <= block)
+        load_pair(
+            qkv_desc, qkv_desc, ring, step, b * T + step * SIDE, k_column, v_column, step <= block
+        )
     at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
     lse = gl.load(lse_ptr + at)
     out_ptr += (b * T + first).to(gl.int64) * (NH * SIDE) + h * SIDE
@@ -85,7 +103,8 @@ def _attention_dq_kernel(
     columns = None
     if out_columns_desc is not None:
         columns = columns_buffer(out_columns_desc)  # later for dq's columns
-        # loaded again: to exchange it between threads takes shared memory, and three programs would fit, not four
+        # loaded again: to exchange it between threads takes shared memory, and three
+        # programs would fit, not four
         again = _load_block(out_ptr, NH * SIDE, LAYOUT).to(gl.float32)
         columns.store(paired_columns(again * gl.load(out_scale_ptr)))
         fence_async_shared()
@@ -101,7 +120,9 @@ def _attention_dq_kernel(
     for step in range(0, block):
         dq = _dq_step(q, dout, dq, lse, delta, ring, step, False)
         row = b * T + (step + STAGES) * SIDE
-        load_pair(qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block)
+        load_pair(
+            qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block
+        )
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
     if rope_ptr is not None:
         cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
@@ -120,17 +141,18 @@ def _attention_dq_kernel(
 
 
 def attention_bwd_dq(
-    dqkv: Forms, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms, out: Tensor, lse: Tensor,
-    rope: Tensor | None, group: int,
+    dqkv: Forms, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms,
+    out: Tensor, lse: Tensor, rope: Tensor | None, group: int,
 ) -> int:  # fmt: skip
-    """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums for each block of 64 queries into part, fp32
-    [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T, C], qkv bf16 [B*T, D], lse fp32
-    [B, NH, T].  Return part's rows.
+    """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums for each block of 64 queries
+    into part, fp32 [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T,
+    C], qkv bf16 [B*T, D], lse fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dq_kernel[(blocks * B * NH,)](
         *dqkv.described(), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
-        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope, NH, T=T, GROUP=group, **OPTIONS,
+        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope, NH, T=T, GROUP=group,
+        **OPTIONS,
     )  # fmt: skip
     return B * blocks

@@ -1,7 +1,9 @@
-"""A layer's four weights in e4m3 for Hopper, as rows and as columns, in one launch and from one reading of bf16.
+"""A layer's four weights in e4m3 for Hopper, as rows and as columns, in one launch
+and from one reading of bf16.
 
-A program casts one block.  TMA stores the block's rows from shared memory.  They are read again in a layout that gives
-a thread rows 2g and 2g + 1.  A number of 16 bits packs the two bytes, and stmatrix can store it transposed.
+A program casts one block.  TMA stores the block's rows from shared memory.  They are read again in
+a layout that gives a thread rows 2g and 2g + 1.  A number of 16 bits packs the two bytes, and
+stmatrix can store it transposed.
 """
 
 from collections.abc import Sequence
@@ -14,16 +16,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gpt2_triton.kernels.e4m3 import quantise
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store, wait_full
+from gpt2_triton.kernels.hopper.pipeline import (
+    barriers,
+    describe,
+    invalidate,
+    tma_load,
+    tma_store,
+    wait_full,
+)
 
 SIDE = 128  # of a block
 BLOCK = gl.constexpr(SIDE)
 OPTIONS = dict(num_warps=8)
 LOADED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-TURNED = gl.constexpr(  # like a tensor core's result, but a thread holds rows 2g and 2g + 1 instead of g and g + 8
+# like a tensor core's result, but a thread holds rows 2g and 2g + 1 instead of g and g + 8
+TURNED = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-        [[16, 0], [32, 0], [64, 0]], [], [SIDE, SIDE],
+        [[0, 1], [1, 0], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0], [64, 0]], [], [SIDE, SIDE],
     )
 )  # fmt: skip
 
@@ -59,8 +69,9 @@ def _cast_block(w, t, x_buf, r_buf, c_buf, full):
 
 @gluon.jit
 def _cast_weights_kernel(
-    rows_0, columns_0, x_0, scale_0, amax_0, across_0, end_0, rows_1, columns_1, x_1, scale_1, amax_1, across_1, end_1,
-    rows_2, columns_2, x_2, scale_2, amax_2, across_2, end_2, rows_3, columns_3, x_3, scale_3, amax_3, across_3, end_3,
+    rows_0, columns_0, x_0, scale_0, amax_0, across_0, end_0, rows_1, columns_1, x_1, scale_1,
+    amax_1, across_1, end_1, rows_2, columns_2, x_2, scale_2, amax_2, across_2, end_2, rows_3,
+    columns_3, x_3, scale_3, amax_3, across_3, end_3,
 ):  # fmt: skip
     """`end`: the number of blocks of a weight and of those before it."""
     x_buf = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], x_0.layout)
@@ -69,27 +80,54 @@ def _cast_weights_kernel(
     full = barriers(1)
     t = gl.program_id(0)
     if t < end_0:
-        _cast_block(Weight(rows_0, columns_0, x_0, scale_0, amax_0, across_0), t, x_buf, r_buf, c_buf, full)
+        _cast_block(
+            Weight(rows_0, columns_0, x_0, scale_0, amax_0, across_0), t, x_buf, r_buf, c_buf, full
+        )
     elif t < end_1:
-        _cast_block(Weight(rows_1, columns_1, x_1, scale_1, amax_1, across_1), t - end_0, x_buf, r_buf, c_buf, full)
+        _cast_block(
+            Weight(rows_1, columns_1, x_1, scale_1, amax_1, across_1),
+            t - end_0,
+            x_buf,
+            r_buf,
+            c_buf,
+            full,
+        )
     elif t < end_2:
-        _cast_block(Weight(rows_2, columns_2, x_2, scale_2, amax_2, across_2), t - end_1, x_buf, r_buf, c_buf, full)
+        _cast_block(
+            Weight(rows_2, columns_2, x_2, scale_2, amax_2, across_2),
+            t - end_1,
+            x_buf,
+            r_buf,
+            c_buf,
+            full,
+        )
     else:
-        _cast_block(Weight(rows_3, columns_3, x_3, scale_3, amax_3, across_3), t - end_2, x_buf, r_buf, c_buf, full)
+        _cast_block(
+            Weight(rows_3, columns_3, x_3, scale_3, amax_3, across_3),
+            t - end_2,
+            x_buf,
+            r_buf,
+            c_buf,
+            full,
+        )
     invalidate(full)
     tma.store_wait(0)
 
 
 def cast_weights(weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]) -> None:
-    """Write each x[R, C], bf16, times its scale, fp32 [1], in e4m3 to rows [R, C] and columns [C, R].  Record the amax
-    in int32 [AMAX_CELLS] unless amax is None.  `weights` has one to four (rows, columns, x, scale, amax); sizes are
-    multiples of 16.
+    """Write each x[R, C], bf16, times its scale, fp32 [1], in e4m3 to rows [R, C] and columns [C,
+    R].  Record the amax in int32 [AMAX_CELLS] unless amax is None.  `weights` has one to four
+    (rows, columns, x, scale, amax); sizes are multiples of 16.
     """
     arguments, blocks = [], 0
     for i in range(4):  # a weight that is not there has no blocks
         rows, columns, x, scale, amax = weights[min(i, len(weights) - 1)]
         down, across = (triton.cdiv(size, SIDE) for size in x.shape)
         blocks += down * across if i < len(weights) else 0
-        described = describe(rows, SIDE, SIDE), describe(columns.view(int16), SIDE, SIDE // 2), describe(x, SIDE, SIDE)
+        described = (
+            describe(rows, SIDE, SIDE),
+            describe(columns.view(int16), SIDE, SIDE // 2),
+            describe(x, SIDE, SIDE),
+        )
         arguments += [*described, scale, amax, across, blocks]
     _cast_weights_kernel[(blocks,)](*arguments, **OPTIONS)

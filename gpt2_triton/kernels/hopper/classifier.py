@@ -1,5 +1,5 @@
-"""The classifier's first product for Hopper, of bf16 or fp8 operands: p[R, Vp] and its row sums per tile (see
-kernels/classifier.py).  In fp8, p is stored as rows and as columns.
+"""The classifier's first product for Hopper, of bf16 or fp8 operands: p[R, Vp] and its row sums per
+tile (see kernels/classifier.py).  In fp8, p is stored as rows and as columns.
 """
 
 import triton
@@ -33,16 +33,17 @@ from gpt2_triton.kernels.hopper.pipeline import (
 from gpt2_triton.kernels.hopper.pipeline import LAYOUT as BF16_LAYOUT
 from gpt2_triton.kernels.tuning import programs
 
-FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))  # of an accumulator
+# of an accumulator
+FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))
 
 
 @gluon.jit
 def classifier_partition(
-    p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, ring,
-    p_buf, columns_buf, R, C, V, Vp,
+    p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr,
+    wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp,
 ):  # fmt: skip
-    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before rounding.  If p is fp8,
-    also store the row sums of the rounded p.
+    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before
+    rounding.  If p is fp8, also store the row sums of the rounded p.
     """
     LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
     FP8: gl.constexpr = p_scale_ptr is not None  # p
@@ -70,7 +71,9 @@ def classifier_partition(
         if p_desc is not None:
             if FP8:
                 stored = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
-                gl.store(part_ptr + (gl.cdiv(Vp, BLOCK_N) + n // BLOCK_N) * R + r, stored, mask=r < R)
+                gl.store(
+                    part_ptr + (gl.cdiv(Vp, BLOCK_N) + n // BLOCK_N) * R + r, stored, mask=r < R
+                )
             tma.store_wait(0)
             if FP8:
                 p_buf.store(to_e5m2(p))
@@ -96,30 +99,54 @@ def _classifier_kernel(
     if p_desc is not None:
         p_buf = gl.allocate_shared_memory(p_desc.dtype, [BLOCK_M, BLOCK_N], p_desc.layout)
     if columns_desc is not None:
-        columns_buf = gl.allocate_shared_memory(gl.int16, [BLOCK_N, BLOCK_M // 2], columns_desc.layout)
+        columns_buf = gl.allocate_shared_memory(
+            gl.int16, [BLOCK_N, BLOCK_M // 2], columns_desc.layout
+        )
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
-    # fmt: off
-    gl.warp_specialize([
-        (classifier_partition, (p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr,
-                                lnf_scale_ptr, wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp)),
-        (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
-    ], [1], [24])
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (
+                classifier_partition,
+                (
+                    p_desc,
+                    columns_desc,
+                    p_scale_ptr,
+                    part_ptr,
+                    zt_ptr,
+                    peek_ptr,
+                    targets_ptr,
+                    lnf_scale_ptr,
+                    wte_scale_ptr,
+                    ring,
+                    p_buf,
+                    columns_buf,
+                    R,
+                    C,
+                    V,
+                    Vp,
+                ),
+            ),
+            (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
+        ],
+        [1],
+        [24],
+    )
 
 
 def classifier_fwd(
     p: Tensor | None, columns: Tensor | None, p_scale: Tensor | None, part: Tensor, lnf: Tensor,
-    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor, peek: Tensor | None, targets: Tensor,
-    V: int,
+    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor,
+    peek: Tensor | None, targets: Tensor, V: int,
 ) -> None:  # fmt: skip
-    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have scales.  If p
-    is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of 16, and part also has the rounded
-    p's sums.
+    """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
+    scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
+    16, and part also has the rounded p's sums.
     """
     (R, C), Vp = lnf.shape, wte.shape[0]
     tile_k = TILE_K if lnf_scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
-        describe(p, TILE_M, TILE_N), describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2),
-        p_scale, part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k),
-        zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
+        describe(p, TILE_M, TILE_N),
+        describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2), p_scale,
+        part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k), zt, peek, targets,
+        lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
     )  # fmt: skip

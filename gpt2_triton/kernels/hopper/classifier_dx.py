@@ -1,7 +1,8 @@
-"""The head's dX of fp8 operands for Hopper: dln[R, C] = rs * (p[R, Vp] @ wte[Vp, C]) + ks * wte[target], over scales.
+"""The head's dX of fp8 operands for Hopper: dln[R, C] = rs * (p[R, Vp] @ wte[Vp, C]) +
+ks * wte[target], over scales.
 
-p is in e5m2, wte in e4m3.  Sums of 256 terms are added in fp32, from a ring of four stages.  The ring leaves 32 KB for
-the tile that is stored, so it is stored in two halves.
+p is in e5m2, wte in e4m3.  Sums of 256 terms are added in fp32, from a ring of four stages.  The
+ring leaves 32 KB for the tile that is stored, so it is stored in two halves.
 """
 
 import triton
@@ -44,7 +45,9 @@ STRIPS = gl.constexpr(4)  # that shared memory holds for each warpgroup: half of
 
 @gluon.jit
 def finish_strip(acc, head, scales, m, n, R, C):
-    """Return a strip that begins at row m, column n with the factors head = (rs, ks, targets, wte) applied, in bf16."""
+    """Return a strip that begins at row m, column n with the factors head = (rs, ks,
+    targets, wte) applied, in bf16.
+    """
     rows = m + gl.arange(0, ROWS_OF_GROUP, layout=gl.SliceLayout(1, acc.type.layout))
     cols = n + gl.arange(0, STRIP, layout=gl.SliceLayout(0, acc.type.layout))
     rs = gl.load(head[0] + rows, mask=rows < R, other=0.0) * unscale_of(scales[0], scales[1])
@@ -60,7 +63,9 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
     for tile in range(gl.program_id(0), tiles(R, C, BLOCK_N), gl.num_programs(0)):
         m, n = corner(tile, R, C, BLOCK_N)
         m += ROWS_OF_GROUP * GROUP
-        left, right, step = multiply_in_parts(ring, step, gl.cdiv(Vp, BLOCK_K), n + HALF < C, GROUP, DEEP)
+        left, right, step = multiply_in_parts(
+            ring, step, gl.cdiv(Vp, BLOCK_K), n + HALF < C, GROUP, DEEP
+        )
         sums = left, right
         for half in gl.static_range(2):
             strips = quarters(sums[half])
@@ -70,17 +75,34 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
                 c_bufs.index(STRIPS * GROUP + s).store(strip)
             fence_async_shared()
             for s in gl.static_range(STRIPS):
-                tma_store(dln_desc, [m, n + half * HALF + s * STRIP], c_bufs.index(STRIPS * GROUP + s))
+                tma_store(
+                    dln_desc, [m, n + half * HALF + s * STRIP], c_bufs.index(STRIPS * GROUP + s)
+                )
     tma.store_wait(0)
 
 
 @gluon.jit
 def _classifier_dx_kernel(
-    dln_desc, p_desc, columns_desc, p_scale_ptr, wte_scale_ptr, rs_ptr, ks_ptr, targets_ptr, wte_ptr, R, C, Vp
+    dln_desc,
+    p_desc,
+    columns_desc,
+    p_scale_ptr,
+    wte_scale_ptr,
+    rs_ptr,
+    ks_ptr,
+    targets_ptr,
+    wte_ptr,
+    R,
+    C,
+    Vp,
 ):
     p_bufs = gl.allocate_shared_memory(p_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], p_desc.layout)
-    w_bufs = gl.allocate_shared_memory(columns_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], columns_desc.layout)
-    c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIPS, ROWS_OF_GROUP, STRIP], dln_desc.layout)
+    w_bufs = gl.allocate_shared_memory(
+        columns_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], columns_desc.layout
+    )
+    c_bufs = gl.allocate_shared_memory(
+        gl.bfloat16, [2 * STRIPS, ROWS_OF_GROUP, STRIP], dln_desc.layout
+    )
     ring = Operands(p_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
     scales = (p_scale_ptr, wte_scale_ptr)
     head = (rs_ptr, ks_ptr, targets_ptr, wte_ptr)
@@ -94,12 +116,15 @@ def _classifier_dx_kernel(
 
 
 def classifier_dx(
-    dln: Tensor, p: Tensor, p_scale: Tensor, columns: Tensor, wte_scale: Tensor, wte: Tensor, rs: Tensor, ks: Tensor,
-    targets: Tensor,
+    dln: Tensor, p: Tensor, p_scale: Tensor, columns: Tensor, wte_scale: Tensor, wte: Tensor,
+    rs: Tensor, ks: Tensor, targets: Tensor,
 ) -> None:  # fmt: skip
-    """Write dln, bf16 [R, C]; p is e5m2 [R, Vp], wte e4m3 [Vp, C], columns its transpose, rs and ks fp32 [R]."""
+    """Write dln, bf16 [R, C]; p is e5m2 [R, Vp], wte e4m3 [Vp, C], columns its
+    transpose, rs and ks fp32 [R].
+    """
     (R, C), Vp = dln.shape, p.shape[1]
     _classifier_dx_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(C, TILE_N)),)](
-        describe(dln, ROWS_OF_GROUP.value, STRIP.value), describe(p, TILE_M, TILE_K), describe(columns, TILE_N, TILE_K),
-        p_scale, wte_scale, rs, ks, targets, wte, R, C, Vp, **OPTIONS,
+        describe(dln, ROWS_OF_GROUP.value, STRIP.value), describe(p, TILE_M, TILE_K),
+        describe(columns, TILE_N, TILE_K), p_scale, wte_scale, rs, ks, targets, wte, R, C, Vp,
+        **OPTIONS,
     )  # fmt: skip

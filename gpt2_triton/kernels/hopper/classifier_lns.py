@@ -1,5 +1,5 @@
-"""An operand of the head's dW for Hopper: lns = rs * lnf in e5m2, transposed, with rows in pairs as transpose.py has
-them.
+"""An operand of the head's dW for Hopper: lns = rs * lnf in e5m2, transposed, with rows in
+pairs as transpose.py has them.
 """
 
 import triton
@@ -9,7 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gpt2_triton.kernels.e4m3 import paired_columns
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store, wait_full
+from gpt2_triton.kernels.hopper.pipeline import (
+    barriers,
+    describe,
+    invalidate,
+    tma_load,
+    tma_store,
+    wait_full,
+)
 
 SIDE = 128  # of a block
 BLOCK = gl.constexpr(SIDE)
@@ -38,8 +45,15 @@ def _classifier_lns_kernel(columns_desc, lnf_desc, rs_ptr, scale_ptr, R):
 
 
 def classifier_lns(columns: Tensor, lnf: Tensor, rs: Tensor, scale: Tensor) -> None:
-    """Write columns[C, R] = rs * lnf[R, C] * scale in e5m2, in pairs; R and C are multiples of 16."""
+    """Write columns[C, R] = rs * lnf[R, C] * scale in e5m2, in pairs; R
+    and C are multiples of 16.
+    """
     R, C = lnf.shape
     _classifier_lns_kernel[(triton.cdiv(R, SIDE), triton.cdiv(C, SIDE))](
-        describe(columns.view(int16), SIDE, SIDE // 2), describe(lnf, SIDE, SIDE), rs, scale, R, **OPTIONS
+        describe(columns.view(int16), SIDE, SIDE // 2),
+        describe(lnf, SIDE, SIDE),
+        rs,
+        scale,
+        R,
+        **OPTIONS,
     )

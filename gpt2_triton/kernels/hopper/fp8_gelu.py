@@ -1,17 +1,19 @@
 """fc's product with GELU, and dX of fcproj times GELU's derivative, of fp8 operands for Hopper.
 
-fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: so the registers
-                        suffice for 16 warps
-(d)gelu_partition       four warps read the tile before, in fp16, in slices of 64 x 64, and write e4m3 in both orders
+fp8_multiply_partition  two warpgroups multiply tiles of 128 x 256, as two halves of 128 columns: so
+                        the registers suffice for 16 warps
+(d)gelu_partition       four warps read the tile before, in fp16, in slices of 64 x 64,
+                        and write e4m3 in both orders
 load_partition, slope_partition  one warp each loads the operands, and the bytes of gelu'
 
-Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as fp8_matmul.py does, would take
-64 more registers of each thread that multiplies.
+Products are summed in the tensor cores' 14 bits over all of K: adding parts in fp32, as
+fp8_matmul.py does, would take 64 more registers of each thread that multiplies.
 
-A slice is computed in pairs of fp16, with an error far below e4m3's.  gelu' is a byte (e4m3.py has its scale).  An fp16
-multiply-add makes the byte; a permutation of bytes and a subtraction turn the byte into fp16.  A tile stays in fp16's
-range: pre is cut at fp16's largest number, and a gradient is first multiplied by the output's scale.  Each 16 bytes of
-gelu' in a row belong to one thread, and slice follows slice.
+A slice is computed in pairs of fp16, with an error far below e4m3's.  gelu' is a byte (e4m3.py
+has its scale).  An fp16 multiply-add makes the byte; a permutation of bytes and a subtraction
+turn the byte into fp16.  A tile stays in fp16's range: pre is cut at fp16's largest number, and a
+gradient is first multiplied by the output's scale.  Each 16 bytes of gelu' in a row belong to one
+thread, and slice follows slice.
 """
 
 from typing import Any, NamedTuple
@@ -64,11 +66,12 @@ SLICES = gl.constexpr(DOWN.value * (TILE_N // SIDE.value))
 RING = gl.constexpr(4)  # slices of gelu' in flight
 WARPS = gl.constexpr(4)  # of the activation partition
 SLICE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1], [16, 8]))
-TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], gl.float16))  # in shared memory
+# in shared memory
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_N], gl.float16))
 BYTES_LAYOUT = gl.constexpr(  # of a slice's bytes as [32, 128]
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]], [[4, 0], [16, 0]], [],
-        [32, 128],
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
+        [[4, 0], [16, 0]], [], [32, 128],
     )
 )  # fmt: skip
 LOWEST = gl.constexpr(0.17)  # the largest |gelu| of a negative number
@@ -83,7 +86,9 @@ def fp16_pair(x: float) -> str:
 
 
 class Output(NamedTuple):
-    """An fp8 tensor that is written in slices: its two orders, shared memory for two slices of each, scale and amax."""
+    """An fp8 tensor that is written in slices: its two orders, shared memory for two
+    slices of each, scale and amax.
+    """
 
     rows_desc: Any
     columns_desc: Any
@@ -99,41 +104,55 @@ CONSTANTS = dict(
     m1=STEPS.value, m2=BYTE_AT + ZERO.value,
 )  # fmt: skip
 
-# four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of gelu'(x).  With y = min(x^2, 64):
-# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)).  x (s - s^2) comes
+# four fp16 numbers x in $2, $3 -> e4m3 of gelu(x) times the scale in $4, and bytes of
+# gelu'(x).  With y = min(x^2, 64):
+# u = x (c2 + c1 y),  s = tanh(u) / 2 + 1/2,  gelu = x s,  gelu' = s + (c4 + c3 y) (x (s - s^2)).
+# x (s - s^2) comes
 # first: for a large finite x it is 0.  The low bits of m1 gelu' + m2 are the byte
 _GELU = """
-mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; tanh.approx.f16x2 t, u;
-fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
-fma.rn.f16x2 y, y, c3, c4; neg.f16x2 t, s; fma.rn.f16x2 t, t, s, s; mul.f16x2 t, t, {x}; fma.rn.f16x2 d, y, t, s;
+mul.f16x2 y, {x}, {x}; min.f16x2 y, y, top; fma.rn.f16x2 u, y, c1, c2; mul.f16x2 u, u, {x}; \
+tanh.approx.f16x2 t, u;
+fma.rn.f16x2 s, t, half, half; mul.f16x2 g, {x}, s; mul.f16x2 g, g, sc; \
+cvt.rn.satfinite.e4m3x2.f16x2 {e}, g;
+fma.rn.f16x2 y, y, c3, c4; neg.f16x2 t, s; fma.rn.f16x2 t, t, s, s; mul.f16x2 t, t, {x}; \
+fma.rn.f16x2 d, y, t, s;
 fma.rn.f16x2 {d}, d, m1, m2;"""
 GELU_ASM = gl.constexpr(
-    "{ .reg .b32 y, u, t, s, g, d, c1, c2, c3, c4, half, m1, m2, sc, top, d0, d1; .reg .b16 e0, e1; mov.b32 sc, $4;"
+    (
+        "{ .reg .b32 y, u, t, s, g, d, c1, c2, c3, c4, half, m1, m2, sc, top, d0, "
+        "d1; .reg .b16 e0, e1; mov.b32 sc, $4;"
+    )
     + "".join(f"mov.b32 {name}, {fp16_pair(value)};" for name, value in CONSTANTS.items())
     + _GELU.format(x="$2", e="e0", d="d0")
     + _GELU.format(x="$3", e="e1", d="d1")
     + "mov.b32 $0, {e0, e1}; prmt.b32 $1, d0, d1, 0x6420; }"
 )
 
-# multiplies fp16 $3, $4 by the derivatives in the bytes $5; the products are fp16 in $1, $2 and e4m3 in $0
+# multiplies fp16 $3, $4 by the derivatives in the bytes $5; the products are
+# fp16 in $1, $2 and e4m3 in $0
 DGELU_ASM = gl.constexpr(
     f"{{ .reg .b32 a, b, o; .reg .b16 e0, e1; mov.b32 o, {fp16_pair(-BYTE_AT - ZERO.value)};"
     "prmt.b32 a, $5, 0x64646464, 0x4140; prmt.b32 b, $5, 0x64646464, 0x4342;"
     "add.rn.f16x2 a, a, o; add.rn.f16x2 b, b, o; mul.f16x2 $1, a, $3; mul.f16x2 $2, b, $4;"
-    "cvt.rn.satfinite.e4m3x2.f16x2 e0, $1; cvt.rn.satfinite.e4m3x2.f16x2 e1, $2; mov.b32 $0, {e0, e1}; }"
+    "cvt.rn.satfinite.e4m3x2.f16x2 e0, $1; "
+    "cvt.rn.satfinite.e4m3x2.f16x2 e1, $2; mov.b32 $0, {e0, e1}; }"
 )
 
 
 @gluon.jit
 def to_bytes(d):
     """Return a slice's bytes as [32, 128], 16 in a row from each thread."""
-    return gl.reshape(gl.permute(gl.reshape(d, (2, 2, 2, 8, 2, 4, 4, 2)), (0, 4, 1, 3, 6, 5, 2, 7)), (32, 128))
+    return gl.reshape(
+        gl.permute(gl.reshape(d, (2, 2, 2, 8, 2, 4, 4, 2)), (0, 4, 1, 3, 6, 5, 2, 7)), (32, 128)
+    )
 
 
 @gluon.jit
 def from_bytes(d):
     """Return the slice of to_bytes."""
-    return gl.reshape(gl.permute(gl.reshape(d, (2, 2, 2, 8, 4, 4, 2, 2)), (0, 2, 6, 3, 1, 5, 4, 7)), (SIDE, SIDE))
+    return gl.reshape(
+        gl.permute(gl.reshape(d, (2, 2, 2, 8, 4, 4, 2, 2)), (0, 2, 6, 3, 1, 5, 4, 7)), (SIDE, SIDE)
+    )
 
 
 @gluon.jit
@@ -144,18 +163,29 @@ def sums_of_thread(x):
 
 @gluon.jit
 def to_fp16(x, SATURATE: gl.constexpr):
-    """Round to fp16; with SATURATE, numbers beyond fp16's range become its largest, and NaN stays NaN."""
+    """Round to fp16; with SATURATE, numbers beyond fp16's range become its
+    largest, and NaN stays NaN.
+    """
     if SATURATE:
         return gl.inline_asm_elementwise(
-            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [x],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=2,
         )
     else:
         return x.to(gl.float16)
 
 
 @gluon.jit
-def fp8_multiply_partition(b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr):
-    """Multiply and pass the tile on in fp16: pre, or (DGELU) the gradient of gelu's output times scale / STEPS."""
+def fp8_multiply_partition(
+    b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
+):
+    """Multiply and pass the tile on in fp16: pre, or (DGELU) the gradient of gelu's
+    output times scale / STEPS.
+    """
     factor = unscale_of(a_scale_ptr, w_scale_ptr)
     if DGELU:
         factor *= gl.load(scale_ptr) * (1.0 / STEPS)
@@ -182,7 +212,10 @@ def fp8_multiply_partition(b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, 
         right = right * factor
         if b_ptr is not None:
             cols = n + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
-            b, b_right = gl.load(b_ptr + cols).to(gl.float32), gl.load(b_ptr + HALF + cols).to(gl.float32)
+            b, b_right = (
+                gl.load(b_ptr + cols).to(gl.float32),
+                gl.load(b_ptr + HALF + cols).to(gl.float32),
+            )
             left += (b + 0.0 * b)[None, :]  # NaN if b is infinite, as to_fp16 saturates
             right += (b_right + 0.0 * b_right)[None, :]
         mbarrier.wait(c.empty, (turn & 1) ^ 1)
@@ -195,20 +228,29 @@ def fp8_multiply_partition(b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, 
 
 @gluon.jit
 def slope_partition(slope_desc, slopes, M, N):
-    """Load the bytes of gelu', slice after slice, in the order in which the activation partition takes them."""
+    """Load the bytes of gelu', slice after slice, in the order in which the
+    activation partition takes them.
+    """
     step = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
         for s in range(SLICES):
             wait_empty(slopes.empty, step, RING)
             slot = step % RING
             mbarrier.expect(slopes.full.index(slot), slope_desc.block_type.nbytes)
-            tma_load(slope_desc, [(tile * SLICES + s) * 32, 0], slopes.full.index(slot), slopes.buf.index(slot))
+            tma_load(
+                slope_desc,
+                [(tile * SLICES + s) * 32, 0],
+                slopes.full.index(slot),
+                slopes.buf.index(slot),
+            )
             step += 1
 
 
 @gluon.jit
 def put(out, s, q):
-    """Write a slice to shared memory in both orders.  The caller has waited until the buffers are free."""
+    """Write a slice to shared memory in both orders.  The caller has waited
+    until the buffers are free.
+    """
     out.row_bufs.index(s % 2).store(q)
     out.column_bufs.index(s % 2).permute((1, 0)).store(pairs(q))
 
@@ -222,13 +264,17 @@ def send(out, s, row, col):
 
 @gluon.jit
 def record(out, largest):
-    gl.atomic_max(out.amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed")
+    gl.atomic_max(
+        out.amax_ptr + gl.program_id(0) % CELLS, largest.to(gl.int32, bitcast=True), sem="relaxed"
+    )
 
 
 @gluon.jit
 def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
     """Store each tile's gelu and bytes of gelu'; at the end, record the largest |gelu|."""
-    half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * gl.load(out.scale_ptr).to(gl.float16)
+    half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * gl.load(out.scale_ptr).to(
+        gl.float16
+    )
     top = gl.zeros([SIDE, SIDE], gl.float16, SLICE_LAYOUT)
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
@@ -239,7 +285,12 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
             row = m + s % DOWN * SIDE
             col = n + s // DOWN * SIDE
             q, d = gl.inline_asm_elementwise(
-                GELU_ASM, "=r,=r,r,r,r,r", [x, half_scale], dtype=(gl.float8e4nv, gl.uint8), is_pure=True, pack=4
+                GELU_ASM,
+                "=r,=r,r,r,r,r",
+                [x, half_scale],
+                dtype=(gl.float8e4nv, gl.uint8),
+                is_pure=True,
+                pack=4,
             )
             top = gl.maximum(top, x)
             tma.store_wait(3)
@@ -258,9 +309,9 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
 
 @gluon.jit
 def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
-    """Store each tile's product with gelu', and the product's column sums to part[tile_m]; at the end, record the
-    largest |product|.  The record omits NaN, and has fp16's largest number for infinity.  After NaN or infinity the
-    column sums are not finite, and so the step is skipped.
+    """Store each tile's product with gelu', and the product's column sums to part[tile_m]; at the
+    end, record the largest |product|.  The record omits NaN, and has fp16's largest number for
+    infinity.  After NaN or infinity the column sums are not finite, and so the step is skipped.
     """
     cols = gl.arange(0, SIDE, layout=gl.SliceLayout(0, SLICE_LAYOUT))
     scale = gl.load(out.scale_ptr)
@@ -278,11 +329,18 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
             slot = step % RING
             wait_full(slopes.full, step, RING)
             d = gl.convert_layout(
-                from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)), SLICE_LAYOUT, assert_trivial=True
+                from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)),
+                SLICE_LAYOUT,
+                assert_trivial=True,
             )
             mbarrier.arrive(slopes.empty.index(slot), count=1)
             q, v = gl.inline_asm_elementwise(
-                DGELU_ASM, "=r,=r,=r,r,r,r", [x, d], dtype=(gl.float8e4nv, gl.float16), is_pure=True, pack=4
+                DGELU_ASM,
+                "=r,=r,=r,r,r,r",
+                [x, d],
+                dtype=(gl.float8e4nv, gl.float16),
+                is_pure=True,
+                pack=4,
             )
             top = gl.maximum(top, gl.maximum(v, -v))
             sums += sums_of_thread(v.to(gl.float32))
@@ -291,7 +349,9 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
             fence_async_shared()
             send(out, s, row, col)
             if s % DOWN == DOWN - 1:
-                total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT))
+                total = gl.convert_layout(
+                    gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT)
+                )
                 gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
                 sums = gl.zeros_like(sums)
             step += 1
@@ -304,8 +364,8 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
 
 @gluon.jit
 def _fp8_gelu_kernel(
-    a_desc, w_desc, rows_desc, columns_desc, slope_desc, b_ptr, part_ptr, a_scale_ptr, w_scale_ptr, scale_ptr,
-    amax_ptr, M, N, K, DGELU: gl.constexpr,
+    a_desc, w_desc, rows_desc, columns_desc, slope_desc, b_ptr, part_ptr, a_scale_ptr, w_scale_ptr,
+    scale_ptr, amax_ptr, M, N, K, DGELU: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
@@ -317,33 +377,48 @@ def _fp8_gelu_kernel(
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     c = channel(c_halves, True)
     out = Output(rows_desc, columns_desc, r_bufs, t_bufs, scale_ptr, amax_ptr)
-    slope_bufs = gl.allocate_shared_memory(gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout)
-    # fmt: off
+    slope_bufs = gl.allocate_shared_memory(
+        gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout
+    )
     if DGELU:
         slopes = Channel(slope_bufs, barriers(RING), barriers(RING))
-        gl.warp_specialize([
-            (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, True)),
-            (dgelu_partition, (out, part_ptr, slopes, c_slices, c, M, N)),
-            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
-            (slope_partition, (slope_desc, slopes, M, N)),
-        ], [WARPS, 1, 1], [104, 24, 24])
+        gl.warp_specialize(
+            [
+                (
+                    fp8_multiply_partition,
+                    (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, True),
+                ),
+                (dgelu_partition, (out, part_ptr, slopes, c_slices, c, M, N)),
+                (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+                (slope_partition, (slope_desc, slopes, M, N)),
+            ],
+            [WARPS, 1, 1],
+            [104, 24, 24],
+        )
     else:
-        gl.warp_specialize([
-            (fp8_multiply_partition, (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, False)),
-            (gelu_partition, (out, slope_desc, slope_bufs, c_slices, c, M, N)),
-            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
-        ], [WARPS, 1], [120, 24])
-    # fmt: on
+        gl.warp_specialize(
+            [
+                (
+                    fp8_multiply_partition,
+                    (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, False),
+                ),
+                (gelu_partition, (out, slope_desc, slope_bufs, c_slices, c, M, N)),
+                (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+            ],
+            [WARPS, 1],
+            [120, 24],
+        )
 
 
 def matmul(
-    rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor, w: Tensor,
-    w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
+    rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor,
+    w: Tensor, w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
 ) -> int:  # fmt: skip
-    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N, M], and gelu' bytes to slope.
+    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N,
+    M], and gelu' bytes to slope.
 
-    With `part`, write the product times slope's gelu' instead, and its column sums to part[M / 128, N].  M is a
-    multiple of 128, N of 256.  Return M / 128.
+    With `part`, write the product times slope's gelu' instead, and its column sums to part[M / 128,
+    N].  M is a multiple of 128, N of 256.  Return M / 128.
     """
     (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
     _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](

@@ -1,9 +1,11 @@
-"""Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T / scales + b (+ res), in bf16.
+"""Forward products and dX of fp8 operands for Hopper: out = a[M, K] @ w[N, K].T /
+scales + b (+ res), in bf16.
 
-Tensor cores add 32 fp8 products to the sum so far, and cut all terms 14 bits below the largest term's first bit.  The
-cut biases long sums of one sign: by 17% over 65,536 terms if an operand's mean is half its standard deviation.  So
-partial sums of 128 terms are added in fp32, in dW and the head's dX of 256.  Each of two warpgroups computes 64 x 256
-of a tile, in two halves: while one warpgroup adds a half, the other multiplies.
+Tensor cores add 32 fp8 products to the sum so far, and cut all terms 14 bits below the largest
+term's first bit.  The cut biases long sums of one sign: by 17% over 65,536 terms if an operand's
+mean is half its standard deviation.  So partial sums of 128 terms are added in fp32, in dW and the
+head's dX of 256.  Each of two warpgroups computes 64 x 256 of a tile, in two halves: while one
+warpgroup adds a half, the other multiplies.
 """
 
 import triton
@@ -41,7 +43,8 @@ TILE_K = 128
 BLOCK_K = gl.constexpr(TILE_K)
 HALF = gl.constexpr(TILE_N // 2)
 ROWS_OF_GROUP = gl.constexpr(TILE_M // 2)
-HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 32]))  # of an accumulator
+# of an accumulator
+HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 32]))
 OPTIONS = dict(num_warps=4, maxnreg=168)
 
 
@@ -51,9 +54,11 @@ def unscale_of(a_scale_ptr, w_scale_ptr):
 
 
 @gluon.jit
-def multiply(ring, step, GROUP: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr, FREE: gl.constexpr):
-    """Return a @ w.T, fp32 [64, 128], of a's 64 rows from 64 * GROUP on and w's 128 rows from FIRST on, over DEEP
-    stages.  With FREE, give each stage back when it has been read.
+def multiply(
+    ring, step, GROUP: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr, FREE: gl.constexpr
+):
+    """Return a @ w.T, fp32 [64, 128], of a's 64 rows from 64 * GROUP on and w's 128 rows from FIRST
+    on, over DEEP stages.  With FREE, give each stage back when it has been read.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     part = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
@@ -72,10 +77,13 @@ def multiply(ring, step, GROUP: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.cons
 
 @gluon.jit
 def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.constexpr):
-    """Multiply `count` steps of 128 columns of a and w, and free their stages.  Sums over DEEP steps are added in fp32.
+    """Multiply `count` steps of 128 columns of a and w, and free their stages.  Sums over
+    DEEP steps are added in fp32.
 
-    Returns the left and right half, fp32 [64, 128], of a tile's 64 rows from 64 * GROUP on, and the next step.
-    The right half of a tile that is not `whole` lies outside of the matrix: it is 0, and not multiplied.
+    Returns the left and right half, fp32 [64, 128], of a tile's 64 rows from 64 *
+    GROUP on, and the next step.
+    The right half of a tile that is not `whole` lies outside of the matrix:
+    it is 0, and not multiplied.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     left = gl.zeros([ROWS_OF_GROUP, HALF], gl.float32, HALF_LAYOUT)
@@ -101,10 +109,21 @@ def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.co
 
 @gluon.jit
 def fp8_partition(
-    out_desc, b_ptr, ADD: gl.constexpr, rope, a_scale_ptr, w_scale_ptr, ring, c, M, N, K, GROUP: gl.constexpr
+    out_desc,
+    b_ptr,
+    ADD: gl.constexpr,
+    rope,
+    a_scale_ptr,
+    w_scale_ptr,
+    ring,
+    c,
+    M,
+    N,
+    K,
+    GROUP: gl.constexpr,
 ):
-    """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it.  `rope` is as in
-    mainloop.compute_partition.
+    """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it.
+    `rope` is as in mainloop.compute_partition.
     """
     unscale = unscale_of(a_scale_ptr, w_scale_ptr)
     step = 0
@@ -114,7 +133,9 @@ def fp8_partition(
         if ADD:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
-        left, right, step = multiply_in_parts(ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP, 1)
+        left, right, step = multiply_in_parts(
+            ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP, 1
+        )
         if ADD:
             mbarrier.wait(c.full, turn & 1)
         else:
@@ -140,31 +161,63 @@ def fp8_partition(
 
 @gluon.jit
 def _fp8_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, rope_ptr, a_scale_ptr, w_scale_ptr, M, N, K, T, rotated_columns,
-    HS: gl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, rope_ptr, a_scale_ptr, w_scale_ptr, M, N, K, T,
+    rotated_columns, HS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     c_bufs = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS_OF_GROUP, HALF], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
     c = channel(c_bufs, res_desc is not None, 2)
-    # fmt: off
-    gl.warp_specialize([
-        (fp8_partition, (out_desc, b_ptr, res_desc is not None, (rope_ptr, HS, T, rotated_columns), a_scale_ptr,
-                         w_scale_ptr, ring, c, M, N, K, 0)),
-        (fp8_partition, (out_desc, b_ptr, res_desc is not None, (rope_ptr, HS, T, rotated_columns), a_scale_ptr,
-                         w_scale_ptr, ring, c, M, N, K, 1)),
-        (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, True)),
-    ], [4, 1], [240, 24])
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (
+                fp8_partition,
+                (
+                    out_desc,
+                    b_ptr,
+                    res_desc is not None,
+                    (rope_ptr, HS, T, rotated_columns),
+                    a_scale_ptr,
+                    w_scale_ptr,
+                    ring,
+                    c,
+                    M,
+                    N,
+                    K,
+                    0,
+                ),
+            ),
+            (
+                fp8_partition,
+                (
+                    out_desc,
+                    b_ptr,
+                    res_desc is not None,
+                    (rope_ptr, HS, T, rotated_columns),
+                    a_scale_ptr,
+                    w_scale_ptr,
+                    ring,
+                    c,
+                    M,
+                    N,
+                    K,
+                    1,
+                ),
+            ),
+            (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, True)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def matmul(
-    out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None, res: Tensor | None,
-    rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
+    out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None,
+    res: Tensor | None, rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
 ) -> int:  # fmt: skip
-    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), or with `rope`, rotate the heads in
-    the first columns; return the number of rows of tiles.
+    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), or with `rope`,
+    rotate the heads in the first columns; return the number of rows of tiles.
     """
     (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)

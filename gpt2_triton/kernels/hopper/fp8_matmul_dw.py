@@ -1,7 +1,9 @@
-"""Weight gradients of fp8 operands for Hopper: dw[N, K] (+)= dout[N, R] @ inp[K, R].T / scales, in fp32.
+"""Weight gradients of fp8 operands for Hopper: dw[N, K] (+)= dout[N, R] @
+inp[K, R].T / scales, in fp32.
 
-The sums of each 256 tokens are added in fp32, by the warpgroups of fp8_matmul.py: two steps, as four stages are enough
-for them.  They err by 0.02% where sums of 128 err by 0.013%, and take 3 to 4% less energy.
+The sums of each 256 tokens are added in fp32, by the warpgroups of fp8_matmul.py: two
+steps, as four stages are enough for them.  They err by 0.02% where sums of 128 err by
+0.013%, and take 3 to 4% less energy.
 """
 
 from collections.abc import Sequence
@@ -29,13 +31,23 @@ from gpt2_triton.kernels.hopper.matmul_dw import (
     select,
     store_parts,
 )
-from gpt2_triton.kernels.hopper.pipeline import BLOCK_M, BLOCK_N, TILE_M, TILE_N, Operands, barriers, quarters
+from gpt2_triton.kernels.hopper.pipeline import (
+    BLOCK_M,
+    BLOCK_N,
+    TILE_M,
+    TILE_N,
+    Operands,
+    barriers,
+    quarters,
+)
 from gpt2_triton.kernels.tiles import split_item
 from gpt2_triton.kernels.tuning import programs
 
 
 @gluon.jit
-def fp8_dw_partition(outs, part_ptr, scales, second_scales, ring, matrices, work, add, GROUP: gl.constexpr):
+def fp8_dw_partition(
+    outs, part_ptr, scales, second_scales, ring, matrices, work, add, GROUP: gl.constexpr
+):
     """Multiply a warpgroup's part of the items; store tiles to out, partial sums to part."""
     whole_tiles, split_tiles, items, steps, part_steps = work
     unscales = (unscale_of(scales[0], scales[1]), unscale_of(second_scales[0], second_scales[1]))
@@ -48,7 +60,9 @@ def fp8_dw_partition(outs, part_ptr, scales, second_scales, ring, matrices, work
             whole = n + HALF < N
         left, right, step = multiply_in_parts(ring, step, count, whole, GROUP, 2)
         unscale = select(unscales, second)
-        ptr, stride, height, width = destination(select(outs, second), part_ptr, n, k, N, K, slot, turned)
+        ptr, stride, height, width = destination(
+            select(outs, second), part_ptr, n, k, N, K, slot, turned
+        )
         if turned:
             ptr += ROWS_OF_GROUP * GROUP
             width -= ROWS_OF_GROUP * GROUP
@@ -86,8 +100,8 @@ def matmul_dw(
     dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Tensor], inps: Sequence[Tensor],
     scales: Sequence[tuple[Tensor, Tensor]], split: TileSplit, acc: bool,
 ) -> None:  # fmt: skip
-    """Write the whole tiles of each dw (+)= dout[N, R] @ inp[K, R].T / scales, and partial sums of the others to
-    scratch.
+    """Write the whole tiles of each dw (+)= dout[N, R] @ inp[K, R].T / scales, and partial
+    sums of the others to scratch.
     """
     flat = [scale for pair in scales for scale in pair]
     rest = arguments(dws, scratch, douts, inps, split, (TILE_M, TILE_K), (TILE_N, TILE_K), flat)

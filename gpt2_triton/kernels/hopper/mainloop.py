@@ -1,4 +1,6 @@
-"""Partitions of the forward products and dX: one loads the operands, one multiplies them and finishes the tiles."""
+"""Partitions of the forward products and dX: one loads the operands, one multiplies
+them and finishes the tiles.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +23,11 @@ from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
 
 
 @gluon.jit
-def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.constexpr, W_T: gl.constexpr):
-    """Load blocks of a and w, tile after tile, and if there is a residual, its tiles into c.  WIDTH is the width of a
-    tile: the sum of w's one or two blocks.
+def load_partition(
+    a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.constexpr, W_T: gl.constexpr
+):
+    """Load blocks of a and w, tile after tile, and if there is a residual, its tiles into c.  WIDTH
+    is the width of a tile: the sum of w's one or two blocks.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
@@ -35,8 +39,9 @@ def load_partition(a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH: gl.conste
             load_blocks(a_desc, w_descs, ring, step, m, n, k, False, W_T)
             step += 1
             if res_desc is not None:
-                # the multiplying partition empties c when it begins this tile, after its store of the tile before.  So
-                # waiting some steps into the tile costs nothing, and the steps that remain hide the load
+                # the multiplying partition empties c when it begins this tile, after its store of
+                # the tile before.  So waiting some steps into the tile costs nothing, and the
+                # steps that remain hide the load
                 if k == min(STAGES, gl.cdiv(K, BLOCK_K) - 1) * BLOCK_K:
                     mbarrier.wait(c.empty, turn & 1)
                     load_residual(res_desc, c, m, n)
@@ -65,7 +70,9 @@ def gated_load_partition(a_desc, w_desc, ring, M, N, K):
 
 @gluon.jit
 def load_residual(res_desc, c, m, n):
-    """Load a tile of the residual into c: one block, or several in order down the tile and then to the right."""
+    """Load a tile of the residual into c: one block, or several in order down the
+    tile and then to the right.
+    """
     if len(c.buf.shape) == 2:
         mbarrier.expect(c.full, res_desc.block_type.nbytes)
         tma_load(res_desc, [m, n], c.full, c.buf)
@@ -76,15 +83,28 @@ def load_residual(res_desc, c, m, n):
         DOWN: gl.constexpr = BLOCK_M // HEIGHT
         mbarrier.expect(c.full, BLOCKS * res_desc.block_type.nbytes)
         for s in range(BLOCKS):
-            tma_load(res_desc, [m + s % DOWN * HEIGHT, n + s // DOWN * WIDTH], c.full, c.buf.index(s))
+            tma_load(
+                res_desc, [m + s % DOWN * HEIGHT, n + s // DOWN * WIDTH], c.full, c.buf.index(s)
+            )
 
 
 @gluon.jit
 def compute_partition(
-    out_desc, b_ptr, res_desc, rope, ring, c, M, N, K, W_T: gl.constexpr, TO_ACTIVATION: gl.constexpr
+    out_desc,
+    b_ptr,
+    res_desc,
+    rope,
+    ring,
+    c,
+    M,
+    N,
+    K,
+    W_T: gl.constexpr,
+    TO_ACTIVATION: gl.constexpr,
 ):
-    """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on through c.  Rotate heads if
-    `rope` is given: (table, columns of a head, tokens of a sequence, columns to rotate).
+    """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on
+    through c.  Rotate heads if `rope` is given: (table, columns of a head, tokens of a
+    sequence, columns to rotate).
     """
     step = 0
     turn = 0

@@ -1,7 +1,9 @@
-"""Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, in whole and split tiles as kernels/matmul.py describes.
+"""Weight gradients for Hopper: dw[N, K] (+)= dout.T @ inp, in whole and split tiles as
+kernels/matmul.py describes.
 
-Both operands come as they are stored, rows first; wgmma takes the first operand transposed from shared memory.  The
-accumulator, 128 x 256, is a tile of dw.  Where tiles of 256 x 128 waste less at dw's edges, it is a transposed tile.
+Both operands come as they are stored, rows first; wgmma takes the first operand transposed from
+shared memory.  The accumulator, 128 x 256, is a tile of dw.  Where tiles of 256 x 128 waste less at
+dw's edges, it is a transposed tile.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,8 @@ from gpt2_triton.kernels.hopper.pipeline import (
 from gpt2_triton.kernels.tiles import split_item, tile_position
 from gpt2_triton.kernels.tuning import programs
 
-STAGES = gl.constexpr(4)  # one more than the other products: no tile waits in shared memory to be stored
+# one more than the other products: no tile waits in shared memory to be stored
+STAGES = gl.constexpr(4)
 
 
 @gluon.jit
@@ -47,8 +50,8 @@ def select(pair, second):
 
 @gluon.jit
 def locate(tile, matrices):
-    """Return whether a tile is of the second matrix and whether it is turned, its first row and column, and the
-    matrix's N and K.
+    """Return whether a tile is of the second matrix and whether it is turned, its first row and
+    column, and the matrix's N and K.
     """
     first, Ns, Ks, all_turned = matrices
     second = tile >= first
@@ -68,13 +71,15 @@ def locate(tile, matrices):
 def _load_item(a_desc, w_desc, ring, step, a, w, first, count, K_MAJOR: gl.constexpr):
     DEPTH: gl.constexpr = a_desc.block_type.shape[1 if K_MAJOR else 0]
     for s in range(0, count):
-        load_blocks(a_desc, (w_desc,), ring, step + s, a, w, (first + s) * DEPTH, not K_MAJOR, K_MAJOR)
+        load_blocks(
+            a_desc, (w_desc,), ring, step + s, a, w, (first + s) * DEPTH, not K_MAJOR, K_MAJOR
+        )
 
 
 @gluon.jit
 def dw_load_partition(descs, second_descs, ring, matrices, work, K_MAJOR: gl.constexpr):
-    """Load blocks of a and w, item after item: dout and inp, or inp and dout for a turned tile.  K_MAJOR: both are
-    stored transposed, contiguous along the rows that are summed.
+    """Load blocks of a and w, item after item: dout and inp, or inp and dout for a turned tile.
+    K_MAJOR: both are stored transposed, contiguous along the rows that are summed.
     """
     whole_tiles, split_tiles, items, steps, part_steps = work
     step = 0
@@ -92,8 +97,8 @@ def dw_load_partition(descs, second_descs, ring, matrices, work, K_MAJOR: gl.con
 
 @gluon.jit
 def destination(out_ptr, part_ptr, n, k, N, K, slot, turned):
-    """Return address, stride, height and width of a tile's place in out, or of a partial sum's slot in part, a matrix
-    of the tile's size.
+    """Return address, stride, height and width of a tile's place in out, or of a partial sum's slot
+    in part, a matrix of the tile's size.
     """
     ptr = out_ptr + (n.to(gl.int64) * K + k)
     stride = K
@@ -109,7 +114,9 @@ def destination(out_ptr, part_ptr, n, k, N, K, slot, turned):
 
 @gluon.jit
 def store_part(acc, first, ptr, stride, height, width, slot, add, TURNED: gl.constexpr):
-    """Store the columns of an accumulator from `first` on; the addresses of all would take too many registers."""
+    """Store the columns of an accumulator from `first` on; the addresses of all
+    would take too many registers.
+    """
     layout: gl.constexpr = acc.type.layout
     i = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     j = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -146,11 +153,14 @@ def dw_partition(outs, part_ptr, ring, matrices, work, add):
         accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
         accs = issue_mma(accs, ring, step, False, True, False)
         acc, step = mma_loop(accs, ring, step + 1, count, True, False)
-        ptr, stride, height, width = destination(select(outs, second), part_ptr, n, k, N, K, slot, turned)
+        ptr, stride, height, width = destination(
+            select(outs, second), part_ptr, n, k, N, K, slot, turned
+        )
         store_parts(quarters(acc), ptr, stride, height, width, slot, add, turned)
 
 
-@gluon.jit(do_not_specialize=["turned", "add"])  # not a constant: Triton 3.6 fails on code that cannot be reached
+# not a constant: Triton 3.6 fails on code that cannot be reached
+@gluon.jit(do_not_specialize=["turned", "add"])
 def _dw_kernel(
     out_ptr, out2_ptr, part_ptr, a_desc, w_desc, a2_desc, w2_desc, first2, N, N2, K, K2, turned,
     whole_tiles, split_tiles, items, steps, part_steps, add,
@@ -169,10 +179,12 @@ def _dw_kernel(
 
 
 def arguments(
-    dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Tensor], inps: Sequence[Tensor], split: TileSplit,
-    a_block: tuple[int, int], w_block: tuple[int, int], scales: Sequence[Tensor] = (),
+    dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Tensor], inps: Sequence[Tensor],
+    split: TileSplit, a_block: tuple[int, int], w_block: tuple[int, int],
+    scales: Sequence[Tensor] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of a kernel for one or two matrices; for one, the second is the first, without tiles.
+    """Return the arguments of a kernel for one or two matrices; for one, the second
+    is the first, without tiles.
 
     Bit i of `turned` says whether the tiles of matrix i are turned.
     """
@@ -192,8 +204,15 @@ def arguments(
 
 
 def matmul_dw(
-    dws: Sequence[Tensor], scratch: Tensor, douts: Sequence[Tensor], inps: Sequence[Tensor], split: TileSplit, acc: bool
+    dws: Sequence[Tensor],
+    scratch: Tensor,
+    douts: Sequence[Tensor],
+    inps: Sequence[Tensor],
+    split: TileSplit,
+    acc: bool,
 ) -> None:
-    """Write each dw (+)= dout.T @ inp for the whole tiles, and the partial sums of the others to scratch."""
+    """Write each dw (+)= dout.T @ inp for the whole tiles, and the partial sums
+    of the others to scratch.
+    """
     rest = arguments(dws, scratch, douts, inps, split, (TILE_K, TILE_M), (TILE_K, TILE_N))
     _dw_kernel[(programs(split.items),)](*rest, int(acc), **OPTIONS)

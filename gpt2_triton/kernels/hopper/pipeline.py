@@ -1,12 +1,15 @@
-"""Parts of Hopper's kernels: tile constants, barriers, the ring of operand blocks, products, stores, TMA descriptors.
+"""Parts of Hopper's kernels: tile constants, barriers, the ring of operand blocks,
+products, stores, TMA descriptors.
 
-A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in shared memory.  Each
-stage of a ring has two: `full` completes a phase when the blocks have arrived, `empty` when they have been used.  Wait
-i on `full` passes once phase i is complete, wait i on `empty` once phase i - 1 is.  A barrier knows a phase by its
-parity.  So the first wait on `empty` returns at once: it waits for parity 1, as if a phase -1 were complete.
+A kernel's warps are divided into partitions with different work, which synchronise at mbarriers in
+shared memory.  Each stage of a ring has two: `full` completes a phase when the blocks have arrived,
+`empty` when they have been used.  Wait i on `full` passes once phase i is complete, wait i on
+`empty` once phase i - 1 is.  A barrier knows a phase by its parity.  So the first wait on `empty`
+returns at once: it waits for parity 1, as if a phase -1 were complete.
 
-Registers limit a tile.  With two warpgroups, an accumulator of 128 x 256 takes 128 registers of each thread; 128 x 320
-takes 160.  A kernel of 12 warps starts with 168 per thread, and its warpgroups redistribute them (setmaxnreg).
+Registers limit a tile.  With two warpgroups, an accumulator of 128 x 256 takes 128 registers of
+each thread; 128 x 320 takes 160.  A kernel of 12 warps starts with 168 per thread, and its
+warpgroups redistribute them (setmaxnreg).
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +44,8 @@ BLOCK_N = gl.constexpr(TILE_N)
 BLOCK_K = gl.constexpr(TILE_K)
 GROUP_M = gl.constexpr(8)
 STAGES = gl.constexpr(3)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 16]))  # of an accumulator
+# of an accumulator
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 16]))
 OPTIONS = dict(num_warps=8, maxnreg=168)
 DTYPES = {
     torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
@@ -49,12 +53,14 @@ DTYPES = {
 }  # fmt: skip
 
 
-# Write a tuple of constexprs or sizes in the call itself.  Triton makes tensors of a tuple that has a name, and each
-# partition then captures them in shared memory.
+# Write a tuple of constexprs or sizes in the call itself.  Triton makes tensors of a tuple that has
+# a name, and each partition then captures them in shared memory.
 
 
 class Operands(NamedTuple):
-    """A ring of blocks of a and w in shared memory, and its barriers; w is a tuple, one ring for each accumulator."""
+    """A ring of blocks of a and w in shared memory, and its barriers; w is a tuple, one
+    ring for each accumulator.
+    """
 
     a: Any
     w: tuple
@@ -63,7 +69,9 @@ class Operands(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """Shared memory that one partition fills and another empties, and the barriers by which they take turns."""
+    """Shared memory that one partition fills and another empties, and the barriers
+    by which they take turns.
+    """
 
     buf: Any
     full: Any
@@ -108,8 +116,8 @@ def barriers(n: gl.constexpr, count: gl.constexpr = 1):
 
 @gluon.jit
 def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
-    """Return a channel that `emptied` arrivals make empty.  An unshared channel has no barriers, because a barrier that
-    nothing uses would lose its memory (see `invalidate`).
+    """Return a channel that `emptied` arrivals make empty.  An unshared channel has no barriers,
+    because a barrier that nothing uses would lose its memory (see `invalidate`).
     """
     if IS_SHARED:
         return Channel(buf, barriers(1).index(0), barriers(1, emptied).index(0))
@@ -119,9 +127,10 @@ def channel(buf, IS_SHARED: gl.constexpr, emptied: gl.constexpr = 1):
 
 @gluon.jit
 def invalidate(bars):
-    """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a barrier's memory
-    after the last use; the PTX ISA allows that only after mbarrier.inval.  Without mbarrier.inval, runs that shared a
-    GPU had wrong bytes in that memory.  In a kernel with partitions, barriers keep their memory to the end.
+    """Invalidate barriers, at the end of a kernel without partitions.  Triton's allocator reuses a
+    barrier's memory after the last use; the PTX ISA allows that only after mbarrier.inval.  Without
+    mbarrier.inval, runs that shared a GPU had wrong bytes in that memory.  In a kernel with
+    partitions, barriers keep their memory to the end.
     """
     COUNT: gl.constexpr = bars.shape[0]
     for i in gl.static_range(COUNT):
@@ -140,7 +149,9 @@ def wait_full(full, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_blocks(a_desc, w_descs, ring, step, m, n, k, A_T: gl.constexpr, W_T: gl.constexpr):
-    """Load a[m:, k:] and w[k:, n:] for this step once its stage is empty; A_T, W_T: stored transposed."""
+    """Load a[m:, k:] and w[k:, n:] for this step once its stage is empty;
+    A_T, W_T: stored transposed.
+    """
     STAGES: gl.constexpr = ring.a.shape[0]
     wait_empty(ring.empty, step, STAGES)
     stage = step % STAGES
@@ -160,7 +171,9 @@ def load_blocks(a_desc, w_descs, ring, step, m, n, k, A_T: gl.constexpr, W_T: gl
 
 @gluon.jit
 def issue_mma(accs, ring, step, use_acc, A_T: gl.constexpr, W_T: gl.constexpr):
-    """Start acc (+)= a @ w of this step for each accumulator when its blocks arrive.  A_T, W_T: stored transposed."""
+    """Start acc (+)= a @ w of this step for each accumulator when its blocks arrive.
+    A_T, W_T: stored transposed.
+    """
     STAGES: gl.constexpr = ring.a.shape[0]
     stage = step % STAGES
     started = ()
@@ -178,8 +191,9 @@ def issue_mma(accs, ring, step, use_acc, A_T: gl.constexpr, W_T: gl.constexpr):
 
 @gluon.jit
 def mma_loop(accs, ring, step, steps, A_T: gl.constexpr, W_T: gl.constexpr):
-    """Add the products of a tile's second step and all later steps.  A step starts, waits for the step before, and
-    frees the blocks of the step before.  Returns the accumulators and the step of the next tile.
+    """Add the products of a tile's second step and all later steps.  A step starts, waits
+    for the step before, and frees the blocks of the step before.  Returns the accumulators
+    and the step of the next tile.
     """
     STAGES: gl.constexpr = ring.a.shape[0]
     for _ in range(1, steps):
@@ -203,8 +217,8 @@ def columns_buffer(desc):
 
 @gluon.jit
 def stage_forms(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
-    """Return a tile in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc, transposed to `buffer`
-    or a new one.
+    """Return a tile in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc,
+    transposed to `buffer` or a new one.
     """
     rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
     columns = rows
@@ -214,7 +228,8 @@ def stage_forms(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
     if scale_ptr is not None:
         value = quantise(value, scale_ptr, amax_ptr)
     rows.store(value.to(desc.dtype))
-    fence_async_shared()  # here: the last barrier before the TMA stores may be in the next call's maximum
+    # here: the last barrier before the TMA stores may be in the next call's maximum
+    fence_async_shared()
     return rows, columns
 
 

@@ -1,4 +1,6 @@
-"""Rotations (kernels/rope.py) of a wgmma's sums: a thread holds both elements of a pair, and exchanges nothing."""
+"""Rotations (kernels/rope.py) of a wgmma's sums: a thread holds both elements of a
+pair, and exchanges nothing.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +10,9 @@ from gpt2_triton.kernels.rope import head_halves, rotated_halves
 
 @gluon.jit
 def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
-    """Return cosines and sines for the rows of x [rows, heads*HS], of which row r is at position (first + r) % T."""
+    """Return cosines and sines for the rows of x [rows, heads*HS], of which row r is at
+    position (first + r) % T.
+    """
     half, _ = head_halves(x, HS)
     layout: gl.constexpr = gl.SliceLayout(1, half.type.layout)
     position = (first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))) % T
@@ -18,7 +22,9 @@ def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
 
 @gluon.jit
 def rotated_before(x, cos, sin, n, end, HS: gl.constexpr):
-    """Return x, whose first column is column n of a matrix, with the heads before column `end` rotated."""
+    """Return x, whose first column is column n of a matrix, with the heads
+    before column `end` rotated.
+    """
     cols = n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     return gl.where((cols < end)[None, :], rotated(x, cos, sin, HS), x)
 

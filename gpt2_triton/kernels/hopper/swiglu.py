@@ -1,4 +1,6 @@
-"""SwiGLU and its derivative in e4m3 for Hopper, as rows and as columns, with rows in pairs as transpose.py has them."""
+"""SwiGLU and its derivative in e4m3 for Hopper, as rows and as columns, with rows in pairs
+as transpose.py has them.
+"""
 
 import triton
 from torch import Tensor, int16
@@ -54,8 +56,17 @@ def _swiglu_kernel(rows_desc, columns_desc, scale_ptr, amax_ptr, dout_desc, pre_
     tma.store_wait(0)
 
 
-def launch(rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, pre: Tensor, dout: Tensor | None) -> None:
-    """Write swiglu of pre[R, 2F], or with dout[R, F], pre's gradient, in e4m3 to rows and columns."""
+def launch(
+    rows: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    pre: Tensor,
+    dout: Tensor | None,
+) -> None:
+    """Write swiglu of pre[R, 2F], or with dout[R, F], pre's gradient, in
+    e4m3 to rows and columns.
+    """
     R, F = len(pre), pre.shape[1] // 2
     _swiglu_kernel[(triton.cdiv(R, SIDE), F // SIDE)](
         describe(rows, SIDE, SIDE), describe(columns.view(int16), SIDE, SIDE // 2), scale, amax,

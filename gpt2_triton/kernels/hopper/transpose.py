@@ -1,7 +1,9 @@
-"""Transposition of e4m3 for Hopper, with the rows of each 16 in pairs: position 2g + h holds row g + 8h.
+"""Transposition of e4m3 for Hopper, with the rows of each 16 in pairs:
+position 2g + h holds row g + 8h.
 
-Shared memory is read in the layout of a tensor core's operand: a thread holds rows g and g + 8.  A number of 16 bits
-packs the two bytes, and stmatrix can store it transposed.  The kernel reaches 92% of a copy's speed.
+Shared memory is read in the layout of a tensor core's operand: a thread holds rows g and g + 8.
+A number of 16 bits packs the two bytes, and stmatrix can store it transposed.  The kernel
+reaches 92% of a copy's speed.
 """
 
 import triton
@@ -10,7 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load, tma_store, wait_full
+from gpt2_triton.kernels.hopper.pipeline import (
+    barriers,
+    describe,
+    invalidate,
+    tma_load,
+    tma_store,
+    wait_full,
+)
 
 SIDE = 128  # of a block
 BLOCK = gl.constexpr(SIDE)
@@ -18,7 +27,9 @@ BLOCK = gl.constexpr(SIDE)
 
 @gluon.jit
 def pairs(x):
-    """Return e4m3 [R, C] as int16 [R / 2, C]: rows 16a + g and 16a + 8 + g become the two bytes of row 8a + g."""
+    """Return e4m3 [R, C] as int16 [R / 2, C]: rows 16a + g and 16a + 8 + g become
+    the two bytes of row 8a + g.
+    """
     r: gl.constexpr = x.shape[0]
     c: gl.constexpr = x.shape[1]
     u = x.to(gl.uint8, bitcast=True)

@@ -1,4 +1,6 @@
-"""GPT-2's parameters and the activations of its layers; tables.py has the other buffers, and the symbols."""
+"""GPT-2's parameters and the activations of its layers; tables.py has the other
+buffers, and the symbols.
+"""
 
 import dataclasses
 
@@ -12,10 +14,13 @@ from gpt2_triton.model.tables import HeadActs, Tensors, param
 # fmt: off
 @dataclasses.dataclass
 class Params:
-    """Parameters; weights are [out, in].  Weight decay applies to all before `rest` in the flat order."""
+    """Parameters; weights are [out, in].  Weight decay applies to all before
+    `rest` in the flat order.
+    """
 
     #                        shape        group    init        decay
-    wte:      Tensor  = param("Vp C",   "embed", "normal",   True)  # also the output head; rows V..Vp stay zero
+    # also the output head; rows V..Vp stay zero
+    wte:      Tensor  = param("Vp C",   "embed", "normal",   True)
     wpe:      Tensor  = param("Tmax C", "embed", "normal",   True)
     qkvw:     Tensors = param("D C",    "layer", "normal",   True, "C C, C C, C C")
     attprojw: Tensors = param("C C",    "layer", "residual", True)
@@ -33,21 +38,30 @@ class Params:
 class LayerActs:
     """Activations of the layers and their gradients.  From level `drop` on, layers share a copy."""
 
-    x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16")
+    # residual stream
+    x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")
+    ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations",
+                           drop="gelu+ln", only="bf16")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
-    qkv:     Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
-    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of sums of exp
+    qkv:     Tensors = buf("L | R D",    "act", "block..block_bwd", "activations",
+                           drop="gelu+ln+qkv")
+    # log2 of sums of exp
+    lse:     Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     # before and after GELU
-    fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block", only="bf16")
-    fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", again="block",
+    fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations",
+                           drop="block", only="bf16")
+    fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations",
+                           drop="gelu", again="block",
                            only="bf16")
-    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx[i], odd i: view.py
+    # dx[i], odd i: view.py
+    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
-    dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
-    dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True,
+    dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",
+                           only="bf16", one_copy=True)
+    dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
+                           only="bf16", one_copy=True,
                            within="dfch")
 
 

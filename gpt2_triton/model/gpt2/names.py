@@ -6,7 +6,9 @@ from gpt2_triton.model.gpt2.buffers import Params
 
 
 def by_name(p: Params, V: int) -> dict[str, Tensor]:
-    """Return the parameters by OpenAI's names, in the order of the forward pass; wte without its padding rows."""
+    """Return the parameters by OpenAI's names, in the order of the forward pass; wte
+    without its padding rows.
+    """
     L = len(p.qkvw)
     out = {"wte.weight": p.wte[:V], "wpe.weight": p.wpe}
     for l in range(L):

@@ -1,4 +1,6 @@
-"""GPT-2's layers, forward and backward, one launch per line.  model/schedule.py explains K, m and acc."""
+"""GPT-2's layers, forward and backward, one launch per line.
+model/schedule.py explains K, m and acc.
+"""
 
 from typing import Any
 
@@ -23,7 +25,9 @@ def add_branch(K: Any, m: Any, i: int, inp: Any, w: Any, b: Any) -> None:
 
 
 def layer(K: Any, m: Any, l: int) -> None:
-    """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
+    """Run layer l without its last product; at recompute level `block` the
+    backward pass runs it again.
+    """
     w = m.w
     a = m.a
     i = 2 * l
@@ -34,7 +38,9 @@ def layer(K: Any, m: Any, l: int) -> None:
     add_branch(K, m, i + 1, a.att[l], w.attprojw[l], w.attprojb[l])
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = gelu(fch), fch = fc(ln[i+1])
-    K.layernorm_fwd(a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1])
+    K.layernorm_fwd(
+        a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1]
+    )
     K.matmul_gelu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l])
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
@@ -62,12 +68,16 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], w.qkvb[l], w.lnw[i], w.lnb[i], None)
         K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
         K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
-        K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True)
+        K.decode_matmul(
+            a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True
+        )
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
 
 
 def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
-    """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the norm, the branch and the bias."""
+    """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the
+    norm, the branch and the bias.
+    """
     w = m.w
     g = m.g
     a = m.a
@@ -87,9 +97,10 @@ def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
-    dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i], which is dx[i]
-    without dropout.  Odd and even i have a buffer each: branch_grads[i] is written before dW reads branch_grads[i+1].
-    The branch has a bias, and branch_bias_grads[i] is the bias's gradient, the column sums of branch_grads[i].
+    dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i],
+    which is dx[i] without dropout.  Odd and even i have a buffer each: branch_grads[i] is written
+    before dW reads branch_grads[i+1].  The branch has a bias, and branch_bias_grads[i] is the
+    bias's gradient, the column sums of branch_grads[i].
     """
     w = m.w
     g = m.g
@@ -105,31 +116,65 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         # through fcproj, GELU, fc and the norm of x[i+1]; if redo.gelu, gelu(fch) replaces fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
         K.matmul_dx_dgelu(
-            a.dfch[l], g.fcb[l], fcg if redo.gelu else None, a.scratch, dout[i + 2], w.fcprojw[l], a.fch[l], acc
+            a.dfch[l],
+            g.fcb[l],
+            fcg if redo.gelu else None,
+            a.scratch,
+            dout[i + 2],
+            w.fcprojw[l],
+            a.fch[l],
+            acc,
         )
         K.matmul_dx(a.dln, a.dfch[l], w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
-        K.matmul_dw_pair(g.fcprojw[l], g.fcw[l], a.scratch, dout[i + 2], fcg, a.dfch[l], a.ln[i + 1], acc_layer)
+        K.matmul_dw_pair(
+            g.fcprojw[l], g.fcw[l], a.scratch, dout[i + 2], fcg, a.dfch[l], a.ln[i + 1], acc_layer
+        )
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, dout[i + 1], w.attprojw[l])
         if redo.qkv:
             K.layernorm_fwd(a.ln[i], a.mean[i], a.rstd[i], a.x[i], w.lnw[i], w.lnb[i])
             K.matmul(a.qkv[l], a.ln[i], w.qkvw[l], w.qkvb[l])
-        K.attention_bwd(a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc)
+        K.attention_bwd(
+            a.dqkv[l], g.qkvb[l], a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc
+        )
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
-        if l == 0:  # before the last products, which hide the transfer of wte's gradient, the largest of all
+        # before the last products, which hide the transfer of wte's gradient, the largest of all
+        if l == 0:
             embed_bwd(K, m, acc)
-        K.matmul_dw_pair(g.attprojw[l], g.qkvw[l], a.scratch, dout[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer)
+        K.matmul_dw_pair(
+            g.attprojw[l],
+            g.qkvw[l],
+            a.scratch,
+            dout[i + 1],
+            a.att[l],
+            a.dqkv[l],
+            a.ln[i],
+            acc_layer,
+        )
         m.comm.reduce_grads(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
-    # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too); g.wpe = sum over the batch of dx
+    # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too);
+    # g.wpe = sum over the batch of dx
     a = m.a
     if m.dropout:
         K.dropout(a.dx[0], None, m.s.step_key, 0, m.dropout)
-    K.embedding_bwd(m.g.wte, m.g.wpe, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
+    K.embedding_bwd(
+        m.g.wte,
+        m.g.wpe,
+        a.scratch,
+        a.dx[0],
+        a.lnf,
+        a.ks,
+        m.order,
+        m.segments,
+        m.split_tokens,
+        m.T,
+        acc,
+    )
     m.comm.reduce_grads(NOT_A_LAYER)

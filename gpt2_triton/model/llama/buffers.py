@@ -1,4 +1,6 @@
-"""Llama 3's parameters and the activations of its layers; tables.py has the other buffers, and the symbols."""
+"""Llama 3's parameters and the activations of its layers; tables.py has the other
+buffers, and the symbols.
+"""
 
 import dataclasses
 
@@ -33,19 +35,28 @@ class UntiedParams(Params):
 class LayerActs:
     """Activations of the layers and their gradients.  `drop` is as in GPT-2's table."""
 
-    x:    Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")  # residual stream
-    ln:   Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations", drop="gelu+ln", only="bf16")
+    # residual stream
+    x:    Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")
+    ln:   Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations",
+                        drop="gelu+ln", only="bf16")
     rstd: Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
-    qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")  # q and k rotated
-    lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")  # log2 of row sums
+    # q and k rotated
+    qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
+    # log2 of row sums
+    lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")
     att:  Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
-    fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")  # gate, value
-    fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations", drop="gelu", only="bf16")
-    dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")  # dx for an odd i
+    # gate, value
+    fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")
+    fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations",
+                        drop="gelu", only="bf16")
+    # dx for an odd i
+    dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")
     datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfcg: Tensor  = buf("R F",        "act", "block_bwd",        "backward")
-    dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",    only="bf16", one_copy=True)
-    rope: Tensor  = buf("Tr HS",      "f32", "embed..between",   "inputs")  # cosines and sines of Tr positions: rope.py
+    dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
+                        only="bf16", one_copy=True)
+    # cosines and sines of Tr positions: rope.py
+    rope: Tensor  = buf("Tr HS",      "f32", "embed..between",   "inputs")
 
 
 @dataclasses.dataclass

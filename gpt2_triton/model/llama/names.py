@@ -6,7 +6,9 @@ from gpt2_triton.model.llama.buffers import Params, UntiedParams
 
 
 def by_name(p: Params, V: int) -> dict[str, Tensor]:
-    """Return the parameters in the order of the forward pass; wte and lmhead without padding rows."""
+    """Return the parameters in the order of the forward pass; wte and
+    lmhead without padding rows.
+    """
     L, C = len(p.qkvw), p.wte.shape[1]
     out = {"model.embed_tokens.weight": p.wte[:V]}
     for l in range(L):

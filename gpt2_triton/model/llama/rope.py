@@ -1,13 +1,15 @@
 """Llama 3's table of rotations: cosines and sines of each position, for kernels/rope.py.
 
-The frequencies are Hugging Face's bit for bit: each operation is rounded to fp32, in the order of transformers.
+The frequencies are Hugging Face's bit for bit: each operation is rounded to fp32,
+in the order of transformers.
 """
 
 import math
 
 import numpy as np
 
-# a wavelength below ORIGINAL / HIGH keeps its frequency; above ORIGINAL / LOW the frequency is divided by the factor
+# a wavelength below ORIGINAL / HIGH keeps its frequency; above ORIGINAL / LOW the
+# frequency is divided by the factor
 ORIGINAL = 8192
 LOW = 1.0
 HIGH = 4.0
@@ -29,7 +31,11 @@ def frequencies(HS: int, theta: float, factor: float) -> np.ndarray:
 
 
 def table(positions: int, HS: int, theta: float, factor: float) -> np.ndarray:
-    """Return fp32 [positions, HS]: the cosines of an fp32 angle for each frequency, then the sines."""
-    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies(HS, theta, factor)[None, :]
+    """Return fp32 [positions, HS]: the cosines of an fp32 angle for each
+    frequency, then the sines.
+    """
+    angles = (
+        np.arange(positions, dtype=np.float32)[:, None] * frequencies(HS, theta, factor)[None, :]
+    )
     exact = angles.astype(np.float64)
     return np.concatenate([np.cos(exact), np.sin(exact)], 1).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Llama 3's layers, forward and backward, one launch per line.  model/schedule.py explains K, m and acc."""
+"""Llama 3's layers, forward and backward, one launch per line.
+model/schedule.py explains K, m and acc.
+"""
 
 from typing import Any
 
@@ -21,7 +23,9 @@ def qkv(K: Any, m: Any, l: int) -> None:
 
 
 def layer(K: Any, m: Any, l: int) -> None:
-    """Run layer l without its last product; at recompute level `block` the backward pass runs it again."""
+    """Run layer l without its last product; at recompute level `block` the
+    backward pass runs it again.
+    """
     w = m.w
     a = m.a
     i = 2 * l
@@ -79,7 +83,8 @@ def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
 def block_bwd(K: Any, m: Any, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
-    dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is written before dW reads dx[i+1].
+    dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is
+    written before dW reads dx[i+1].
     """
     w = m.w
     g = m.g
@@ -100,25 +105,52 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         K.matmul_dx(a.dln, dfch, w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
-        K.matmul_dw_pair(g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer)
+        K.matmul_dw_pair(
+            g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
+        )
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
         if redo.qkv:
             qkv(K, m, l)
-        K.attention_bwd(a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope)
+        K.attention_bwd(
+            a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope
+        )
         K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
-        if l == 0:  # before the last products, which hide the transfer of wte's gradient, the largest of all
+        # before the last products, which hide the transfer of wte's gradient, the largest of all
+        if l == 0:
             embed_bwd(K, m, acc)
-        K.matmul_dw_pair(g.attprojw[l], g.qkvw[l], a.scratch, a.dx[i + 1], a.att[l], a.dqkv[l], a.ln[i], acc_layer)
+        K.matmul_dw_pair(
+            g.attprojw[l],
+            g.qkvw[l],
+            a.scratch,
+            a.dx[i + 1],
+            a.att[l],
+            a.dqkv[l],
+            a.ln[i],
+            acc_layer,
+        )
         m.comm.reduce_grads(l)
 
 
 def embed_bwd(K: Any, m: Any, acc: bool) -> None:
-    # g.wte[id] += dx and head_g[target] += ks * lnf; the head has overwritten head_g, which may be g.wte
+    # g.wte[id] += dx and head_g[target] += ks * lnf; the head has
+    # overwritten head_g, which may be g.wte
     a = m.a
     if m.head_g is not m.g.wte and not acc:
         K.fill(m.g.wte, 0.0)
-    K.embedding_bwd(m.embed_g, None, a.scratch, a.dx[0], a.lnf, a.ks, m.order, m.segments, m.split_tokens, m.T, acc)
+    K.embedding_bwd(
+        m.embed_g,
+        None,
+        a.scratch,
+        a.dx[0],
+        a.lnf,
+        a.ks,
+        m.order,
+        m.segments,
+        m.split_tokens,
+        m.T,
+        acc,
+    )
     m.comm.reduce_grads(NOT_A_LAYER)

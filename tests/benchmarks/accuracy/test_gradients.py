@@ -1,4 +1,6 @@
-"""benchmarks/accuracy/gradients.py: its measures, and fp8's gradients beside PyTorch's with rounded operands."""
+"""benchmarks/accuracy/gradients.py: its measures, and fp8's gradients beside
+PyTorch's with rounded operands.
+"""
 
 import math
 
@@ -27,14 +29,21 @@ def test_kinds_of_tensors_have_q_k_and_v_apart():
     found["qkvw[0]"][2:4] *= 2  # k
     kinds = gradients.by_kind(found, want)
     assert list(kinds) == ["qw", "kw", "vw", "wte", "all"]
-    assert [kinds[name].along for name in kinds][:4] == [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0), (0.0, 0.0)]
+    assert [kinds[name].along for name in kinds][:4] == [
+        (1.0, 1.0),
+        (2.0, 2.0),
+        (1.0, 1.0),
+        (0.0, 0.0),
+    ]
     g, e = (torch.cat([tensors[name].flatten() for name in want]) for tensors in (found, want))
     assert math.isclose(kinds["all"].error, (g - e).norm() / e.norm(), rel_tol=1e-6)
     assert math.isclose(kinds["all"].cosine, torch.dot(g, e) / (g.norm() * e.norm()), rel_tol=1e-6)
 
 
 def rounded(x):
-    """Return x in e4m3 with a power of two as scale, which leaves a factor of two to the largest number."""
+    """Return x in e4m3 with a power of two as scale, which leaves a factor of
+    two to the largest number.
+    """
     scale = torch.exp2(torch.floor(torch.log2(224.0 / x.abs().amax().clamp(min=1e-30))))
     return (x * scale).to(torch.float8_e4m3fn).float() / scale
 
@@ -56,7 +65,9 @@ class RoundedLinear(torch.autograd.Function):
 
 
 def rounded_gradients(params, dims, tokens):
-    """Return the gradients of PyTorch in fp32, with all operands of the layers' products rounded."""
+    """Return the gradients of PyTorch in fp32, with all operands of the
+    layers' products rounded.
+    """
     leaves = torch_reference.leaves(params, dims, torch.float32)
     rows = torch.from_numpy(tokens.reshape(-1, tokens.shape[-1]).astype(np.int64)).to(params.device)
     torch_reference.gpt2_loss(
@@ -72,8 +83,8 @@ def rounded_gradients(params, dims, tokens):
 
 @pytest.mark.slow
 def test_fp8_costs_what_rounding_in_pytorch_costs():
-    """Three heads and 192 channels: in every kind of tensor our error is e4m3's, which scales of earlier steps and
-    bytes of gelu' change by less than half.
+    """Three heads and 192 channels: in every kind of tensor our error is e4m3's, which scales of
+    earlier steps and bytes of gelu' change by less than half.
     """
     model = dict(n_layer=2, n_head=3, n_embd=192, vocab_size=300, block_size=32)
     saved = tiny_config(model=model, train=dict(seq_len=32), memory=dict(recompute="auto"))
@@ -84,6 +95,9 @@ def test_fp8_costs_what_rounding_in_pytorch_costs():
     params = 4 * initial.state.params
     _, ours, dims = gradients.ours(config, params, tokens)
     _, want = gradients.exact(params, dims, tokens)
-    found, expected = gradients.by_kind(ours, want), gradients.by_kind(rounded_gradients(params, dims, tokens), want)
+    found, expected = (
+        gradients.by_kind(ours, want),
+        gradients.by_kind(rounded_gradients(params, dims, tokens), want),
+    )
     for kind in found:
         assert expected[kind].error / 1.5 < found[kind].error < 1.5 * expected[kind].error, kind

@@ -18,7 +18,14 @@ def test_verify_passes_at_gpt2s_shapes():
 def test_verify_passes_on_all_kernels(capsys):
     assert verify.verify() == 0
     text = capsys.readouterr().out
-    for op in ("layernorm", "attention HS 80", "embedding", "adamw bf16", "muon 64x256", "fp8 matmul_dw"):
+    for op in (
+        "layernorm",
+        "attention HS 80",
+        "embedding",
+        "adamw bf16",
+        "muon 64x256",
+        "fp8 matmul_dw",
+    ):
         assert op in text
 
 
@@ -31,7 +38,10 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
     monkeypatch.setattr(verify, "comparisons", lambda: kernels.matmul_add(Sizes(B=2, T=32, C=64)))
     assert verify.verify() == 1
-    assert any(line.startswith("matmul_add") and line.endswith("FAIL") for line in capsys.readouterr().out.splitlines())
+    assert any(
+        line.startswith("matmul_add") and line.endswith("FAIL")
+        for line in capsys.readouterr().out.splitlines()
+    )
 
 
 def test_verdict_is_by_the_limit_without_a_counterpart_and_fails_for_nan():

@@ -1,4 +1,6 @@
-"""benchmarks/losses/as_portable.py: the runs and the resume, here in the interpreter, and the verdict."""
+"""benchmarks/losses/as_portable.py: the runs and the resume, here in the
+interpreter, and the verdict.
+"""
 
 import json
 
@@ -7,8 +9,10 @@ import pytest
 from benchmarks import as_gpu
 from benchmarks.losses import as_portable
 
-SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 --model.vocab_size 256
-    --data.tokenizer bytes --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32 --train.steps 4
+SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 \
+--model.vocab_size 256
+    --data.tokenizer bytes --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32 \
+--train.steps 4
     --optim.warmup 3 --optim.lr 1e-3 --checkpoint.every 2""".split()
 
 
@@ -19,7 +23,11 @@ def test_a_resumed_run_has_the_bytes_of_the_first(tmp_path, monkeypatch, capsys)
     out = tmp_path / "curves.json"
     assert as_portable.main(["a100", "--data", "builtin", "--out", str(out), *SMALL]) == 0
     found = json.loads(out.read_text())
-    assert found["code"] == "sm_80 code" and found["bytes"] == [] and found["distance"] == found["scatter"] == 0
+    assert (
+        found["code"] == "sm_80 code"
+        and found["bytes"] == []
+        and found["distance"] == found["scatter"] == 0
+    )
     assert [len(curve) for curve in found["curves"].values()] == [4, 4, 4]
     assert "after the resume: equal bytes" in capsys.readouterr().out
 

@@ -1,4 +1,6 @@
-"""benchmarks/losses/corpus.py: texts are distinct, a package is in one split only, and parts keep every byte."""
+"""benchmarks/losses/corpus.py: texts are distinct, a package is in one split only,
+and parts keep every byte.
+"""
 
 import gzip
 import json
@@ -37,7 +39,9 @@ def test_texts_are_distinct_long_enough_and_of_known_kinds(tmp_path):
     found = corpus.distinct(corpus.code([tmp_path / "site"]))
     assert len(found) == 61 and len({text for _, text in found}) == 61
     assert found == corpus.distinct(corpus.code([tmp_path / "site"]))
-    assert sum(len(text) for _, text in corpus.distinct(corpus.code([tmp_path / "site"]), 5000)) < 7000
+    assert (
+        sum(len(text) for _, text in corpus.distinct(corpus.code([tmp_path / "site"]), 5000)) < 7000
+    )
 
 
 def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch, capsys):
@@ -51,7 +55,9 @@ def test_a_package_is_in_one_split_and_validation_is_small(tmp_path, monkeypatch
     splits = texts_of(tmp_path / "out")
     for i in range(60):
         held = f"package{i}" in chosen
-        assert (f"# {i}\n" in splits["val"]) == held and (f"# {i}\n" in splits["train"]) == (not held)
+        assert (f"# {i}\n" in splits["val"]) == held and (f"# {i}\n" in splits["train"]) == (
+            not held
+        )
     assert 0.01 < len(splits["val"]) / sum(map(len, splits.values())) < 0.1
 
 
@@ -62,19 +68,26 @@ def words(tmp_path, monkeypatch):
         for year in (1929, 1930):
             path = tmp_path / "books" / f"Author {i}" / f"{year}.md"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"# Title: T\n\n## Year: {year}\n\n-------\n\nAuthor {i} in {year}. " + "Words. " * 100)
+            path.write_text(
+                f"# Title: T\n\n## Year: {year}\n\n-------\n\nAuthor {i} in {year}. "
+                + "Words. " * 100
+            )
     monkeypatch.setattr(corpus, "LARGEST_VAL", 0.1)
     client = tmp_path / "client"
     client.write_text(f"#!/bin/sh\ncp {tmp_path}/$1 .\n")
     client.chmod(0o755)
     monkeypatch.setitem(prose.COMMANDS, "pip", (f"{client} NAME", "tar xzf FILE"))
     books = Source("git", "books", "free", "*/*.md", prose.book)
-    monkeypatch.setattr(prose, "SOURCES", (books, Source("pip", "a.tgz", "MIT", "a/*.gz", prose.unwrapped)))
+    monkeypatch.setattr(
+        prose, "SOURCES", (books, Source("pip", "a.tgz", "MIT", "a/*.gz", prose.unwrapped))
+    )
     return [str(tmp_path / "out"), "--tokenizer", "bytes", "--prose", str(tmp_path / "books")]
 
 
 def package(tmp_path):
-    (tmp_path / "dictionary.gz").write_bytes(gzip.compress(b"A word\n   and its\n   meaning. " * 50))
+    (tmp_path / "dictionary.gz").write_bytes(
+        gzip.compress(b"A word\n   and its\n   meaning. " * 50)
+    )
     with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
         archive.add(tmp_path / "dictionary.gz", "a/dictionary.gz")
 
@@ -88,10 +101,20 @@ def test_prose_goes_on_after_the_last_source_that_was_read(words, tmp_path, caps
     (tmp_path / "books").rename(tmp_path / "away")
     assert corpus.main(words) == 0
     splits = texts_of(tmp_path / "out")
-    assert "A word and its meaning." in splits["train"] and "in 1930" not in "".join(splits.values())
-    assert all((f"Author {i} in" in splits["val"]) != (f"Author {i} in" in splits["train"]) for i in range(60))
-    rows = [row.split("\t")[:4] for row in (tmp_path / "out" / "sources.tsv").read_text().splitlines()]
-    assert rows[1:] == [["books", "free", str(tmp_path / "books"), "120"], ["a.tgz", "MIT", "a.tgz", "1"]]
+    assert "A word and its meaning." in splits["train"] and "in 1930" not in "".join(
+        splits.values()
+    )
+    assert all(
+        (f"Author {i} in" in splits["val"]) != (f"Author {i} in" in splits["train"])
+        for i in range(60)
+    )
+    rows = [
+        row.split("\t")[:4] for row in (tmp_path / "out" / "sources.tsv").read_text().splitlines()
+    ]
+    assert rows[1:] == [
+        ["books", "free", str(tmp_path / "books"), "120"],
+        ["a.tgz", "MIT", "a.tgz", "1"],
+    ]
     assert not (tmp_path / "out.sources").exists()
 
 
@@ -116,9 +139,17 @@ def test_parts_keep_every_byte_and_a_damaged_part_is_named(words, tmp_path, caps
 @pytest.mark.parametrize(
     ("read", "source", "text"),
     [
-        (prose.of_html, "<head><title>T</title></head><h1>A</h1><nav>x</nav>\n<p>B &amp;\n <b>C</b></p>", "A\n\nB & C"),
+        (
+            prose.of_html,
+            "<head><title>T</title></head><h1>A</h1><nav>x</nav>\n<p>B &amp;\n <b>C</b></p>",
+            "A\n\nB & C",
+        ),
         (prose.of_pod, "=head1 NAME\n\nThe B<bold> one.\n", "NAME\n\nThe bold one.\n"),
-        (prose.of_json, json.dumps({"a": [{"text": "One."}, {"b": {"text": "Two."}, "id": "x"}]}), "One.\nTwo."),
+        (
+            prose.of_json,
+            json.dumps({"a": [{"text": "One."}, {"b": {"text": "Two."}, "id": "x"}]}),
+            "One.\nTwo.",
+        ),
         (
             prose.glosses,
             "  1 note\n00041614 04 n 01 big_dog 0 001 @ 007 n 0000 | an animal  \n",

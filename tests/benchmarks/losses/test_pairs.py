@@ -1,4 +1,6 @@
-"""benchmarks/losses/pairs.py: which runs are made, what is kept of one, and the statistics of the report."""
+"""benchmarks/losses/pairs.py: which runs are made, what is kept of one, and the
+statistics of the report.
+"""
 
 import json
 import math
@@ -18,8 +20,10 @@ from gpt2_triton.training.run_info import write_run
 SERIES = sorted(Path("benchmarks/losses").glob("*.yaml"))
 TINY = """
 config: configs/quickstart.yaml
-options: {train.steps: 5, train.batch_size: 2, train.seq_len: 16, train.total_batch_tokens: 32, model.n_layer: 1,
-  model.n_head: 1, model.n_embd: 64, model.block_size: 16, optim.warmup: 2, eval.every: 5, eval.tokens: 64,
+options: {train.steps: 5, train.batch_size: 2, train.seq_len: 16, train.total_batch_tokens: 32, \
+model.n_layer: 1,
+  model.n_head: 1, model.n_embd: 64, model.block_size: 16, optim.warmup: 2, eval.every: 5, \
+eval.tokens: 64,
   sample.every: 0, checkpoint.every: 0}
 seeds: 2
 arms:
@@ -31,7 +35,15 @@ arms:
 
 
 def row(arm, seed, loss, **more):
-    figures = dict(train_loss=loss, val_loss=None, curve=[3.0, 2.0, loss], stride=4, steps=12, tokens=12 * 64, ms=2.0)
+    figures = dict(
+        train_loss=loss,
+        val_loss=None,
+        curve=[3.0, 2.0, loss],
+        stride=4,
+        steps=12,
+        tokens=12 * 64,
+        ms=2.0,
+    )
     return figures | dict(arm=arm, seed=seed, options={}) | more
 
 
@@ -48,7 +60,13 @@ def words(tmp_path):
         write_shard(tmp_path / f"{name}.bin", np.arange(4000).astype(np.uint16) % 250)
     (tmp_path / "tiny.yaml").write_text(TINY)
     write_row(tmp_path, "one", 1)
-    return [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "r.jsonl")]
+    return [
+        str(tmp_path / "tiny.yaml"),
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "r.jsonl"),
+    ]
 
 
 @pytest.mark.slow
@@ -56,8 +74,12 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
     write_row(tmp_path, "other rate", 0)
     assert pairs.main(words) == 0
     _, _, *rows = pairs.read_results(tmp_path / "r.jsonl")
-    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [(a, 0, 5) for a in ("one", "PyTorch", "other end")]
-    assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows)
+    assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [
+        (a, 0, 5) for a in ("one", "PyTorch", "other end")
+    ]
+    assert all(
+        0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows
+    )
     one, pytorch, other_end = (r["curve"] for r in rows)
     assert abs(pytorch[0] - one[0]) < 0.02  # the same weights and data
     assert other_end[:4] == one[:4] and other_end[4] != one[4]  # step 4's update has the other rate
@@ -65,15 +87,30 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
     assert "against other rate |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("old, new, more, message", [
-    ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
-    ("end.optim.lr", "end.optim.lrr", (), "unknown key"),
-    ("options: {", "options: {log.every: 2, ", ("--seeds", "0"), "one seed 1: the result has log.every None, now 2"),
-    ("seeds: 2", "seed: 2", (), "not a series (KeyError('seeds'))"),
-    ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch, other end"),
-    ("", "", ("--data", "docs"), "--data docs: expected a directory of train_*.bin and val_*.bin"),
-])  # fmt: skip
-def test_mistakes_are_one_line_before_any_run(words, tmp_path, monkeypatch, capsys, old, new, more, message):
+@pytest.mark.parametrize(
+    "old, new, more, message",
+    [
+        ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
+        ("end.optim.lr", "end.optim.lrr", (), "unknown key"),
+        (
+            "options: {",
+            "options: {log.every: 2, ",
+            ("--seeds", "0"),
+            "one seed 1: the result has log.every None, now 2",
+        ),
+        ("seeds: 2", "seed: 2", (), "not a series (KeyError('seeds'))"),
+        ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch, other end"),
+        (
+            "",
+            "",
+            ("--data", "docs"),
+            "--data docs: expected a directory of train_*.bin and val_*.bin",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_any_run(
+    words, tmp_path, monkeypatch, capsys, old, new, more, message
+):
     monkeypatch.setattr(pairs, "train", lambda *_: pytest.fail("a run began"))
     (tmp_path / "tiny.yaml").write_text(TINY.replace(old, new))
     assert pairs.main([*words, *more]) == 2
@@ -88,12 +125,17 @@ def test_results_of_other_data_and_lines_that_are_none_are_refused(words, tmp_pa
     out.write_text(out.read_text() + '{"arm": "one", "se')
     assert pairs.main(words) == 3
     other, none = capsys.readouterr().err.splitlines()
-    assert "one seed 1: the result has data 0123, now " in other and "r.jsonl: a line is not a result" in none
+    assert (
+        "one seed 1: the result has data 0123, now " in other
+        and "r.jsonl: a line is not a result" in none
+    )
 
 
 def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
     before = (tmp_path / "r.jsonl").read_text()
-    (tmp_path / "tiny.yaml").write_text(TINY.replace("benchmarks.losses.torch_train", "json.tool --none"))
+    (tmp_path / "tiny.yaml").write_text(
+        TINY.replace("benchmarks.losses.torch_train", "json.tool --none")
+    )
     assert pairs.main([*words, "--arm", "PyTorch"]) == 1
     assert capsys.readouterr().err.startswith("PyTorch seed 0: exit code 2\n")
     assert (tmp_path / "r.jsonl").read_text() == before
@@ -103,7 +145,14 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
 def test_an_interrupted_run_goes_on_in_its_folder(words, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY.replace("train.steps: 5", "train.steps: 100"))
     (tmp_path / "r.jsonl").unlink()
-    command = [sys.executable, "-m", "benchmarks.losses.pairs", *words, "--work", str(tmp_path / "work")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.losses.pairs",
+        *words,
+        "--work",
+        str(tmp_path / "work"),
+    ]
     command += ["--arm", "one", "--seeds", "0"]
 
     def steps():
@@ -140,8 +189,14 @@ def test_a_loss_that_is_not_finite_counts_as_the_one_before(tmp_path):
 
 def test_differences_are_those_of_pairs_on_the_same_data():
     rows = [row("a", seed, loss) for seed, loss in enumerate((2.0, 2.2, 2.1))]
-    rows += [row("b", 0, 2.03), row("b", 1, 2.21), row("c", 0, 2.5, data="x"), row("d", 0, 2.5, data="y")]
-    half = 12.706 * math.sqrt(2 * 0.01**2) / math.sqrt(2)  # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
+    rows += [
+        row("b", 0, 2.03),
+        row("b", 1, 2.21),
+        row("c", 0, 2.5, data="x"),
+        row("d", 0, 2.5, data="y"),
+    ]
+    # t of 1 degree, sd 0.01 sqrt 2, over sqrt 2
+    half = 12.706 * math.sqrt(2 * 0.01**2) / math.sqrt(2)
     assert str(pairs.difference(rows, "b", "a", "train_loss")) == f"+0.0200 ± {half:.4f} (2)"
     assert pairs.difference(rows, "b", "a", "val_loss") is None
     assert str(pairs.difference(rows, "c", "a", "train_loss")) == "+0.5000 (1)"

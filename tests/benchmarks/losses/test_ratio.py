@@ -1,4 +1,6 @@
-"""benchmarks/losses/ratio.py: runs of a known law give its ratio, and the intervals cover it as often as they say."""
+"""benchmarks/losses/ratio.py: runs of a known law give its ratio, and the intervals
+cover it as often as they say.
+"""
 
 import json
 
@@ -9,7 +11,15 @@ from benchmarks.losses import ratio
 from benchmarks.losses.ratio import Fit, Run, noise_of, runs_of
 
 E, LAWS = 0.9, {"adamw": (8.2, 0.45), "muon": (5.8, 0.43)}  # E, A and a
-POINTS = {("d6", 60): 8, ("d6", 120): 1, ("d6", 240): 3, ("d12", 60): 3, ("d12", 120): 1, ("d12", 240): 2}  # runs
+# runs
+POINTS = {
+    ("d6", 60): 8,
+    ("d6", 120): 1,
+    ("d6", 240): 3,
+    ("d12", 60): 3,
+    ("d12", 120): 1,
+    ("d12", 240): 2,
+}
 SD = {"adamw": {"d6": 0.003, "d12": 0.02}, "muon": {"d6": 0.003, "d12": 0.003}}
 
 
@@ -31,7 +41,10 @@ def runs(seed, scale=1):
 
 
 def fit(found):
-    return Fit([run for run in found if run.size == "d12"], {name: noise_of(found, name, "d12") for name in LAWS})
+    return Fit(
+        [run for run in found if run.size == "d12"],
+        {name: noise_of(found, name, "d12") for name in LAWS},
+    )
 
 
 def test_runs_with_little_noise_give_the_ratio_of_their_law():
@@ -56,18 +69,32 @@ def test_noise_belongs_to_a_size_and_is_the_largest_for_a_size_without_seeds():
     losses = {"d6": (1.0, 1.2), "d8": (3.0,), "d12": (5.0, 5.0, 5.3)}
     found = [Run(size, "muon", 60, x, True) for size, all in losses.items() for x in all]
     noise = {size: noise_of(found, "muon", size) for size in losses}
-    assert [(one.freedom, one.size) for one in noise.values()] == [(1, "d6"), (2, "d12"), (2, "d12")]
+    assert [(one.freedom, one.size) for one in noise.values()] == [
+        (1, "d6"),
+        (2, "d12"),
+        (2, "d12"),
+    ]
     assert np.allclose([one.sd for one in noise.values()], [0.02**0.5, 0.03**0.5, 0.03**0.5])
     assert noise_of(found, "adamw", "d6") is None
 
 
 def test_a_size_that_cannot_be_fitted_has_its_losses_and_a_note_of_what_it_lacks():
-    found = [run for run in runs(0) if run.size == "d12" or run.optimizer == "adamw" and run.tokens < 240]
-    table, notes = ratio.report([run for run in found if (run.size, run.optimizer) != ("d6", "muon")])
-    assert "d6 has no fit: adamw has 2 of 3 budgets, muon has 0 of 3 budgets\n" in notes and "| d12 | 10,000 |" in table
+    found = [
+        run for run in runs(0) if run.size == "d12" or run.optimizer == "adamw" and run.tokens < 240
+    ]
+    table, notes = ratio.report(
+        [run for run in found if (run.size, run.optimizer) != ("d6", "muon")]
+    )
+    assert (
+        "d6 has no fit: adamw has 2 of 3 budgets, muon has 0 of 3 budgets\n" in notes
+        and "| d12 | 10,000 |" in table
+    )
     assert table.splitlines()[3].endswith(" |  |  |  |  |") and "| d6 | 10,000 |" not in table
     _, notes = ratio.report([run for run in found if run.optimizer == "adamw"][:1])
-    assert "adamw has 1 of 3 budgets, adamw has no equal runs of two seeds, muon has 0 of 3 budgets, muon has" in notes
+    assert (
+        "adamw has 1 of 3 budgets, adamw has no equal runs of two seeds, "
+        "muon has 0 of 3 budgets, muon has"
+    ) in notes
 
 
 @pytest.mark.parametrize(("better", "limit"), [("muon", "> 30"), ("adamw", "< 0.1")])
@@ -77,31 +104,54 @@ def test_a_ratio_beyond_the_limits_is_unbounded(better, limit, monkeypatch):
 
 
 def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss():
-    l1 = [Run("d12", of, D, loss(of, D), False) for of, D in (("adamw", 1000), ("muon", 770), ("muon", 1000))]
+    l1 = [
+        Run("d12", of, D, loss(of, D), False)
+        for of, D in (("adamw", 1000), ("muon", 770), ("muon", 1000))
+    ]
     noise = {name: ratio.Noise(0.003, 3, "d12") for name in LAWS}
     middle, low, high = ratio.measured(l1, noise)
     A, a = LAWS["muon"]
-    assert abs(middle / (1000 / (A / (loss("adamw", 1000) - E)) ** (1 / a)) - 1) < 0.03 and low < middle < high
+    assert (
+        abs(middle / (1000 / (A / (loss("adamw", 1000) - E)) ** (1 / a)) - 1) < 0.03
+        and low < middle < high
+    )
     assert ratio.measured(l1[:2], noise) is None
 
 
-@pytest.mark.parametrize(("adamw", "shown"), [(2.3, "> 1.25 | > 1.25 to > 1.25"), (1.7, "< 1 | < 1 to < 1")])
+@pytest.mark.parametrize(
+    ("adamw", "shown"), [(2.3, "> 1.25 | > 1.25 to > 1.25"), (1.7, "< 1 | < 1 to < 1")]
+)
 def test_a_loss_beyond_the_line_of_l1_gives_a_bound(adamw, shown):
     l1 = [Run("d12", "adamw", 1000, adamw, False)]
     l1 += [Run("d12", "muon", tokens, loss, False) for tokens, loss in ((800, 2.1), (1000, 2.0))]
-    assert f"| 1,000 | {adamw:.4f} | 2.0000 | {2 - adamw:+.4f} | {shown} |" in ratio.report(runs(0, 0.1) + l1)[0]
+    assert (
+        f"| 1,000 | {adamw:.4f} | 2.0000 | {2 - adamw:+.4f} | {shown} |"
+        in ratio.report(runs(0, 0.1) + l1)[0]
+    )
 
 
 def test_the_command_reports_every_size_and_keeps_l1_out_of_the_fit(tmp_path, capsys):
-    rows = [dict(arm=f"{r.size} {r.optimizer} {r.tokens}M", tokens=r.tokens * 1e6, val_loss=r.loss) for r in runs(1)]
+    rows = [
+        dict(arm=f"{r.size} {r.optimizer} {r.tokens}M", tokens=r.tokens * 1e6, val_loss=r.loss)
+        for r in runs(1)
+    ]
     rows += [dict(arm=f"L1 {name} 1B", tokens=1e9, val_loss=9.0) for name in LAWS]
-    rows += [dict(arm="L1 muon, 77%", tokens=7e8, val_loss=9.1), dict(arm="L2 muon 240M, bf16", tokens=1, val_loss=2.0)]
+    rows += [
+        dict(arm="L1 muon, 77%", tokens=7e8, val_loss=9.1),
+        dict(arm="L2 muon 240M, bf16", tokens=1, val_loss=2.0),
+    ]
     assert [run.fitted for run in runs_of(rows)] == [True] * 36 + [False] * 3
     file = tmp_path / "scale.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ratio.main([str(file)])
     out = capsys.readouterr().out
-    budgets = {"d6": ("60", "120", "240", "10,000"), "d12": ("60", "120", "240", "700", "1,000", "10,000")}
+    budgets = {
+        "d6": ("60", "120", "240", "10,000"),
+        "d12": ("60", "120", "240", "700", "1,000", "10,000"),
+    }
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.startswith("| d")]
     assert lines == [[f"| {size}", tokens] for size, all in budgets.items() for tokens in all]
-    assert "d12 muon 1,000: 9.0000; the fit has 1." in out and "| 1,000 | 9.0000 | 9.0000 | +0.0000 | 1.00 |" in out
+    assert (
+        "d12 muon 1,000: 9.0000; the fit has 1." in out
+        and "| 1,000 | 9.0000 | 9.0000 | +0.0000 | 1.00 |" in out
+    )

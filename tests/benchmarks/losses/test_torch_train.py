@@ -1,4 +1,6 @@
-"""benchmarks/losses/torch_train.py: attention on a CPU, and the optimizers; test_vs_torch.py trains with it."""
+"""benchmarks/losses/torch_train.py: attention on a CPU, and the optimizers;
+test_vs_torch.py trains with it.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from benchmarks.losses import torch_train
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.shards import write_shard
 
-SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 --model.n_layer 1
+SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 \
+--model.n_layer 1
     --model.n_head 1 --model.n_embd 64 --model.block_size 16
     --optim.warmup 2 --eval.tokens 64 --memory.recompute auto""".split()
 
@@ -18,7 +21,12 @@ SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total
 def test_attention_on_a_cpu_is_pytorch_s_default(tmp_path, monkeypatch):
     """Its flash attention, not the slower one that keeps all scores."""
     write_shard(tmp_path / "shard.bin", np.arange(4000).astype(np.uint16) % 250)
-    shards = ["--data.train", str(tmp_path / "shard.bin"), "--data.val", str(tmp_path / "shard.bin")]
+    shards = [
+        "--data.train",
+        str(tmp_path / "shard.bin"),
+        "--data.val",
+        str(tmp_path / "shard.bin"),
+    ]
     attention, seen = F.scaled_dot_product_attention, []
 
     def recorded(*args, **keywords):
@@ -27,19 +35,38 @@ def test_attention_on_a_cpu_is_pytorch_s_default(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch_train, "device_name", lambda: "cpu")
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    monkeypatch.setattr(torch_train, "model_like_ours", lambda config: torch_train.GPT2(config.model))
-    assert torch_train.main(["configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *SMALL, *shards]) == 0
+    monkeypatch.setattr(
+        torch_train, "model_like_ours", lambda config: torch_train.GPT2(config.model)
+    )
+    assert (
+        torch_train.main(
+            ["configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *SMALL, *shards]
+        )
+        == 0
+    )
     assert seen and all(seen)
 
 
 def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
-    """A large gradient of q leaves k's and v's updates their size: each has the rms 0.2 at a rate of 1."""
-    keys = {"model.n_embd": 64, "model.n_head": 1, "model.n_layer": 1, "optim.name": "muon", "optim.tau": 0}
+    """A large gradient of q leaves k's and v's updates their size: each has
+    the rms 0.2 at a rate of 1.
+    """
+    keys = {
+        "model.n_embd": 64,
+        "model.n_head": 1,
+        "model.n_layer": 1,
+        "optim.name": "muon",
+        "optim.tau": 0,
+    }
     rates = {"optim.lr": 1.0, "optim.adamw_lr": 0.5, "optim.embed_lr": 4.0, "optim.embed_decay": 0}
-    config = Config.load("configs/quickstart.yaml", {key: str(value) for key, value in (keys | rates).items()})
+    config = Config.load(
+        "configs/quickstart.yaml", {key: str(value) for key, value in (keys | rates).items()}
+    )
     model = torch_train.GPT2(config.model)
     muon, adamw = torch_train.optimizers_of(model, config)
-    groups = [(group["factor"], group["weight_decay"]) for group in muon.param_groups + adamw.param_groups]
+    groups = [
+        (group["factor"], group["weight_decay"]) for group in muon.param_groups + adamw.param_groups
+    ]
     assert groups == [(1.0, 0.0), (2.0, 0.0), (0.5, 0.0)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = {name: torch.randn_like(p) for name, p in model.named_parameters()}
@@ -52,6 +79,8 @@ def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
     moved = {name: (p.detach() - before[name]).square() for name, p in model.named_parameters()}
     layer = {name: moved[f"layers.0.{name}.weight"] for name in ("qkv", "attproj", "fc", "fcproj")}
     thirds = layer.pop("qkv").chunk(3)
-    assert [x.mean().sqrt().item() for x in (*thirds, *layer.values())] == pytest.approx([0.2] * 6, 0.2)
+    assert [x.mean().sqrt().item() for x in (*thirds, *layer.values())] == pytest.approx(
+        [0.2] * 6, 0.2
+    )
     assert moved["wte.weight"].mean().sqrt().item() == pytest.approx(2.0, 1e-3)
     assert moved["ln_f.bias"].mean().sqrt().item() == pytest.approx(0.5, 1e-3)

@@ -5,8 +5,10 @@ import pytest
 from benchmarks.losses import vs_torch
 from benchmarks.losses.vs_torch import differences, main
 
-SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 --model.vocab_size 256
-    --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32 --train.steps 3 --optim.warmup 3
+SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16 \
+--model.vocab_size 256
+    --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32 --train.steps 3 \
+--optim.warmup 3
     --optim.lr 1e-3 --eval.tokens 32""".split()
 
 
@@ -24,7 +26,9 @@ def test_ours_and_pytorch_agree(keys, tmp_path, monkeypatch, capfd):
 def test_a_difference_is_found(monkeypatch, capsys):
     ours = [dict(step=n, loss=4.0, norm=1.0) for n in (1, 2)]
     theirs = [ours[0], dict(step=2, loss=4.04, norm=1.0)]
-    assert differences(ours, theirs) == pytest.approx(dict(relative=0.04 / 4.04, absolute=0.04, norm=0))
+    assert differences(ours, theirs) == pytest.approx(
+        dict(relative=0.04 / 4.04, absolute=0.04, norm=0)
+    )
     in_fp32 = []
 
     def metrics_of(program, keys):

@@ -18,7 +18,8 @@ class Mark:
 
 @pytest.fixture
 def record(monkeypatch):
-    """record(level) runs one step of a tiny model in Timed kernels and returns its dimensions and its operations.
+    """record(level) runs one step of a tiny model in Timed kernels and returns its
+    dimensions and its operations.
 
     The model has two layers, a padded vocabulary, and logits in chunks of 20 and 12 rows.
     """
@@ -48,16 +49,38 @@ def calls(operations, name):
 
 def test_timed_records_every_launcher_of_a_step(record):
     _, operations = record()
-    no_step = NO_STEP | {"cache_fill", "decode_attention", "decode_embed", "decode_matmul", "sample_token", "dropout"}
+    no_step = NO_STEP | {
+        "cache_fill",
+        "decode_attention",
+        "decode_embed",
+        "decode_matmul",
+        "sample_token",
+        "dropout",
+    }
     assert {op.name for op in operations} == LAUNCHERS.keys() - no_step
-    with_products = {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "matmul_dw"}
-    with_products |= {"matmul_dw_pair", "classifier_fwd", "classifier_dx", "attention_fwd", "attention_bwd"}
+    with_products = {
+        "matmul",
+        "matmul_add",
+        "matmul_gelu",
+        "matmul_dx",
+        "matmul_dx_dgelu",
+        "matmul_dw",
+    }
+    with_products |= {
+        "matmul_dw_pair",
+        "classifier_fwd",
+        "classifier_dx",
+        "attention_fwd",
+        "attention_bwd",
+    }
     assert {op.name for op in operations if op.flops} == with_products
 
 
 @pytest.mark.parametrize("level", ["gelu", "block"])
 def test_flops_of_a_step_are_6n_plus_attention(record, level):
-    """N: 12 C^2 per layer, and the head; attention has 2 + 5 half products; `block` recomputes all but the last."""
+    """N: 12 C^2 per layer, and the head; attention has 2 + 5 half products; `block`
+    recomputes all but the last.
+    """
     d, operations = record(level)
     C2, attention = d.C * d.C, d.B * d.T * d.T * d.C
     again = d.L * (2 * d.R * 8 * C2 + 2 * attention) if level == "block" else 0
@@ -69,19 +92,30 @@ def test_flops_of_llama_count_shared_keys_and_the_gate(record):
     d, operations = record(model=dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=96))
     matrices = d.L * 128 * (128 + 2 * 64 + 128 + 3 * 96) + d.Vp * 128
     attention = d.B * d.T * d.T * 128
-    assert sum(op.flops * len(op.spans) for op in operations) == 6 * d.R * matrices + 7 * d.L * attention
+    assert (
+        sum(op.flops * len(op.spans) for op in operations)
+        == 6 * d.R * matrices + 7 * d.L * attention
+    )
     assert {op.attention for op in operations} == {None, (d.B, 2, 1, d.T, 64)}
 
 
 def test_moved_bytes_of_a_step(record):
-    """Tensors in fp32.  Operands and results count once, what is added to or updated twice, scratch not at all."""
+    """Tensors in fp32.  Operands and results count once, what is added to or updated
+    twice, scratch not at all.
+    """
     d, operations = record()
     rows, row, stats = 4 * d.R * d.C, 4 * d.C, 2 * 4 * d.R
-    square, wide, numbers = 4 * d.C * d.C, 4 * 4 * d.C, 4 * (6 + 8 + 4)  # step_out, step_in, step_key
+    # step_out, step_in, step_key
+    square, wide, numbers = 4 * d.C * d.C, 4 * 4 * d.C, 4 * (6 + 8 + 4)
     # x and out, mean and rstd, w and b
     assert calls(operations, "layernorm_fwd") == [(2 * rows + stats + 2 * row, 2 * d.L + 1)]
-    # dout, x and dx, which is also read except by the head's call; layer 0 has no bias in front of it
-    head, first, others = 3 * rows + stats + 5 * row, 4 * rows + stats + 4 * row, 4 * rows + stats + 5 * row
+    # dout, x and dx, which is also read except by the head's call; layer
+    # 0 has no bias in front of it
+    head, first, others = (
+        3 * rows + stats + 5 * row,
+        4 * rows + stats + 4 * row,
+        4 * rows + stats + 5 * row,
+    )
     assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (others, 2 * d.L - 1)]
     assert calls(operations, "matmul_gelu") == [(rows + 4 * square + wide + 2 * 4 * rows, d.L)]
     # dout, w, pre in; dpre, dbias and, at `gelu`, gelu_out
@@ -89,8 +123,12 @@ def test_moved_bytes_of_a_step(record):
     # the head's second chunk also reads dwte, as it adds to it
     chunks = [4 * n * (d.Vp + d.C) + times * 4 * d.Vp * d.C for n, times in ((20, 1), (12, 2))]
     assert calls(operations, "matmul_dw") == sorted((chunk, 1) for chunk in chunks)
-    # fcproj and fc: x or dx and a tensor four times as wide each; attproj and qkv: dx, att, dqkv, ln
-    assert calls(operations, "matmul_dw_pair") == [(6 * rows + 4 * square, d.L), (10 * rows + 8 * square, d.L)]
+    # fcproj and fc: x or dx and a tensor four times as wide each;
+    # attproj and qkv: dx, att, dqkv, ln
+    assert calls(operations, "matmul_dw_pair") == [
+        (6 * rows + 4 * square, d.L),
+        (10 * rows + 8 * square, d.L),
+    ]
     # x, ids, the tokens' rows of wte, all of wpe
     assert calls(operations, "embedding_fwd") == [(2 * rows + 4 * d.R + d.Tmax * row, 1)]
     # w, m, v read and written, g read; embedding, layers, norms and biases
@@ -99,12 +137,16 @@ def test_moved_bytes_of_a_step(record):
 
 @pytest.mark.slow
 def test_bytes_and_products_of_a_step_in_fp8(record):
-    """Rows and columns are a byte an element.  GELU's output and its gradient are written in both orders, weights and
-    the head's exponentials too; attention's backward pass reads bf16.  The head takes all 32 rows at once.
+    """Rows and columns are a byte an element.  GELU's output and its gradient are written in both
+    orders, weights and the head's exponentials too; attention's backward pass reads bf16.  The
+    head takes all 32 rows at once.
     """
     d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none"))
     x, square, stats = d.R * d.C, d.C * d.C, 2 * 4 * d.R
-    assert calls(operations, "layernorm_fwd") == [(3 * x + stats + 4 * d.C, 2 * d.L), (5 * x + stats + 4 * d.C, 1)]
+    assert calls(operations, "layernorm_fwd") == [
+        (3 * x + stats + 4 * d.C, 2 * d.L),
+        (5 * x + stats + 4 * d.C, 1),
+    ]
     # inp, w, bias; rows, columns, and a byte of the slope
     assert calls(operations, "matmul_gelu") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
     # read in bf16, written in both orders
@@ -115,8 +157,18 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     assert calls(operations, "classifier_dx") == [(exponentials + wte + 2 * x + 3 * 4 * d.R, 1)]
     assert (exponentials + x + 4 * wte, 1) in calls(operations, "matmul_dw")
     in_fp8 = {op.name for op in operations if op.fp8}
-    assert {"matmul", "matmul_add", "matmul_gelu", "matmul_dx", "matmul_dx_dgelu", "classifier_fwd"} <= in_fp8
-    assert {"classifier_dx", "matmul_dw", "matmul_dw_pair"} <= in_fp8 and not {"attention_bwd", "adamw"} & in_fp8
+    assert {
+        "matmul",
+        "matmul_add",
+        "matmul_gelu",
+        "matmul_dx",
+        "matmul_dx_dgelu",
+        "classifier_fwd",
+    } <= in_fp8
+    assert {"classifier_dx", "matmul_dw", "matmul_dw_pair"} <= in_fp8 and not {
+        "attention_bwd",
+        "adamw",
+    } & in_fp8
 
 
 # ---- floors and tables ----
@@ -135,7 +187,10 @@ def test_floor_is_the_longest_time_with_its_name(monkeypatch):
     assert ops.floor(operation()) == (0.5, "cuBLAS")
     assert ops.floor(operation(products=())) == (0.001, "copy")
     for layout, ms in (("forward", 0.3), ("dx", 0.3), ("dw", 0.35)):
-        assert ops.floor(operation(products=((layout, 128, 64, 32),), fp8=True)) == (ms, "cuBLAS fp8")
+        assert ops.floor(operation(products=((layout, 128, 64, 32),), fp8=True)) == (
+            ms,
+            "cuBLAS fp8",
+        )
     assert ops.floor(operation("attention_fwd", (), (2, 1, 1, 16, 64))) == (0.25, "cuDNN")
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e9)
     assert ops.floor(operation()) == (1.0, "copy")
@@ -150,7 +205,9 @@ ROWS = [
 def test_table_of_operations_adds_up():
     head, first, second, total, floors = ops.table(ROWS, ops.Step(10.0, 7.0)).splitlines()
     # 2 GFLOP in 0.8 ms, 4 MB in 0.8 ms; 8 ms of a step of 10
-    assert first.split() == "matmul 128x64x32 10 0.800 8.00 2.0 4.0 2 5 0.500 cuBLAS 62% 80.0%".split()
+    assert (
+        first.split() == "matmul 128x64x32 10 0.800 8.00 2.0 4.0 2 5 0.500 cuBLAS 62% 80.0%".split()
+    )
     assert second.split()[-5:] == ["2000", "0.001", "copy", "50%", "0.1%"]
     assert len({len(line) for line in (head, first, second)}) == 1
     assert total == "operations 8.0 ms + between kernels 2.0 ms = step 10.0 ms, 7.0 J, 700 W"

@@ -1,4 +1,6 @@
-"""`python -m benchmarks steps`: the steps that are timed, the runs as processes, the table.  The times need a GPU."""
+"""`python -m benchmarks steps`: the steps that are timed, the runs as processes, the
+table.  The times need a GPU.
+"""
 
 import json
 import os
@@ -20,14 +22,17 @@ from tests.support.tiny import packed_batch, tiny_config, tiny_model
 
 
 def test_two_micro_steps_equal_one_step_of_the_same_batch():
-    """The loss is a mean: two equal micro-batches have the loss of one, and add up halves of its gradient."""
+    """The loss is a mean: two equal micro-batches have the loss of one, and add
+    up halves of its gradient.
+    """
     losses = []
     for micro_steps in (1, 2):
         model, config = tiny_model(train=dict(total_batch_tokens=micro_steps * 32))
         results = list(run_steps(model, packed_batch(config), range(2)))
         assert model.shape.accumulation == micro_steps and len(results) == 2
         losses += [[(result.loss, result.norm) for result in results]]
-    assert losses[1] == [pytest.approx(step, rel=1e-5) for step in losses[0]]  # other roundings of the same sums
+    # other roundings of the same sums
+    assert losses[1] == [pytest.approx(step, rel=1e-5) for step in losses[0]]
     assert losses[0][1] < losses[0][0]
 
 
@@ -40,7 +45,10 @@ def test_torch_model_has_as_many_parameters(size):
 
 
 def test_torch_s_loss_in_chunks_has_the_same_gradient():
-    model, grads = torch_gpt2.GPT2(ModelConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=256, block_size=64)), []
+    model, grads = (
+        torch_gpt2.GPT2(ModelConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=256, block_size=64)),
+        [],
+    )
     ids, targets = torch.randint(256, (2, 3, 40))
     for model.chunks in (1, 7):
         grads += torch.autograd.grad(model(ids, targets), model.wte.weight)
@@ -52,12 +60,16 @@ NAMES = ("qkv", "attproj", "fc", "fcproj")
 
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_torch_llama_has_the_reference_s_loss(factor):
-    sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_inner=176, vocab_size=256, block_size=64)
+    sizes = dict(
+        n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_inner=176, vocab_size=256, block_size=64
+    )
     config = ModelConfig(arch="llama", rope_factor=factor, **sizes)
     torch.manual_seed(0)
     model = torch_llama.Llama(config)
     layers = model.layers
-    norms = [norm.weight for layer in layers for norm in (layer.norm_1, layer.norm_2)] + [model.norm.weight]
+    norms = [norm.weight for layer in layers for norm in (layer.norm_1, layer.norm_2)] + [
+        model.norm.weight
+    ]
     for norm in norms:
         torch.nn.init.uniform_(norm, 0.5, 1.5)
     weights = {f"{name}w": [getattr(layer, name).weight for layer in layers] for name in NAMES}
@@ -76,14 +88,28 @@ def row(program="ours bf16", report=OURS, recompute="gelu"):
 
 
 def test_table_computes_rates_and_ratios_and_has_dashes_for_missing_runs():
-    # 65,536 tokens in 0.1 s; 6N + 6LCT with N = 124,475,904 (the vocabulary padded, wpe in it) and LCT = 9,437,184
+    # 65,536 tokens in 0.1 s; 6N + 6LCT with N = 124,475,904 (the vocabulary padded,
+    # wpe in it) and LCT = 9,437,184
     mfu = 655_360 * 6 * (124_475_904 + 9_437_184) / 989e12
-    rows = [row(), row("PyTorch", TORCH, None), row("torchao", TORCH | dict(ms=55.0), None), row("other", None, None)]
+    rows = [
+        row(),
+        row("PyTorch", TORCH, None),
+        row("torchao", TORCH | dict(ms=55.0), None),
+        row("other", None, None),
+    ]
     lines = steps.table(rows, 989e12).splitlines()
     assert len({len(line) for line in lines}) == 1
     _, ours, torch_line, torchao, other = (line.split() for line in lines)
-    assert ours == f"d12 64 ours bf16 gelu 100.0 655,360 {mfu:.1%} 71.2 17.25 17.00 3.2 1.100x 0.75x".split()
-    assert torch_line == f"d12 64 PyTorch - 110.0 595,782 {mfu / 1.1:.1%} - 23.00 - 20.0 1.000x 1.00x".split()
+    assert (
+        ours
+        == (
+            f"d12 64 ours bf16 gelu 100.0 655,360 {mfu:.1%} 71.2 17.25 17.00 3.2 1.100x 0.75x"
+        ).split()
+    )
+    assert (
+        torch_line
+        == f"d12 64 PyTorch - 110.0 595,782 {mfu / 1.1:.1%} - 23.00 - 20.0 1.000x 1.00x".split()
+    )
     assert torchao[-2:] == ["2.000x", "1.00x"]
     assert other == ["d12", "64", "other", *["-"] * 10]
     alone = steps.table([row()], None).splitlines()[1].split()
@@ -91,7 +117,9 @@ def test_table_computes_rates_and_ratios_and_has_dashes_for_missing_runs():
 
 
 def test_energy_is_taken_between_changes_of_the_counter():
-    """A counter that changes every 100 ms, read at other times: its first and last values are incomplete."""
+    """A counter that changes every 100 ms, read at other times: its first and
+    last values are incomplete.
+    """
     samples = [(t / 1000, 700 * (t // 100) / 10) for t in range(30, 1_050, 7)]
     assert energy.mean_watts(samples) == pytest.approx(700, rel=0.02)  # a sample may come 7 ms late
     assert energy.mean_watts(samples[:20]) is None and energy.mean_watts([]) is None
@@ -103,7 +131,8 @@ size, batch, steps, start, *level = sys.argv[1:]
 print("something else")
 if size == "d24" and not level:
     sys.exit("no memory left")
-print(json.dumps(dict(ms=100.0, gib=2.0, planned=1.5, first_step=1.0, saw=[size, batch, steps, *level])))
+print(json.dumps(dict(ms=100.0, gib=2.0, planned=1.5, first_step=1.0, saw=[size, batch, steps, \
+*level])))
 """
 
 
@@ -111,19 +140,29 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
     (tmp_path / "standin.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)  # python -m looks here
     run, out = steps.run_program, tmp_path / "figures.json"
-    monkeypatch.setattr(steps, "run_program", lambda program, *more: run(program._replace(module="standin"), *more))
+    monkeypatch.setattr(
+        steps, "run_program", lambda program, *more: run(program._replace(module="standin"), *more)
+    )
     monkeypatch.setattr(device, "peak_flops", lambda: 989e12)
     monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
 
     def saw():
         rows = json.loads(out.read_text())["rows"]
-        return {f"{r['size']} {r['program']}": r["report"] and " ".join(r["report"]["saw"]) for r in rows}
+        return {
+            f"{r['size']} {r['program']}": r["report"] and " ".join(r["report"]["saw"])
+            for r in rows
+        }
 
-    works = [Work("d12", 8, "none"), Work("d12", 8, "none", "fp8", "muon", ("--fp8.keep_bf16", "none"))]
+    works = [
+        Work("d12", 8, "none"),
+        Work("d12", 8, "none", "fp8", "muon", ("--fp8.keep_bf16", "none")),
+    ]
     assert steps.compare(works, 7, "torchao", out) == 0
     assert saw() == {
         "d12 ours bf16": "d12 8 7 --recompute none --precision bf16 --optim adamw",
-        "d12 ours fp8 muon": "d12 8 7 --recompute none --precision fp8 --optim muon --fp8.keep_bf16 none",
+        "d12 ours fp8 muon": (
+            "d12 8 7 --recompute none --precision fp8 --optim muon --fp8.keep_bf16 none"
+        ),
         "d12 PyTorch": "d12 8 7",
         "d12 torchao tensorwise": "d12 8 7 --fp8 tensorwise",
         "d12 torchao rowwise": "d12 8 7 --fp8 rowwise",
@@ -136,11 +175,16 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
         "d36 PyTorch": "d36 32 6",
     }
     text, err = capsys.readouterr()
-    assert "PyTorch d24 B 64: failed with code 1" in text and "ours bf16 d36 B 32: 100.0 ms per step" in text
+    assert (
+        "PyTorch d24 B 64: failed with code 1" in text
+        and "ours bf16 d36 B 32: 100.0 ms per step" in text
+    )
     assert "no memory left" in err
 
 
-def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(tmp_path, monkeypatch, capsys):
+def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
     commands = []
 
@@ -150,7 +194,10 @@ def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(tmp_path,
 
     monkeypatch.setattr(steps, "run_program", run)
     assert steps.compare([work_of("d12")], 6, "torch", tmp_path / "figures.json", "a100") == 0
-    assert commands == [("benchmarks.as_gpu", "a100", "benchmarks.speed.our_gpt2"), ("benchmarks.speed.torch_gpt2",)]
+    assert commands == [
+        ("benchmarks.as_gpu", "a100", "benchmarks.speed.our_gpt2"),
+        ("benchmarks.speed.torch_gpt2",),
+    ]
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [row["program"] for row in figures["rows"]] == ["ours bf16, sm_80 code", "PyTorch"]
     assert figures["gpu"] == "NVIDIA H100" and "A100" not in capsys.readouterr().out
@@ -159,7 +206,9 @@ def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(tmp_path,
 def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
     """It gets SIGTERM; and Ctrl-C of a terminal, as it stays in our process group."""
     end = "lambda *_: (print(os.getpgrp(), file=open('ended', 'w')), sys.exit(1))"
-    (tmp_path / "launcher.py").write_text(f"import os, signal, sys\nsignal.signal(15, {end})\nsignal.pause()\n")
+    (tmp_path / "launcher.py").write_text(
+        f"import os, signal, sys\nsignal.signal(15, {end})\nsignal.pause()\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
         steps.run_program(steps.PYTORCH._replace(launcher=("launcher",)), "d12", 8, 7, limit=1)
@@ -167,9 +216,13 @@ def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
 
 
 def test_speed_of_all_gpus_is_that_of_the_median_rank():
-    everyone = [{"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.5, 13.0, 12.6)]
+    everyone = [
+        {"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.5, 13.0, 12.6)
+    ]
     line = multi_gpu.speed_table(everyone, tokens=126).splitlines()[-1]
-    assert line == "together 10,000 tokens/s on each GPU: 79.4% of the slowest alone, 79.4% of the mean alone"
+    assert line == (
+        "together 10,000 tokens/s on each GPU: 79.4% of the slowest alone, 79.4% of the mean alone"
+    )
 
 
 def losses_by_turns(config):
@@ -181,10 +234,15 @@ def losses_by_turns(config):
         stretches.append([result.loss for result in results])
         return results
 
-    multi_gpu.run_steps, multi_gpu.packed_batch, Model.compile = seen, packed_batch, lambda model: None
+    multi_gpu.run_steps, multi_gpu.packed_batch, Model.compile = (
+        seen,
+        packed_batch,
+        lambda model: None,
+    )
     group = multi_gpu.Ranks("cpu", 60)
     pair = multi_gpu.Pair(group, config, zero=1)
-    pair.together.arena.fill_(255)  # NaN: a stretch depends on nothing that the other model has left
+    # NaN: a stretch depends on nothing that the other model has left
+    pair.together.arena.fill_(255)
     times = multi_gpu.by_turns(pair.kinds, steps=2, rounds=1)
     group.close()
     return stretches, {kind: len(found) for kind, found in times.items()}

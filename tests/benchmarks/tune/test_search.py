@@ -52,7 +52,9 @@ def test_finalists_are_the_current_row_and_the_best_that_gain():
 def test_sizes_and_batches_follow_the_memory():
     budget = device.memory_bytes("4090") - CONTEXT_BYTES - MODULE_BYTES
     assert search.batches_of(None, None, budget) == dict(d12=64, d24=32, d36=8)
-    assert search.batches_of(None, None, device.memory_bytes("h200")) == dict(d12=64, d24=64, d36=32, d48=16)
+    assert search.batches_of(None, None, device.memory_bytes("h200")) == dict(
+        d12=64, d24=64, d36=32, d48=16
+    )
     assert search.batches_of(None, None, 2 << 30) == dict(d12=1)
     assert search.batches_of(["d12", "d48"], 2, 1 << 30) == dict(d12=2, d48=2)
 
@@ -60,8 +62,15 @@ def test_sizes_and_batches_follow_the_memory():
 def test_select_takes_operations_and_families_but_those_with_hopper_kernels(monkeypatch):
     monkeypatch.setattr(tuning, "is_hopper", lambda: False)
     assert search.select(None) == list(candidates.SPACE)
-    assert search.select("attention,adamw") == ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq", "adamw"]
-    with pytest.raises(ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"):
+    assert search.select("attention,adamw") == [
+        "attention_fwd",
+        "attention_bwd_dkdv",
+        "attention_bwd_dq",
+        "adamw",
+    ]
+    with pytest.raises(
+        ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"
+    ):
         search.select("adamw,conv")
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     assert "classifier_dx" in search.select(None) and "matmul" not in search.select(None)
@@ -88,7 +97,9 @@ def test_worst_is_the_error_of_the_worst_256_numbers():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """tiny(ops, clock): a model of one layer, nothing compiled; a recorded launch takes clock(rows) milliseconds."""
+    """tiny(ops, clock): a model of one layer, nothing compiled; a recorded launch takes
+    clock(rows) milliseconds.
+    """
 
     @contextlib.contextmanager
     def compiling(ignore_errors):
@@ -103,7 +114,9 @@ def tiny(monkeypatch):
         monkeypatch.setattr(gpt2_triton.kernels, "compiling", compiling)
         monkeypatch.setattr(calls.Trial, "_launches", lambda self: 1)
         monkeypatch.setattr(calls.Trial, "graph", lambda self: dict(tuning.table().rows))
-        monkeypatch.setattr(calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()})
+        monkeypatch.setattr(
+            calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()}
+        )
         monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K, n_layer=1))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX 9 Ada")
@@ -219,6 +232,8 @@ def test_intercepted_step_has_the_bytes_of_a_plain_step(tiny):
         found = search.Search(rows, tries, 1)
         found.run(["d12"], step, lambda *measured: None)
     assert not found.dropped
-    assert {op for op, times in found.times.items() if not times} == {op for op in TRAINING if "wide" in op}
+    assert {op for op, times in found.times.items() if not times} == {
+        op for op in TRAINING if "wide" in op
+    }
     require_equal_states(model, stopped["model"])
     assert torch.equal(model.state.step_out, stopped["model"].state.step_out)

@@ -18,16 +18,21 @@ def test_candidates_begin_with_the_current_row_and_differ_in_its_parameters(name
     for row in rows:
         assert set(row) <= {*current, *OPTIONS}
     without = {key: value for key, value in current.items() if key != "maxnreg"}
-    assert not any("maxnreg" in row for row in candidates.candidates(op, without, 64 << 10, caps=False))
+    assert not any(
+        "maxnreg" in row for row in candidates.candidates(op, without, 64 << 10, caps=False)
+    )
 
 
-DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}  # in no training step
+# in no training step
+DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}
 MUON = {"muon_symmetric", "muon_apply"}  # tune trains with AdamW
 TRAINING = {op for op, _ in H200.rows} - DECODING - MUON
 
 
 def test_space_covers_training_rows_except_wide_heads():
-    assert set(candidates.SPACE) == {op for op in TRAINING if not (op.startswith("attention") and "wide" in op)}
+    assert set(candidates.SPACE) == {
+        op for op in TRAINING if not (op.startswith("attention") and "wide" in op)
+    }
 
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200", "interpreter"])

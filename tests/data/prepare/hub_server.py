@@ -1,4 +1,6 @@
-"""A server in this process with two routes of the Hugging Face Hub: what a repository holds, and its files."""
+"""A server in this process with two routes of the Hugging Face Hub: what a
+repository holds, and its files.
+"""
 
 import hashlib
 import http.server
@@ -22,10 +24,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 for name, data in self.files.items()
             ]
             commit = "b" * 40 if "/revision/branch" in self.path else self.commit
-            body = json.dumps({"id": "kjj0/fineweb10B-gpt2", "sha": commit, "siblings": rows}).encode()
+            body = json.dumps(
+                {"id": "kjj0/fineweb10B-gpt2", "sha": commit, "siblings": rows}
+            ).encode()
             return self._answer(200, body, {"Content-Type": "application/json"})
         name = self.path.rpartition("/")[2]
-        data = self.files.get(name) if f"/kjj0/fineweb10B-gpt2/resolve/{self.commit}/" in self.path else None
+        data = (
+            self.files.get(name)
+            if f"/kjj0/fineweb10B-gpt2/resolve/{self.commit}/" in self.path
+            else None
+        )
         if data is None:
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         if self.command == "GET":

@@ -17,13 +17,24 @@ from tests.data.prepare.test_text import contents, tokens_of
 def test_builtin_shards_hold_the_builtin_text(tmp_path):
     out = builtin_shards("bytes", tmp_path / "data")
     text = builtin_text().encode()
-    assert out.parent == tmp_path / "data" and out.name == f"builtin_bytes_{hashlib.sha256(text).hexdigest()[:8]}"
-    assert bytes(np.concatenate([tokens_of(out, s) for s in ("train", "val")]).astype(np.uint8)) == text
+    assert (
+        out.parent == tmp_path / "data"
+        and out.name == f"builtin_bytes_{hashlib.sha256(text).hexdigest()[:8]}"
+    )
+    assert (
+        bytes(np.concatenate([tokens_of(out, s) for s in ("train", "val")]).astype(np.uint8))
+        == text
+    )
     assert len(text) > 300_000 and builtin_shards("bytes", tmp_path / "data") == out
 
 
 def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path, monkeypatch):
-    out, first, lines, waiting = tmp_path / "out", prepare_builtin(tmp_path / "first"), [], threading.Event()
+    out, first, lines, waiting = (
+        tmp_path / "out",
+        prepare_builtin(tmp_path / "first"),
+        [],
+        threading.Event(),
+    )
 
     def print_line(line):
         lines.append(line)
@@ -45,17 +56,23 @@ def test_builtin_waits_for_another_process_and_uses_its_shards(tmp_path, monkeyp
 def test_builtin_begins_where_the_process_that_held_the_lock_failed(tmp_path):
     with build._locked(tmp_path / "out"):
         (tmp_path / "out" / "progress.json").write_text("{}")
-    assert contents(prepare_builtin(tmp_path / "out")) == contents(prepare_builtin(tmp_path / "once"))
+    assert contents(prepare_builtin(tmp_path / "out")) == contents(
+        prepare_builtin(tmp_path / "once")
+    )
 
 
 def test_builtin_by_several_processes_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=prepare_builtin, args=(tmp_path / "out",)) for _ in range(3)]
+    processes = [
+        context.Process(target=prepare_builtin, args=(tmp_path / "out",)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0] and os.listdir(tmp_path) == ["out"]
+    assert [process.exitcode for process in processes] == [0, 0, 0] and os.listdir(tmp_path) == [
+        "out"
+    ]
     assert contents(tmp_path / "out") == contents(prepare_builtin(tmp_path / "once"))
 
 

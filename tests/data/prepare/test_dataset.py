@@ -1,4 +1,5 @@
-"""A dataset becomes llm.c's shards; one that was killed anywhere and resumed has the bytes of an unbroken one.
+"""A dataset becomes llm.c's shards; one that was killed anywhere and resumed has
+the bytes of an unbroken one.
 
 `datasets` streams them from a folder, as from the Hub; the Hub is a server in this process.
 """
@@ -29,7 +30,8 @@ from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 from tests.data.prepare.test_text import contents
 
-SHARD, BATCH = 2200, 700  # several documents a batch, several batches a shard, and neither ends with the other
+# several documents a batch, several batches a shard, and neither ends with the other
+SHARD, BATCH = 2200, 700
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +42,24 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three parquet files of several row groups: 300 rows, one of them longer than a shard, one empty."""
+    """Three parquet files of several row groups: 300 rows, one of them
+    longer than a shard, one empty.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     draw, path = random.Random(0), tmp_path_factory.mktemp("source")
-    texts = ["".join(draw.choices("etaoin \N{GREEK SMALL LETTER PI}", k=draw.randint(1, 150))) for _ in range(300)]
+    texts = [
+        "".join(draw.choices("etaoin \N{GREEK SMALL LETTER PI}", k=draw.randint(1, 150)))
+        for _ in range(300)
+    ]
     texts[40], texts[41] = "long " * 900, ""
     for i in range(3):
         rows = [{"id": 7, "text": text} for text in texts[100 * i : 100 * i + 100]]
         pq.write_table(pa.Table.from_pylist(rows), path / f"{i}.parquet", row_group_size=30)
-    return SimpleNamespace(path=path, texts=texts, source=Dataset("kjj0/fineweb10B-gpt2", None, "c" * 40))
+    return SimpleNamespace(
+        path=path, texts=texts, source=Dataset("kjj0/fineweb10B-gpt2", None, "c" * 40)
+    )
 
 
 def prepare(folder, out, **options):
@@ -60,7 +69,9 @@ def prepare(folder, out, **options):
         return prepare_dataset(folder.source, out, "bytes", **options)
     load = datasets.load_dataset
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given))
+        patch.setattr(
+            datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given)
+        )
         return prepare_dataset(folder.source, out, "bytes", **options)
 
 
@@ -72,12 +83,16 @@ def unbroken(folder, tmp_path_factory):
 
 
 def llmc_tokens(texts):
-    """Tokens of documents as llm.c's tokenize makes them: for each the end-of-text token, then the text."""
+    """Tokens of documents as llm.c's tokenize makes them: for each the
+    end-of-text token, then the text.
+    """
     return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8)
 
 
 def tokens_of(directory):
-    return np.concatenate([map_tokens(path) for path in sorted(directory.glob("*.bin"), key=lambda p: p.name[-10:])])
+    return np.concatenate(
+        [map_tokens(path) for path in sorted(directory.glob("*.bin"), key=lambda p: p.name[-10:])]
+    )
 
 
 # ---- what is written ----
@@ -87,7 +102,10 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     out = prepare(folder, tmp_path / "out")
     np.testing.assert_array_equal(tokens_of(out), llmc_tokens(filter(None, folder.texts)))
     names = sorted(path.name for path in out.glob("*.bin"))
-    assert names == [*(f"train_{i:06d}.bin" for i in range(1, len(names))), "val_000000.bin"] and len(names) > 8
+    assert (
+        names == [*(f"train_{i:06d}.bin" for i in range(1, len(names))), "val_000000.bin"]
+        and len(names) > 8
+    )
     sizes = [shard.count for shard in open_shards(str(out / "*.bin"), 256, 4)]
     *full, last, end, val = sizes
     assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
@@ -96,7 +114,10 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     assert record["tokenizer"] == "bytes"
     for name, row in record["shards"].items():
         data = (out / name).read_bytes()
-        assert row == {"tokens": (len(data) - 1024) // 2, "sha256": hashlib.sha256(data).hexdigest()}
+        assert row == {
+            "tokens": (len(data) - 1024) // 2,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     assert sorted(record["shards"]) == names and not (out / PROGRESS).exists()
 
 
@@ -112,8 +133,12 @@ class Stop(Exception):
     pass
 
 
-def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(folder, tmp_path, unbroken, monkeypatch):
-    """Before and after each write of progress.json; without it, a shard is left that no record has."""
+def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(
+    folder, tmp_path, unbroken, monkeypatch
+):
+    """Before and after each write of progress.json; without it, a shard
+    is left that no record has.
+    """
     record, out = build._record_progress, tmp_path / "out"
 
     def stop_there(out_dir, recipe, shards, places, after, count):
@@ -124,7 +149,9 @@ def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(folder, tmp_path
 
     for count in range(1, len(unbroken) - 1):
         for after in (False, True):
-            monkeypatch.setattr(build, "_record_progress", functools.partial(stop_there, after=after, count=count))
+            monkeypatch.setattr(
+                build, "_record_progress", functools.partial(stop_there, after=after, count=count)
+            )
             with pytest.raises(Stop):
                 prepare(folder, out)
     monkeypatch.setattr(build, "_record_progress", record)
@@ -161,9 +188,9 @@ def test_dataset_killed_resumes_and_its_workers_end(folder, tmp_path, unbroken):
         assert time.monotonic() < deadline, "a worker outlives the process it works for"
         time.sleep(0.02)
     assert len(left) == 2
-    assert sorted(n for n in contents(out) if n.endswith("bin")) == [f"train_{i:06d}.bin" for i in (1, 2, 3)] + [
-        "val_000000.bin"
-    ]
+    assert sorted(n for n in contents(out) if n.endswith("bin")) == [
+        f"train_{i:06d}.bin" for i in (1, 2, 3)
+    ] + ["val_000000.bin"]
     assert contents(prepare(folder, out)) == unbroken
 
 
@@ -211,7 +238,9 @@ def test_dataset_resumes_with_batches_of_another_size(folder, tmp_path, unbroken
     assert contents(prepare(folder, tmp_path / "out")) == unbroken
 
 
-def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, unbroken, monkeypatch, capsys):
+def test_dataset_damaged_shard_and_later_ones_are_made_again(
+    folder, tmp_path, unbroken, monkeypatch, capsys
+):
     out = tmp_path / "out"
     _stop_after(folder, out, 6, monkeypatch)
     data = bytearray((out / "train_000003.bin").read_bytes())
@@ -219,10 +248,15 @@ def test_dataset_damaged_shard_and_later_ones_are_made_again(folder, tmp_path, u
     (out / "train_000003.bin").write_bytes(data)
     assert contents(prepare(folder, out)) == unbroken
     printed = capsys.readouterr().out
-    assert "train_000003.bin is damaged: preparing again from there\nresuming after 3 finished" in printed
+    assert (
+        "train_000003.bin is damaged: preparing again from there\nresuming after 3 finished"
+        in printed
+    )
 
 
-def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(folder, tmp_path, unbroken):
+def test_dataset_refuses_a_directory_with_shards_but_not_with_other_files(
+    folder, tmp_path, unbroken
+):
     """As of `prepare fineweb --out out > out/prepare.log`."""
     out = tmp_path / "out"
     out.mkdir()
@@ -242,15 +276,42 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     monkeypatch.chdir(tmp_path)
     load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given))
-    here = ["prepare", "fineweb", "--out", "out", "--tokenizer", "bytes", "--workers", "1", "--source"]
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given)
+    )
+    here = [
+        "prepare",
+        "fineweb",
+        "--out",
+        "out",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+        "--source",
+    ]
     known = ["kjj0/fineweb10B-gpt2", "--revision", "c" * 40]
     for words, code, message in (
-        ([str(folder.path)], 3, f"{folder.path} is a folder; `prepare text {folder.path}` takes it"),
-        ([*known, "--field", "body"], 3, "no field 'body', it has id, text; name the field that holds the text"),
+        (
+            [str(folder.path)],
+            3,
+            f"{folder.path} is a folder; `prepare text {folder.path}` takes it",
+        ),
+        (
+            [*known, "--field", "body"],
+            3,
+            "no field 'body', it has id, text; name the field that holds the text",
+        ),
         (["no/where"], 3, "no/where: cannot read: ConnectError"),
         (["wrong"], 3, "; check the name in --source and the network, or use `prepare text`"),
-        (known, 3, "too little text: the validation shard takes all 29,452 tokens; give that number as --tokens"),
+        (
+            known,
+            3,
+            (
+                "too little text: the validation shard takes all 29,452 "
+                "tokens; give that number as --tokens"
+            ),
+        ),
         ([*known, "--tokens", "29452"], 0, None),  # as that message says
         ([*known, "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
         ([*known, "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
@@ -273,11 +334,36 @@ def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatc
 def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
-    assert main(app, ["prepare", command, "--version", "sample-100BT", "--tokens", "1000000", "--workers", "3"]) == 0
+    assert (
+        main(
+            app,
+            [
+                "prepare",
+                command,
+                "--version",
+                "sample-100BT",
+                "--tokens",
+                "1000000",
+                "--workers",
+                "3",
+            ],
+        )
+        == 0
+    )
     assert main(app, ["prepare", command]) == 0
     (source, out, *rest), (default, default_out, *_) = calls
-    assert source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT") and default.version == "sample-10BT"
-    assert str(out) == f"data/{command}-sample-100BT" and rest == ["gpt2", 1_000_000, 3, 100_000_000, False, False]
+    assert (
+        source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT")
+        and default.version == "sample-10BT"
+    )
+    assert str(out) == f"data/{command}-sample-100BT" and rest == [
+        "gpt2",
+        1_000_000,
+        3,
+        100_000_000,
+        False,
+        False,
+    ]
     assert str(default_out) == f"data/{command}-sample-10BT"
 
 
@@ -303,12 +389,19 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 
-def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_path, monkeypatch, capsys):
+def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(
+    hub, tmp_path, monkeypatch, capsys
+):
     """A nested field; the counts survive stops, and a row with a separator is never cut by one."""
-    rows = [{"doc": {"text": f"row {i}<|endoftext|>more" if i % 3 else None}, "id": i} for i in range(300)]
+    rows = [
+        {"doc": {"text": f"row {i}<|endoftext|>more" if i % 3 else None}, "id": i}
+        for i in range(300)
+    ]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(3)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT", field="doc.text"))
+    on_hub = SimpleNamespace(
+        source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT", field="doc.text")
+    )
     for count in range(1, 6):
         _stop_after(on_hub, tmp_path / "out", count, monkeypatch, shard_tokens=400)
     out = prepare(on_hub, tmp_path / "out", shard_tokens=400)
@@ -316,7 +409,10 @@ def test_dataset_of_the_hub_leaves_out_rows_without_text_with_a_count(hub, tmp_p
         tokens_of(out), llmc_tokens(t for i in range(300) if i % 3 for t in (f"row {i}", "more"))
     )
     ends = "special tokens: <|endoftext|> 200\n"
-    what = "left out: rows without text in the field doc.text: 100, first kjj0/fineweb10B-gpt2, row 1: "
+    what = (
+        "left out: rows without text in the field doc.text: "
+        "100, first kjj0/fineweb10B-gpt2, row 1: "
+    )
     assert ends + what + '{"doc": {"text": null}}\n' in capsys.readouterr().out
 
 
@@ -325,6 +421,10 @@ def test_dataset_of_the_hub_is_tokenised_as_llmc_does(hub, tmp_path, monkeypatch
     stream = datasets.Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     on_hub = SimpleNamespace(source=Dataset("kjj0/fineweb10B-gpt2", "sample-10BT"))
-    out = prepare_dataset(on_hub.source, tmp_path / "out", "gpt2", shard_tokens=200, endoftext=False)
+    out = prepare_dataset(
+        on_hub.source, tmp_path / "out", "gpt2", shard_tokens=200, endoftext=False
+    )
     gpt2 = get_tokenizer("gpt2")
-    np.testing.assert_array_equal(tokens_of(out), [t for text in texts for t in (gpt2.eot, *gpt2.encode(text))])
+    np.testing.assert_array_equal(
+        tokens_of(out), [t for text in texts for t in (gpt2.eot, *gpt2.encode(text))]
+    )

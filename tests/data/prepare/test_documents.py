@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2_triton.data.prepare import documents
-from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, Reading, find_files, left_out, read, split_at_whitespace
+from gpt2_triton.data.prepare.documents import (
+    AS_DOCUMENTS,
+    Reading,
+    find_files,
+    left_out,
+    read,
+    split_at_whitespace,
+)
 from gpt2_triton.errors import DataError
 from tests.data.prepare.test_text import gpt2, llama3
 
@@ -22,7 +29,10 @@ SPACES = "\n \t\r\f\x1c\x85\xa0\N{LINE SEPARATOR}\N{IDEOGRAPHIC SPACE}"
 
 @pytest.mark.parametrize("tokenizer", [gpt2, llama3])
 @given(
-    given=st.lists(st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), min_size=1, max_size=30), max_size=4),
+    given=st.lists(
+        st.text(st.sampled_from("a'sé1.\N{GRINNING FACE}" + SPACES), min_size=1, max_size=30),
+        max_size=4,
+    ),
     size=st.integers(1, 5),
 )
 @settings(max_examples=300, deadline=None)
@@ -57,11 +67,21 @@ def test_find_files_refuses_what_is_not_text(tmp_path):
 
 
 def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
-    """Through links to files and folders, a loop, names of splits; without hidden files and our output."""
+    """Through links to files and folders, a loop, names of splits; without
+    hidden files and our output.
+    """
     inside, outside = tmp_path / "in", tmp_path / "out"
     names = ["A.TXT", "README.md", "test.txt", "train.txt", "sub/v.JSONL.GZ", "x.parquet"]
     names += ["user/metrics.jsonl", "user/progress.json", "progress.json"]
-    others = ["a.pdf", "sub/b.c", "sub/none", ".git/x.txt", ".hidden.txt", "run/metrics.jsonl", "run/a.json"]
+    others = [
+        "a.pdf",
+        "sub/b.c",
+        "sub/none",
+        ".git/x.txt",
+        ".hidden.txt",
+        "run/metrics.jsonl",
+        "run/a.json",
+    ]
     others += ["data/shards.json", "data/a.json"]
     others += ["model/config.json", "model/generation_config.json", "model/merges.txt"]
     for name in names + others:
@@ -89,7 +109,8 @@ def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ending, opener", [("", open), (".gz", gzip.open), (".BZ2", bz2.open), (".xz", lzma.open), (".zst", None)]
+    "ending, opener",
+    [("", open), (".gz", gzip.open), (".BZ2", bz2.open), (".xz", lzma.open), (".zst", None)],
 )
 @pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".json"])
 def test_read_opens_every_kind_and_compression(tmp_path, kind, ending, opener):
@@ -100,7 +121,9 @@ def test_read_opens_every_kind_and_compression(tmp_path, kind, ending, opener):
         with opener(path, "wb") as file:
             file.write(data)
     else:  # two frames, as pzstd writes them
-        path.write_bytes(b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in (data[:9], data[9:])))
+        path.write_bytes(
+            b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in (data[:9], data[9:]))
+        )
     assert "".join(texts_of(path)[0]) == text
     if opener is not open:
         path.write_bytes(path.read_bytes()[:-7])
@@ -116,7 +139,9 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
     (tmp_path / "list.json").write_text(json.dumps(rows))
     (tmp_path / "indented.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "object.json").write_text(json.dumps(rows[0], indent=1))
-    pq.write_table(pa.Table.from_pylist([row for row in rows if row != rows[2]]), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([row for row in rows if row != rows[2]]), tmp_path / "x.parquet"
+    )
     for name, count, first in (
         ("lines.jsonl", 3, "line 3"),
         ("lines.json", 3, "line 2"),
@@ -126,10 +151,13 @@ def test_read_finds_the_field_in_rows_of_every_kind(tmp_path):
     ):
         texts, notes = texts_of(tmp_path / name, Reading("doc.text"))
         assert texts == ["a\nb", "c"], name
-        what = f"rows without text in the field doc.text: {count}, first {tmp_path / name}, {first}: "
+        what = (
+            f"rows without text in the field doc.text: {count}, first {tmp_path / name}, {first}: "
+        )
         assert left_out(notes) == what + '{"doc": null}', name
     assert texts_of(tmp_path / "object.json", Reading("doc.text")) == (["a\nb"], {})
-    pq.write_table(pa.table({"id": [1], "doc.text": ["flat"]}), tmp_path / "flat.parquet")  # as pandas names it
+    # as pandas names it
+    pq.write_table(pa.table({"id": [1], "doc.text": ["flat"]}), tmp_path / "flat.parquet")
     assert texts_of(tmp_path / "flat.parquet", Reading("doc.text")) == (["flat"], {})
 
 
@@ -138,14 +166,18 @@ def test_a_row_may_be_a_text_and_a_value_several_lines(tmp_path):
     rows, texts = [{"text": "a\nb"}, {"text": "c {"}], ["a\nb", "c {"]
     forms = {
         "list.json": json.dumps(texts), "indented.json": json.dumps(texts, indent=2),
-        "lines.json": "\n".join(map(json.dumps, texts)), "lines.jsonl": "\n".join(map(json.dumps, texts)),
-        "jq.json": "\n".join(json.dumps(row, indent=2) for row in rows), "lists.jsonl": json.dumps(rows),
+        "lines.json": "\n".join(map(json.dumps, texts)),
+        "lines.jsonl": "\n".join(map(json.dumps, texts)),
+        "jq.json": "\n".join(json.dumps(row, indent=2) for row in rows),
+        "lists.jsonl": json.dumps(rows),
     }  # fmt: skip
     for name, content in forms.items():
         (tmp_path / name).write_text(content)
         assert texts_of(tmp_path / name) == (texts, {}), name
     (tmp_path / "jq.json").write_text(forms["jq.json"] + "\n}")
-    with pytest.raises(DataError, match="jq.json, line 7: not JSON: Expecting value; correct or remove this row"):
+    with pytest.raises(
+        DataError, match="jq.json, line 7: not JSON: Expecting value; correct or remove this row"
+    ):
         texts_of(tmp_path / "jq.json")
 
 
@@ -159,25 +191,46 @@ def test_half_characters_are_left_out_with_a_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pack", [gzip.compress, lzma.compress, bz2.compress, lambda data: pa.compress(data, codec="zstd", asbytes=True)]
+    "pack",
+    [
+        gzip.compress,
+        lzma.compress,
+        bz2.compress,
+        lambda data: pa.compress(data, codec="zstd", asbytes=True),
+    ],
 )
 def test_compressed_content_is_unpacked_under_any_name(tmp_path, pack):
     (tmp_path / "x.txt").write_bytes(pack(b"text"))
     assert texts_of(tmp_path / "x.txt") == (["text"], {})
 
 
-LATIN_1_GZ = gzip.compress(b"caf\xe9", mtime=0)  # the same bytes, and so the same name, in each process of pytest
+# the same bytes, and so the same name, in each process of pytest
+LATIN_1_GZ = gzip.compress(b"caf\xe9", mtime=0)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "command"),
     [
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "iconv -f UTF-16 -t utf-8 {0}/x.jsonl > {0}/x.utf8.jsonl` "),
-        ("x.md", b"ok\ncaf\xe9", r"iconv -f ENCODING -t utf-8 {0}/x.md > {0}/x.utf8.md` converts it \(often CP1252\)"),
-        ("x.txt.gz", LATIN_1_GZ, r"`gzip -dc {0}/x.txt.gz \| iconv -f ENCODING .* > {0}/x.utf8.txt`"),
+        (
+            "x.jsonl",
+            '{"text": "a"}'.encode("utf-16"),
+            "iconv -f UTF-16 -t utf-8 {0}/x.jsonl > {0}/x.utf8.jsonl` ",
+        ),
+        (
+            "x.md",
+            b"ok\ncaf\xe9",
+            r"iconv -f ENCODING -t utf-8 {0}/x.md > {0}/x.utf8.md` converts it \(often CP1252\)",
+        ),
+        (
+            "x.txt.gz",
+            LATIN_1_GZ,
+            r"`gzip -dc {0}/x.txt.gz \| iconv -f ENCODING .* > {0}/x.utf8.txt`",
+        ),
     ],
-)  # fmt: skip
-def test_another_encoding_is_refused_with_the_command_that_converts_this_file(tmp_path, name, content, command):
+)
+def test_another_encoding_is_refused_with_the_command_that_converts_this_file(
+    tmp_path, name, content, command
+):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match="not UTF-8: byte 0x.*" + command.format(tmp_path)):
         texts_of(tmp_path / name)
@@ -188,7 +241,8 @@ def test_a_zst_of_a_long_window_is_refused_with_the_command_that_unpacks_it(tmp_
     header = bytes.fromhex("28b52ffd") + bytes([0, (31 - 10) << 3])  # a window of 2^31 bytes
     (tmp_path / "x.txt.zst").write_bytes(header + block)
     with pytest.raises(
-        DataError, match="x.txt.zst: cannot read: .*; `zstd -d --long=31 FILE` unpacks it; give the unp"
+        DataError,
+        match="x.txt.zst: cannot read: .*; `zstd -d --long=31 FILE` unpacks it; give the unp",
     ):
         texts_of(tmp_path / "x.txt.zst")
 
@@ -196,7 +250,10 @@ def test_a_zst_of_a_long_window_is_refused_with_the_command_that_unpacks_it(tmp_
 def test_rows_of_another_field_are_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MOST_ROWS_WITHOUT_TEXT", 20)
     (tmp_path / "x.jsonl").write_text('{"content": "abc"}\n' * 20 + "no JSON")
-    with pytest.raises(DataError, match='rows without .*: 20, .*{"content": "abc"}; .* --field NAME, or write ."text"'):
+    with pytest.raises(
+        DataError,
+        match='rows without .*: 20, .*{"content": "abc"}; .* --field NAME, or write ."text"',
+    ):
         texts_of(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n' + '{"content": "abc"}\n' * 30)
     assert texts_of(tmp_path / "x.jsonl")[0] == ["abc"]
@@ -209,10 +266,14 @@ def test_end_of_text_windows_lines_and_nul_mean_what_they_say(tmp_path):
     for name in ("x.txt", "x.jsonl"):
         notes = {}
         parts = list(read(tmp_path / name, AS_DOCUMENTS, notes))
-        assert [text for _, text in parts] == ["one\ntwo\n", "\nthree\r"] and len({n for n, _ in parts}) == 2
+        assert [text for _, text in parts] == ["one\ntwo\n", "\nthree\r"] and len(
+            {n for n, _ in parts}
+        ) == 2
         assert documents.markup(notes) == {"<|endoftext|>": 4}
         assert left_out(notes).startswith(f"NUL characters: 1, first {tmp_path / name}, line")
-        assert texts_of(tmp_path / name, Reading(endoftext=False))[0] == [raw.replace("\r\n", "\n").replace("\0", "")]
+        assert texts_of(tmp_path / name, Reading(endoftext=False))[0] == [
+            raw.replace("\r\n", "\n").replace("\0", "")
+        ]
 
 
 def test_read_yields_a_large_file_in_parts(tmp_path):
@@ -220,11 +281,16 @@ def test_read_yields_a_large_file_in_parts(tmp_path):
     (tmp_path / "x.txt").write_text("0123456789\n" * 300_000)
     (number, _), *_ = parts = list(read(tmp_path / "x.txt", AS_DOCUMENTS, {}))
     assert len(parts) == 4 and {n for n, _ in parts} == {number}
-    assert max(len(text) for _, text in parts) < (1 << 20) + 11 and all(text[-1] == "\n" for _, text in parts)
+    assert max(len(text) for _, text in parts) < (1 << 20) + 11 and all(
+        text[-1] == "\n" for _, text in parts
+    )
 
 
 def test_byte_order_mark_is_left_out(tmp_path):
-    for name, content in (("x.txt", "text"), ("x.jsonl", '{"text": "text"}\n{"text": "\ufeffmore"}\n')):
+    for name, content in (
+        ("x.txt", "text"),
+        ("x.jsonl", '{"text": "text"}\n{"text": "\ufeffmore"}\n'),
+    ):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
     assert texts_of(tmp_path / "x.txt")[0] == ["text"]
     assert texts_of(tmp_path / "x.jsonl")[0] == ["text", "\ufeffmore"]

@@ -16,9 +16,12 @@ from gpt2_triton.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "get_tokenizer", lambda name: GPT2Tokenizer)  # the class: its merges may need a network
+    # the class: its merges may need a network
+    monkeypatch.setattr(build, "get_tokenizer", lambda name: GPT2Tokenizer)
     for split, count in (("train", 2500), ("val", 300)):
-        np.random.default_rng(count).integers(0, 50257, count).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        np.random.default_rng(count).integers(0, 50257, count).astype("<u2").tofile(
+            tmp_path / f"{split}.bin"
+        )
     return tmp_path
 
 
@@ -37,7 +40,10 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
         prepare_nanogpt(folder, out)
     monkeypatch.setattr(build, "write_shard", write)
     assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
-    said = f"resuming after 1 finished shards, 1,000 tokens\nprepared {out}: 4 shards, 2,500 tokens to train on, 300 "
+    said = (
+        f"resuming after 1 finished shards, 1,000 tokens\nprepared {out}: "
+        "4 shards, 2,500 tokens to train on, 300 "
+    )
     assert capsys.readouterr().out.startswith(said)
     for split, shards in (("train", 3), ("val", 1)):
         paths = sorted(out.glob(f"{split}_*.bin"))
@@ -53,7 +59,9 @@ def test_other_files_than_nanogpts_are_refused(folder):
             prepare_nanogpt(folder, folder / "out")
         return str(error.value)
 
-    with pytest.raises(DataError, match="nanoGPT's have no header; make shards .*`prepare nanogpt DIR`$"):
+    with pytest.raises(
+        DataError, match="nanoGPT's have no header; make shards .*`prepare nanogpt DIR`$"
+    ):
         open_shards(str(folder / "train.bin"), 50257, 8)
     np.array([3, 50257], "<u2").tofile(folder / "val.bin")
     assert "val.bin: a token 50257 after the first 0, GPT-2 has 50,257;" in refusal()

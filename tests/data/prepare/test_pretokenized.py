@@ -1,4 +1,6 @@
-"""Shards of other projects are downloaded from the Hub, here a server in this process, checked and recorded."""
+"""Shards of other projects are downloaded from the Hub, here a server in this
+process, checked and recorded.
+"""
 
 import json
 
@@ -22,7 +24,9 @@ def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, mon
         assert (out / name).read_bytes() == hub.files[f"fineweb_{name}"]
     record = json.loads((out / "shards.json").read_text())
     assert record["source"] == {"name": "kjj0/fineweb10B-gpt2", "revision": hub.commit}
-    assert record["shards"] == {name: build.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])}
+    assert record["shards"] == {
+        name: build.shard_record(out / name) for name in ("val_000000.bin", *names[1:3])
+    }
     assert "prepared data/fineweb10B: 3 shards, 1,500 tokens" in capsys.readouterr().out
 
 
@@ -40,7 +44,10 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
 
 def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
-    with pytest.raises(DataError, match="fineweb_val_000000.bin: damaged in the download; run the same command again"):
+    with pytest.raises(
+        DataError,
+        match="fineweb_val_000000.bin: damaged in the download; run the same command again",
+    ):
         pretokenized.download("fineweb10B", tmp_path / "out", 1)
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(hub, "broken", False)
@@ -73,16 +80,25 @@ def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "kjj0/fineweb10B-gpt2: cannot read" in err and "copy the files" in err
+    assert (
+        len(err.splitlines()) == 1
+        and "kjj0/fineweb10B-gpt2: cannot read" in err
+        and "copy the files" in err
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_dataset_that_needs_a_licence_says_so(hub, tmp_path):
     """The Hub's answer for a repository that it does not show."""
-    with pytest.raises(DataError, match="a/b: cannot read: RepositoryNotFound.*; check the name; .* `hf auth login`"):
+    with pytest.raises(
+        DataError,
+        match="a/b: cannot read: RepositoryNotFound.*; check the name; .* `hf auth login`",
+    ):
         pretokenized.download("a/b", tmp_path / "out")
     with (
-        pytest.raises(DataError, match="; accept the licence on its page at huggingface.co, then log in"),
+        pytest.raises(
+            DataError, match="; accept the licence on its page at huggingface.co, then log in"
+        ),
         hub_errors("a", ""),
     ):
         raise ValueError("Dataset 'a' is a gated dataset on the Hub.")

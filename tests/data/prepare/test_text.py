@@ -1,4 +1,6 @@
-"""A data directory records its sources and holds the tokens of the whole text, however often it was stopped."""
+"""A data directory records its sources and holds the tokens of the whole text,
+however often it was stopped.
+"""
 
 import errno
 import functools
@@ -49,11 +51,15 @@ def text_file(tmp_path):
 
 
 def tokens_of(directory, split):
-    return np.concatenate([map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)])
+    return np.concatenate(
+        [map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)]
+    )
 
 
 def prepare_text(inputs, out, tokenizer, val_fraction=0.1, workers=1, **options):
-    return text.prepare_text(text.measure_text(inputs, workers), out, tokenizer, val_fraction, workers, **options)
+    return text.prepare_text(
+        text.measure_text(inputs, workers), out, tokenizer, val_fraction, workers, **options
+    )
 
 
 def contents(directory):
@@ -74,12 +80,17 @@ def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
     assert bytes(tokens_of(out, "train").astype(np.uint8)).decode() == TEXT[:cut]
     assert bytes(tokens_of(out, "val").astype(np.uint8)).decode() == TEXT[cut:]
     record = json.loads((out / "shards.json").read_text())
-    assert record["source"] == [{"file": "input.txt", "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}]
+    assert record["source"] == [
+        {"file": "input.txt", "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}
+    ]
     assert (record["tokenizer"], record["val_fraction"]) == ("bytes", 0.25)
     assert sorted(record["shards"]) == ["train_000000.bin", "val_000000.bin"]
     for name, row in record["shards"].items():
         data = (out / name).read_bytes()
-        assert row == {"tokens": (len(data) - 1024) // 2, "sha256": hashlib.sha256(data).hexdigest()}
+        assert row == {
+            "tokens": (len(data) - 1024) // 2,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     assert sorted(os.listdir(tmp_path / "a")) == ["out"] and os.stat(out).st_mode & 0o777 == 0o755
 
 
@@ -93,7 +104,9 @@ def test_text_documents_are_separated_by_end_of_text(tmp_path):
 
 
 @pytest.mark.parametrize("shard_tokens", [700, 1000, 1234])
-def test_text_shards_are_neither_too_long_nor_too_short(tmp_path, text_file, shard_tokens, monkeypatch):
+def test_text_shards_are_neither_too_long_nor_too_short(
+    tmp_path, text_file, shard_tokens, monkeypatch
+):
     monkeypatch.setattr(build, "BATCH_CHARS", 50)  # many parts, none of which ends with a shard
     out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
     whole = prepare_text([text_file], tmp_path / "whole", "bytes")
@@ -110,7 +123,9 @@ def test_text_prepared_already_is_left_alone(tmp_path, text_file, monkeypatch, c
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: _fail("Read-only file system"))
     before = {p.name: p.stat().st_ino for p in out.iterdir()}
     assert prepare_text([text_file], tmp_path / "out", "bytes") == out
-    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before and "already" in capsys.readouterr().out
+    assert {
+        p.name: p.stat().st_ino for p in out.iterdir()
+    } == before and "already" in capsys.readouterr().out
 
 
 def test_text_never_overwrites_other_data(tmp_path, text_file):
@@ -127,17 +142,27 @@ def test_text_never_overwrites_other_data(tmp_path, text_file):
 def test_text_refuses_files_that_are_not_text(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"au lait:\ncaf\xe9\n")
-    (tmp_path / "lfs.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    (tmp_path / "lfs.txt").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
+    )
     for name, message in (
         ("missing.txt", "no such file; give"),
         ("empty.txt", ".*no text, but empty files: 1, first .*empty.txt; give files with text"),
-        ("latin.txt", r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 .*latin.txt > .*latin.utf8.txt` "),
+        (
+            "latin.txt",
+            (
+                r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 "
+                r".*latin.txt > .*latin.utf8.txt` "
+            ),
+        ),
         ("lfs.txt", "a pointer of Git LFS, not the text; `git lfs pull` "),
     ):
         with pytest.raises(DataError, match=f"{name}[:,]? ?{message}"):
             prepare_text([tmp_path / name], tmp_path / "out", "bytes")
     (tmp_path / "cut.jsonl").write_text("{")
-    with pytest.raises(DataError, match="cut.jsonl, line 1: not JSON: .*\n.*latin.txt, line 2: not UTF-8: "):
+    with pytest.raises(
+        DataError, match="cut.jsonl, line 1: not JSON: .*\n.*latin.txt, line 2: not UTF-8: "
+    ):
         prepare_text([tmp_path], tmp_path / "out", "bytes")
     assert not (tmp_path / "out").exists()
 
@@ -153,14 +178,20 @@ def test_text_refuses_an_empty_split(tmp_path, text_file, fraction):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Two files of several documents, the second cut by the split, and what an unbroken preparation makes of them."""
+    """Two files of several documents, the second cut by the split, and what an unbroken
+    preparation makes of them.
+    """
     directory = tmp_path_factory.mktemp("many")
-    (directory / "a.jsonl").write_bytes(jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173))))
+    (directory / "a.jsonl").write_bytes(
+        jsonl(*(TEXT[i : i + 211] for i in range(0, len(TEXT), 173)))
+    )
     (directory / "b.txt").write_text(TEXT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "BATCH_CHARS", 500)
         unbroken = contents(prepare_many(directory, directory / "out"))
-    trained, validated = (sum(name.startswith(split) for name in unbroken) for split in ("train", "val"))
+    trained, validated = (
+        sum(name.startswith(split) for name in unbroken) for split in ("train", "val")
+    )
     assert trained > 4 and validated > 2
     return directory, unbroken
 
@@ -175,8 +206,12 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, monkeypatch, capsys, after):
-    """Before or after each write of progress.json; without it, a shard is left that no record has."""
+def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(
+    many, tmp_path, monkeypatch, capsys, after
+):
+    """Before or after each write of progress.json; without it, a shard
+    is left that no record has.
+    """
     record, out = build._record_progress, tmp_path / "out"
     directory, unbroken = many
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
@@ -193,17 +228,25 @@ def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(many, tmp_path, mon
             prepare_many(directory, out)
         assert not (out / "shards.json").exists()
     assert contents(prepare_many(directory, out, workers=2)) == unbroken
-    assert f"resuming after {len(unbroken) - 2 - (not after)} finished shards, " in capsys.readouterr().out
+    assert (
+        f"resuming after {len(unbroken) - 2 - (not after)} finished shards, "
+        in capsys.readouterr().out
+    )
 
 
 def test_text_that_was_begun_is_not_continued_with_other_text(many, tmp_path, monkeypatch):
     directory, out = many[0], tmp_path / "out"
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="out: cannot write: No space left; make room$"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match="out: cannot write: No space left; make room$"),
+    ):
         patch.setattr(build, "balance_last_two", lambda *_: _fail("No space left"))
         prepare_many(directory, out)
     before = contents(out)
-    with pytest.raises(DataError, match="out: begun with another source: .*; give that again, remove the directory"):
+    with pytest.raises(
+        DataError, match="out: begun with another source: .*; give that again, remove the directory"
+    ):
         prepare_text([directory / "b.txt"], out, "bytes", val_fraction=0.4, shard_tokens=1300)
     assert contents(out) == before
 
@@ -220,24 +263,37 @@ def jsonl(*texts, **more):
 
 
 def test_text_reads_files_folders_and_globs_alike(tmp_path):
-    """Four kinds of file, found in a folder in the order of their names, or by globs, or named one by one."""
+    """Four kinds of file, found in a folder in the order of their names, or by
+    globs, or named one by one.
+    """
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.jsonl").write_bytes(jsonl("one\ntwo", "", "three", id=7) + b"\n")
     (folder / "b.txt").write_text("four\nfive")
-    (folder / "sub" / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("six", "\N{GREEK SMALL LETTER PI}")))
+    (folder / "sub" / "c.jsonl.gz").write_bytes(
+        gzip.compress(jsonl("six", "\N{GREEK SMALL LETTER PI}"))
+    )
     (folder / "sub" / "d.txt.gz").write_bytes(gzip.compress(b"seven\r\neight"))
     (folder / ".hidden.txt").write_text("no")
     (folder / "notes.py").write_text("no")
     expected = "one\ntwo\0three\0four\nfive\0six\0\N{GREEK SMALL LETTER PI}\0seven\neight".encode()
     files = sorted(folder.rglob("[a-d].*"))
-    for i, inputs in enumerate(([folder], [folder / "*.*l", folder / "b.txt", folder / "**" / "*.gz"], files)):
+    for i, inputs in enumerate(
+        ([folder], [folder / "*.*l", folder / "b.txt", folder / "**" / "*.gz"], files)
+    ):
         out = prepare_text(inputs, tmp_path / str(i), "bytes", val_fraction=0.2)
         tokens = np.concatenate([tokens_of(out, split) for split in ("train", "val")])
         assert bytes(tokens.astype(np.uint8)) == expected
     record = json.loads((tmp_path / "0" / "shards.json").read_text())
-    assert [row["file"] for row in record["source"]] == ["a.jsonl", "b.txt", "sub/c.jsonl.gz", "sub/d.txt.gz"]
-    assert [row["sha256"] for row in record["source"]] == [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+    assert [row["file"] for row in record["source"]] == [
+        "a.jsonl",
+        "b.txt",
+        "sub/c.jsonl.gz",
+        "sub/d.txt.gz",
+    ]
+    assert [row["sha256"] for row in record["source"]] == [
+        hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+    ]
 
 
 @pytest.mark.parametrize("line, message", [
@@ -255,9 +311,15 @@ def test_text_names_a_bad_line(tmp_path, line, message, suffix):
 
 def test_text_refuses_a_damaged_gz(tmp_path):
     whole = gzip.compress(np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes())
-    for name, data in (("cut", whole[:-900]), ("torn", whole[:500] + bytes(50) + whole[550:]), ("none", b"plain")):
+    for name, data in (
+        ("cut", whole[:-900]),
+        ("torn", whole[:500] + bytes(50) + whole[550:]),
+        ("none", b"plain"),
+    ):
         (tmp_path / f"{name}.txt.gz").write_bytes(data)
-        with pytest.raises(DataError, match=f"{name}.txt.gz: cannot read: .*; correct the path or copy"):
+        with pytest.raises(
+            DataError, match=f"{name}.txt.gz: cannot read: .*; correct the path or copy"
+        ):
             prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
 
 
@@ -288,7 +350,9 @@ def _die(place, how, step):
 def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
     monkeypatch.setattr(documents, "measure", _die)
-    with pytest.raises(DataError, match="one of 2 workers died, .*; try again with fewer --workers"):
+    with pytest.raises(
+        DataError, match="one of 2 workers died, .*; try again with fewer --workers"
+    ):
         prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
 
 
@@ -303,15 +367,30 @@ def test_text_workers_end_before_a_second_ctrl_c_counts():
 # ---- what people mean ----
 
 
-def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path, monkeypatch, capsys):
+def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     rows = [{"doc": {"text": f"<|endoftext|>line {i}\0\r\n"}} for i in range(50)] + [{"doc": {}}]
     Path("c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("empty.txt").touch()
-    command = ["prepare", "text", "c.jsonl", "empty.txt", "--tokenizer", "bytes", "--workers", "1", "--out"]
+    command = [
+        "prepare",
+        "text",
+        "c.jsonl",
+        "empty.txt",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+        "--out",
+    ]
     assert main(tools, [*command, "out"]) == 3
     assert 'c.jsonl, line 1: {"doc": {"text": "<|endoftext|>line 0' in capsys.readouterr().err
-    assert main(tools, [*command, "out", "--field", "doc.text", "--strict"]) == 3 and not Path("out").exists()
+    assert (
+        main(tools, [*command, "out", "--field", "doc.text", "--strict"]) == 3
+        and not Path("out").exists()
+    )
     what = 'rows without text in the field doc.text: 1, first c.jsonl, line 51: {"doc": {}}; '
     what += "empty files: 1, first empty.txt"
     nuls = "NUL characters: 50, first c.jsonl, line 1; "
@@ -319,9 +398,12 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path
     assert main(tools, [*command, "out", "--field", "doc.text"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == ["special tokens: <|endoftext|> 50", f"left out: {nuls}{what}"]
-    tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(np.uint8)
+    tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(
+        np.uint8
+    )
     assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
-    assert main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3  # the shards mean other text
+    # the shards mean other text
+    assert main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3
     assert "out: in use" in capsys.readouterr().err
     assert main(tools, [*command, "plain", "--field", "doc.text", "--no-endoftext"]) == 0
     assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
@@ -336,11 +418,15 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(tmp_path
     ],
 )
 def test_tokens_are_counted_in_every_script(tmp_path, monkeypatch, sentence):
-    """Of a short text each; of a longer one from pieces that lie in all its parts, whatever its files."""
+    """Of a short text each; of a longer one from pieces that lie in all its
+    parts, whatever its files.
+    """
     monkeypatch.setattr(build, "get_tokenizer", lambda name: gpt2())
     monkeypatch.setattr(text, "get_tokenizer", lambda name: gpt2())
     (tmp_path / "a.txt").write_text(sentence * 2000)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": sentence.upper()}) + "\n" for _ in range(2000)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": sentence.upper()}) + "\n" for _ in range(2000))
+    )
     files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
     exact = len(gpt2().encode(sentence * 2000)) + 2000 * len(gpt2().encode(sentence.upper()))
     assert text.measure_text(files, 1).count_tokens("gpt2") == pytest.approx(exact, rel=0.003)
@@ -355,32 +441,57 @@ def test_a_sample_has_the_beginning_of_each_step_across_texts():
     for size in (1, 700, 5000, 50_000):
         texts = [whole[i : i + size] for i in range(0, len(whole), size)]
         pieces = [
-            piece for i, part in enumerate(texts) for piece in documents._thinned(part, i * size, 3 * documents.PIECE)
+            piece
+            for i, part in enumerate(texts)
+            for piece in documents._thinned(part, i * size, 3 * documents.PIECE)
         ]
         starts = range(0, len(whole), 3 * documents.PIECE)
-        assert "".join(pieces) == "".join(whole[start : start + documents.PIECE] for start in starts)
+        assert "".join(pieces) == "".join(
+            whole[start : start + documents.PIECE] for start in starts
+        )
 
 
 CHAT = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat eats grass %d?<|eot_id|>"
-CHAT_WITH = "special tokens: <|begin_of_text|> 60, <|end_header_id|> 60, <|eot_id|> 60, <|start_header_id|> 60"
+CHAT_WITH = (
+    "special tokens: <|begin_of_text|> 60, <|end_header_id|> 60, "
+    "<|eot_id|> 60, <|start_header_id|> 60"
+)
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.txt"])
-def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_them(tmp_path, monkeypatch, capsys, name):
-    """Also where the end of the training data would fall into one; none of them doubles the delimiter."""
+def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_them(
+    tmp_path, monkeypatch, capsys, name
+):
+    """Also where the end of the training data would fall into one; none of
+    them doubles the delimiter.
+    """
     coder = llama3()
     monkeypatch.chdir(tmp_path)
     turns = [CHAT % i for i in range(60)]
     Path(name).write_text(
-        "".join(json.dumps({"text": turn}) + "\n" for turn in turns) if "js" in name else "".join(turns)
+        "".join(json.dumps({"text": turn}) + "\n" for turn in turns)
+        if "js" in name
+        else "".join(turns)
     )
     for fraction in (0.1, 0.1005, 0.101):
-        command = ["prepare", "text", name, "--tokenizer", "llama3", "--val_fraction", str(fraction), "--workers", "1"]
+        command = [
+            "prepare",
+            "text",
+            name,
+            "--tokenizer",
+            "llama3",
+            "--val_fraction",
+            str(fraction),
+            "--workers",
+            "1",
+        ]
         assert main(tools, [*command, "--out", str(fraction)]) == 0
         assert capsys.readouterr().out.startswith(CHAT_WITH + "\n")
         shards = [str(Path(str(fraction), f"{split}_000000.bin")) for split in ("train", "val")]
         tokens = np.concatenate([map_tokens(Path(shard)) for shard in shards])
-        assert tokens.tolist() == [token for turn in turns for token in coder.encode(turn, special=True)]
+        assert tokens.tolist() == [
+            token for turn in turns for token in coder.encode(turn, special=True)
+        ]
     assert main(tools, [*command, "--out", "plain", "--no-special"]) == 0
     assert "special" not in capsys.readouterr().out
     plain = map_tokens(Path("plain", "train_000000.bin"))
@@ -401,6 +512,8 @@ def test_shards_of_an_earlier_version_stay_valid_unless_the_text_has_special_tok
     for name, content in (("plain", "a<|endoftext|>b" * 50), ("chat", CHAT * 50)):
         (tmp_path / f"{name}.txt").write_text(content)
         measured = text.measure_text([tmp_path / f"{name}.txt"], 1)
-        out = text.prepare_text(measured, tmp_path / name, "gpt2" if name == "plain" else "llama3", 0.1, 1)
+        out = text.prepare_text(
+            measured, tmp_path / name, "gpt2" if name == "plain" else "llama3", 0.1, 1
+        )
         records[name] = json.loads((out / "shards.json").read_text())
     assert "special" not in records["plain"] and records["chat"]["special"]["<|eot_id|>"] == 50
