@@ -315,6 +315,20 @@ TAKES = [
     ("attention_fwd", 1000, 64, None),  # a block of 64 tokens that is not whole
     ("attention_bwd_dq", 32, 64, None),
     ("attention_bwd_dkdv", 1024, 128, None),  # wide heads
+    ("matmul_relu2", 65536, 3072, None),  # an epilogue that Hopper's kernels do not have
+    ("attention_bwd", 1024, 64, None),
+]
+TAKES_FP8 = [
+    ("matmul", 65536, 768, "fp8_matmul"),
+    ("matmul_rope", 65536, 768, "fp8_matmul"),
+    ("matmul_gelu", 65536, 3072, "fp8_gelu"),
+    ("matmul_dgelu", 65536, 3072, "fp8_gelu"),
+    ("matmul_gelu", 65536, 48, None),  # no whole tiles
+    ("matmul_dw", 768, 768, "fp8_matmul_dw"),
+    ("classifier_lns", 1024, 768, "classifier_lns"),
+    ("cast_weight", 768, 768, "cast"),
+    ("cast_weight", 768, 24, None),
+    ("matmul_relu2", 65536, 3072, None),
 ]
 
 
@@ -324,6 +338,12 @@ def test_takes_on_hopper_and_never_elsewhere_or_in_fp32(monkeypatch, op, M, N, m
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
         monkeypatch.setattr(tuning, "is_hopper", lambda gpu=gpu: gpu)
         assert hopper.takes(op, M, N, dtype) == (module if gpu and dtype == "bf16" else None)
+
+
+@pytest.mark.parametrize("op,M,N,module", TAKES_FP8, ids=lambda value: str(value))
+def test_takes_in_fp8_what_it_lists(monkeypatch, op, M, N, module):
+    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
+    assert hopper.takes(op, M, N, "fp8") == module
 
 
 def test_takes_wide_tiles_where_they_waste_less(monkeypatch):

@@ -14,28 +14,48 @@ from gpt2_triton.kernels.hopper.activation import SLICE_M, SLICE_N
 from gpt2_triton.kernels.hopper.attention import HEAD
 from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
 
+# products that a module computes if its condition below holds: all others get the generic kernel
+PRODUCTS = ("matmul", "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_swiglu")
+MASKED = {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}  # these mask every edge
+ATTENTION = {
+    "attention_fwd": "attention_fwd",
+    "attention_bwd_dq": "attention_dq",
+    "attention_bwd_dkdv": "attention_dkdv",
+}
+FP8_PRODUCTS = ("matmul", "matmul_add", "matmul_rope")
+FP8_FUSED = ("matmul_gelu", "matmul_dgelu")
+FP8_WEIGHTS = {"transpose": "transpose", "cast_weight": "cast"}
+FP8_MASKED = {
+    "matmul_dw": "fp8_matmul_dw",
+    "classifier_fwd": "classifier",
+    "classifier_dx": "classifier_dx",
+    "classifier_lns": "classifier_lns",
+}
+
 
 def takes(op: str, M: int, N: int, dtype: str) -> str | None:
     """Return the module that computes an output [M, N] of operands in
     `dtype`; None: the generic kernel.
 
-    `op` is "matmul" (dX too), "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope",
-    "matmul_swiglu", "matmul_dw", "classifier_fwd", "classifier_dx", "attention_fwd",
-    "attention_bwd_dq" or "attention_bwd_dkdv"; in fp8 also "transpose", "cast_weight",
-    "classifier_lns" and "swiglu".  Attention's M and N are tokens and columns of a head.
+    `op` is the name of a product, with its epilogue, or of another operation in the lists above.
+    No module takes an op that is in none of them.  Attention's M and N are tokens and columns of a
+    head.
     """
     if not tuning.is_hopper() or dtype == "fp32":  # fp32 has no wgmma
         return None
     if dtype == "fp8":
         return _takes_fp8(op, M, N)
-    if op.startswith("attention"):
-        return _takes_attention(op, M, N)
-    # they mask every edge
-    if module := {"matmul_dw": "matmul_dw", "classifier_fwd": "classifier"}.get(op):
-        return module
+    if op in ATTENTION:
+        # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 -> 0.346,
+        # dK and dV 0.654 -> 0.486
+        return None if M % HEAD or N != HEAD else ATTENTION[op]
+    if op in MASKED:
+        return MASKED[op]
     # tiles of 320 columns take 3.62 ms at 1558M, the generic kernel's tiles of 256 take 4.46 ms
     if op == "classifier_dx":
         return "matmul_wide" if wide_is_faster(M, N) else None
+    if op not in PRODUCTS:
+        return None
     if M % SLICE_M.value or N % SLICE_N.value:  # the slices in which GELU is stored
         return None
     if op == "matmul_swiglu" and N % (TILE_N // 2):
@@ -48,35 +68,13 @@ def _takes_fp8(op: str, M: int, N: int) -> str | None:
     """Return the module for a product of fp8 operands, or for the transposition
     or cast of a weight [M, N].
     """
-    fused = op in ("matmul_gelu", "matmul_dgelu")
-    if (
-        op in ("transpose", "cast_weight")
-        and (M % 16 or N % 16)
-        or fused
-        and (M % TILE_M or N % TILE_N)
-    ):
-        return None
+    if op in FP8_WEIGHTS:
+        return None if M % 16 or N % 16 else FP8_WEIGHTS[op]
+    if op in FP8_FUSED:
+        return None if M % TILE_M or N % TILE_N else "fp8_gelu"
     if op == "swiglu":
         return None if N % swiglu.SIDE else "swiglu"
-    own = dict(
-        transpose="transpose",
-        cast_weight="cast",
-        matmul_dw="fp8_matmul_dw",
-        classifier_fwd="classifier",
-    )
-    own |= {op: op for op in ("classifier_dx", "classifier_lns")}
-    return own.get(op, "fp8_gelu" if fused else "fp8_matmul")
-
-
-def _takes_attention(op: str, T: int, HS: int) -> str | None:
-    """Return the module for attention over T tokens and heads of HS columns, in
-    whole blocks of 64 tokens.
-    """
-    # ms with 64 sequences of 1,024, 12 heads: forward 0.306 -> 0.275, dQ 0.440 ->
-    # 0.346, dK and dV 0.654 -> 0.486
-    if T % HEAD or HS != HEAD:
-        return None
-    return op.replace("bwd_", "")
+    return "fp8_matmul" if op in FP8_PRODUCTS else FP8_MASKED.get(op)
 
 
 def wide_is_faster(M: int, N: int) -> bool:
