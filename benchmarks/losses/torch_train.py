@@ -39,7 +39,7 @@ from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
-from gpt2_triton.errors import UserError
+from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.metrics import METRICS
@@ -120,6 +120,8 @@ def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
     ]
     matrices = {name: p for name, p in rest.items() if p.dim() == 2}
     optimizers: list[torch.optim.Optimizer] = []
+    if o.name not in ("adamw", "muon"):
+        raise ConfigError(f"optim.name: PyTorch's run has no {o.name}; choose adamw or muon")
     if o.name == "muon":
         split = [
             thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()

@@ -11,6 +11,7 @@ from torch.backends import cuda
 from benchmarks.losses import torch_train
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.shards import write_shard
+from gpt2_triton.errors import ConfigError
 
 SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 \
 --model.n_layer 1
@@ -45,6 +46,12 @@ def test_attention_on_a_cpu_is_pytorch_s_default(tmp_path, monkeypatch):
         == 0
     )
     assert seen and all(seen)
+
+
+def test_an_optimizer_that_pytorch_s_run_has_not_is_refused():
+    config = Config.load("configs/quickstart.yaml", {}).replace(optim={"name": "lion"})
+    with pytest.raises(ConfigError, match="lion"):
+        torch_train.optimizers_of(torch_train.GPT2(config.model), config)
 
 
 def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
