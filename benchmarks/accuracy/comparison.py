@@ -53,7 +53,7 @@ class Comparison:
         if self.torch is None:
             return ours, None, ours <= self.limit
         torchs = error(self.torch, self.exact)
-        bound = max(RATIO * torchs, FLOOR if self.ours.dtype == F32 else 0.0)
+        bound = max(RATIO * torchs, 0.0 if self.ours.dtype == BF16 else FLOOR)
         return ours, torchs, ours == 0 if self.equal else ours <= bound
 
 
@@ -114,7 +114,7 @@ def compare(
         if tensor is not None:
             yield Comparison(op, name, tensor, value, truth)
             # its column sums are the gradient of the previous operation's bias
-            if name in ("dpre", "dx", "dqkv"):
+            if name in ("dpre", "dx", "dqkv") and "dbias" in ours:
                 yield Comparison(op, "dbias", ours["dbias"], value.sum(0), truth.sum(0))
 
 

@@ -271,6 +271,36 @@ def casts(N: int, C: int) -> Iterator[Comparison]:
         )
 
 
+def scales(tensors: int) -> Iterator[Comparison]:
+    """Compare the scales after a step, and the counts of an operand's elements."""
+    largest, history = (
+        10 * randn(tensors, K.AMAX_CELLS, dtype=F32).abs(),
+        randn(tensors, 16, dtype=F32).abs(),
+    )
+    scale, squares, step_out = (
+        empty32(tensors),
+        torch.ones(1, device=DEVICE),
+        torch.ones(6, device=DEVICE),
+    )
+    most = torch.cat([largest, history[:, :-1]], 1).amax(1)
+    cells = largest.view(torch.int32)
+    K.check_amax(squares, cells)
+    yield same("fp8 check_amax", "squares", squares, torch.ones_like(squares))
+    K.roll_scales(scale, history, cells, step_out)
+    yield same(
+        "fp8 roll_scales",
+        "scale",
+        scale,
+        torch.exp2(torch.floor(torch.log2(448 / (2 * most.double())))).float(),
+    )
+    yield same("fp8 roll_scales", "cleared", 1.0 + cells, torch.ones_like(largest))
+    x, counts = activation(256, 256, 4.0), empty32(2, K.stats_parts())
+    x.rows[0] = 448.0
+    K.fp8_stats(counts, x, False)
+    want = torch.stack([(x.rows.float().abs() == size).sum() for size in (448, 0)]).float()
+    yield same("fp8_stats", "counts", counts.sum(1), want)
+
+
 def storage() -> str:
     return "bf16" if STORAGE == BF16 else "fp32"
 
@@ -283,5 +313,6 @@ def comparisons(s: Sizes) -> Iterator[Comparison]:
         for check in (products, weight_gradients, gelu, norms):
             yield from check(R, C)
     yield from casts(4 * s.C, s.C)
+    yield from scales(40)
     yield from attention(s)
     yield from head(s.R // s.B, s.C, s.V, s.Vp)

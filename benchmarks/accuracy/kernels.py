@@ -1,4 +1,4 @@
-"""Compares each launcher with PyTorch's own operation on the same input,
+"""Compares the launchers of GPT-2's layers and head with PyTorch's own operations,
 one function per operation.
 """
 
@@ -25,8 +25,7 @@ from benchmarks.accuracy.comparison import (
 )
 from gpt2_triton.data.packing import scatter_table
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
+F32 = torch.float32
 gelu = functools.partial(F.gelu, approximate="tanh")
 
 
@@ -170,148 +169,25 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
     yield same("embedding", "x as torch", x, function(wte, wpe))
 
 
-def reductions(s: Sizes) -> Iterator[Comparison]:
-    g, losses, stats, sumsq = (
-        randn(s.updated, dtype=F32),
-        5 + randn(s.R, dtype=F32),
-        empty32(4),
-        empty32(1),
-    )
-    step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
-    K.loss_sum(stats[:1], losses, step_in)
-    scale = step_in[K.step_io.LOSS_SCALE.value]
-    K.sum_squares(sumsq, scratch(s), g)
-    K.clip_factor(stats, sumsq, step_in)
+def dropout(s: Sizes) -> Iterator[Comparison]:
+    """Drop a quarter; elements of ones show which."""
+    x, res, kept = randn(s.R, s.C), randn(s.R, s.C), torch.ones_like(empty(s.R, s.C))
+    step_key = torch.tensor([3, 1, 0, 0], dtype=torch.int32, device=DEVICE)
+    K.dropout(kept, None, step_key, 1, 0.25)
+    out, mask = x.clone(), kept > 0
+    K.dropout(out, res, step_key, 1, 0.25)
+    share = mask.double().mean()
+    deviation = (0.25 / 0.75 / mask.numel()) ** 0.5  # of the share, relative
     yield Comparison(
-        "loss_sum", "loss", stats[0], losses.sum() * scale, losses.double().sum() * scale.double()
+        "dropout", "share kept", share, None, torch.full_like(share, 0.75), limit=5 * deviation
     )
-    yield Comparison("sum_squares", "sumsq", sumsq[0], g.square().sum(), g.double().square().sum())
-    yield Comparison(
-        "clip_factor", "factor", stats[2], 1 / (g.norm() + 1e-6), 1 / (g.double().norm() + 1e-6)
+    yield from compare(
+        lambda x, res: res + x * mask * (4 / 3), (x, res), x, dict(out=out), "dropout"
     )
-
-
-def torch_adamw(
-    w: Tensor, gradients: list[Tensor], lr: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run torch.optim.AdamW in `dtype` and return w, m and v."""
-    leaf = w.to(dtype, copy=True).requires_grad_()
-    optimizer = torch.optim.AdamW([leaf], lr=lr, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
-    for g in gradients:
-        leaf.grad = g.to(dtype)
-        optimizer.step()
-    state = optimizer.state[leaf]
-    return leaf.detach(), state["exp_avg"], state["exp_avg_sq"]
-
-
-def our_adamw(
-    w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float
-) -> tuple[Tensor, Tensor]:
-    """Run K.adamw in place on w (and low) and return m and v."""
-    m, v = torch.zeros(w.numel(), device=DEVICE), torch.zeros(w.numel(), device=DEVICE)
-    stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
-    for t, g in enumerate(gradients, start=1):
-        row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
-        step_in = torch.tensor(row, dtype=F32, device=DEVICE)
-        step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)
-    return m, v
-
-
-def adamw(s: Sizes) -> Iterator[Comparison]:
-    """Compare AdamW with torch: fp32, bf16 with master bits, and bf16 rounded
-    stochastically (torch: to nearest).
-    """
-    w, gradients = (
-        randn(s.updated, scale=0.02, dtype=BF16),
-        [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)],
-    )
-    single, exact = torch_adamw(w, gradients, 1e-3, F32), torch_adamw(w, gradients, 1e-3, F64)
-    ours = (plain := w.float(), *our_adamw(plain, None, gradients, 1e-3))
-    for name, a, b, c in zip(("w", "m", "v"), ours, single, exact, strict=True):
-        yield Comparison("adamw fp32", name, a, b, c)
-    high, low = w.clone(), torch.zeros(s.updated, dtype=torch.int16, device=DEVICE)
-    our_adamw(high, low, gradients, 1e-3)
-    yield Comparison("adamw master", "w", master(high, low), single[0], exact[0])
-    yield Comparison("adamw master", "w bf16", high, exact[0].to(BF16), exact[0])
-    # updates of 1e-5 are a tenth of bf16's spacing at 0.02, so compare means over 1024 weights
-    rounded = w.clone()
-    our_adamw(rounded, None, gradients, 1e-5)
-    results = (
-        rounded,
-        torch_adamw(w, gradients, 1e-5, BF16)[0],
-        torch_adamw(w, gradients, 1e-5, F64)[0],
-    )
-    a, b, c = ((result.double() - w.double()).view(-1, 1024).mean(1) for result in results)
-    yield Comparison("adamw bf16", "mean update", a, b, c)
-
-
-def muon(s: Sizes) -> Iterator[Comparison]:
-    """Compare the products of Muon with torch in the same dtype, for two matrices of each shape."""
-    b, c, a = -2.5, 0.5, 3.5  # like the coefficients of POLAR_EXPRESS
-    for M, N in ((s.C, s.C), (4 * s.C, s.C), (s.C, 4 * s.C)):
-        op, x = f"muon {M}x{N}", randn(2, M, N)
-        normal, gram, poly, out = (
-            empty(2, M, N),
-            empty(2, s.C, s.C),
-            empty(2, s.C, s.C),
-            empty(2, M, N),
-        )
-
-        def norms(x: Tensor) -> Tensor:
-            return 1.02 * torch.linalg.matrix_norm(x)[:, None, None]
-
-        def smaller(x: Tensor) -> Tensor:
-            return x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
-
-        def applied(x: Tensor, poly: Tensor) -> Tensor:
-            return a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x)
-
-        K.muon_normalise(normal, empty32(K.muon_normalise_scratch(2, M, N)), x)
-        yield Comparison(
-            op,
-            "normalised",
-            normal,
-            (x.float() / norms(x.float())).to(x.dtype),
-            x / norms(x.double()),
-        )
-        K.muon_gram(gram, normal)
-        yield Comparison(op, "gram", gram, smaller(normal), smaller(normal.double()))
-        yield same(op, "gram.T", gram, gram.mT.contiguous())
-        K.muon_poly(poly, gram, b, c)
-        wide = gram.double()
-        yield Comparison(
-            op,
-            "poly",
-            poly,
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c),
-            b * wide + c * wide @ wide,
-        )
-        K.muon_apply(out, normal, poly, a)
-        yield Comparison(
-            op, "applied", out, applied(normal, poly), applied(normal.double(), poly.double())
-        )
-
-
-def master(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 weight that a bf16 parameter and its 16 master bits form."""
-    lower = low.to(torch.int32) & 0xFFFF
-    upper = (high.view(torch.int16).to(torch.int32) - (lower >= 0x8000).to(torch.int32)) << 16
-    return (upper | lower).view(F32)
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:
-    for check in (
-        layernorm,
-        matmul,
-        matmul_gelu,
-        matmul_add,
-        attention,
-        embedding,
-        reductions,
-        adamw,
-        muon,
-    ):
+    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, dropout):
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.accuracy import fp8, kernels
+from benchmarks.accuracy import fp8, kernels, llama, update
 from benchmarks.accuracy.comparison import FLOOR, GPU, RATIO, STORAGE, Comparison, Sizes
 from gpt2_triton import device
 
 
 def comparisons() -> Iterator[Comparison]:
     s = Sizes()
-    yield from kernels.comparisons(s)
+    for part in (kernels, llama, update):
+        yield from part.comparisons(s)
     if not GPU or device.has_fp8(device.architecture()):
         yield from fp8.comparisons(s)
 

@@ -1,0 +1,136 @@
+"""Compares the launchers of Llama's layers and of decoding with PyTorch."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from benchmarks.accuracy.comparison import (
+    DEVICE,
+    Comparison,
+    Sizes,
+    compare,
+    empty,
+    empty32,
+    randn,
+    same,
+    scratch,
+)
+from gpt2_triton.model.llama import rope
+
+EPS = 1e-5
+NARROW, WIDE = 4, 48  # sequences: above 16 they go through tensor cores
+
+
+def rmsnorm(s: Sizes) -> Iterator[Comparison]:
+    (x, dout), w = randn(2, s.R, s.C), 1 + randn(s.C, scale=0.1)
+    (out, again, dx), rstd, dw = empty(3, s.R, s.C), empty32(s.R), empty32(s.C)
+    K.rmsnorm_fwd(out, rstd, x, w, EPS)
+    K.rmsnorm_bwd(dx, dw, again, scratch(s), dout, x, w, rstd, None, False)
+    ours = dict(out=out, dx=dx, dw=dw)
+    yield from compare(lambda x, w: F.rms_norm(x, (s.C,), w, EPS), (x, w), dout, ours, "rmsnorm")
+    yield same("rmsnorm", "out again", again, out)
+
+
+def rotated_product(s: Sizes) -> Iterator[Comparison]:
+    """Compare a product whose first two thirds of columns, q and k, are rotated."""
+    HS, x, w, out = (
+        s.C // s.NH,
+        randn(s.R, s.C),
+        randn(3 * s.C, s.C, scale=0.04),
+        empty(s.R, 3 * s.C),
+    )
+    table = torch.from_numpy(rope.table(s.T, HS, 5e5, 1.0)).to(DEVICE)
+    K.matmul_rope(out, x, w, table, s.T, 2 * s.C)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        qk, v = F.linear(x, w).split([2 * s.C, s.C], 1)
+        first, last = qk.view(s.B, s.T, -1, HS).chunk(2, -1)
+        cos, sin = table[:, None].to(torch.promote_types(qk.dtype, torch.float32)).chunk(2, -1)
+        turned = torch.cat([first * cos - last * sin, last * cos + first * sin], -1)
+        return torch.cat([turned.view(s.R, -1).to(v.dtype), v], 1)
+
+    yield from compare(function, (x, w), out, dict(out=out), "matmul_rope")
+
+
+def gated(pre: Tensor) -> Tensor:
+    gate, value = pre.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def swiglu(s: Sizes) -> Iterator[Comparison]:
+    x, w, dout = randn(s.R, s.C), randn(8 * s.C, s.C, scale=0.04), randn(s.R, 4 * s.C)
+    (out, again), (pre, dpre) = empty(2, s.R, 4 * s.C), empty(2, s.R, 8 * s.C)
+    K.matmul_swiglu(out, pre, x, w)
+    K.swiglu(again, pre)
+    K.swiglu_bwd(dpre, dout, pre)
+    yield from compare(
+        lambda x, w: gated(F.linear(x, w)), (x, w), out, dict(out=out), "matmul_swiglu"
+    )
+    yield same("swiglu", "again", again, out)
+    yield from compare(gated, (pre,), dout, dict(out=again, dpre=dpre), "swiglu")
+
+
+def sequences(count: int, row: int) -> Tensor:
+    """Return seq: token, row in the cache, tokens sampled, two halves of the seed."""
+    seq = torch.zeros(count, 5, dtype=torch.int32, device=DEVICE)
+    seq[:, 0], seq[:, 1] = torch.arange(count), row
+    return seq
+
+
+def decoded_rows(s: Sizes) -> Iterator[Comparison]:
+    for count in (NARROW, WIDE):
+        seq, wte, wpe, x = (
+            sequences(count, s.T - 1),
+            randn(s.Vp, s.C),
+            randn(s.T, s.C),
+            empty(count, s.C),
+        )
+        K.decode_embed(x, seq, wte, wpe)
+        yield same("decode_embed", "x", x, wte[:count] + wpe[s.T - 1])
+        w, b, lnw, lnb = (
+            randn(4 * s.C, s.C, scale=0.04),
+            randn(4 * s.C),
+            1 + randn(s.C, scale=0.1),
+            randn(s.C),
+        )
+        res, out = randn(count, 4 * s.C), empty(count, 4 * s.C)
+        K.decode_matmul(out, x, w, b, lnw, lnb, res, gelu=True)
+
+        def function(
+            x: Tensor, w: Tensor, b: Tensor, lnw: Tensor, lnb: Tensor, res: Tensor
+        ) -> Tensor:
+            return res + F.gelu(
+                F.linear(F.layer_norm(x, (s.C,), lnw, lnb), w, b), approximate="tanh"
+            )
+
+        yield from compare(function, (x, w, b, lnw, lnb, res), out, dict(out=out), "decode_matmul")
+        logits = randn(count, s.Vp, dtype=torch.float32)
+        K.sample_token(seq, logits, s.V, 0.0, 0, 1.0)
+        yield same(
+            "sample_token", "most likely", seq[:, 0].float(), logits[:, : s.V].argmax(1).float()
+        )
+
+
+def decoded_attention(s: Sizes) -> Iterator[Comparison]:
+    """Compare the last of T tokens, the others' keys and values in the cache."""
+    C, before, new = s.C, randn(s.T, 3 * s.C), randn(NARROW, 3 * s.C)
+    cache, att = empty(NARROW, s.T, 2, C), empty(NARROW, C)
+    K.cache_fill(cache, before)
+    yield same("cache_fill", "cache", cache[-1].reshape(s.T, 2 * C), before[:, C:])
+    K.decode_attention(att, cache, new, sequences(NARROW, s.T - 1), s.NH)
+    yield same("decode_attention", "cache", cache[:, -1].reshape(NARROW, 2 * C), new[:, C:])
+
+    def function(new: Tensor) -> Tensor:
+        rows = torch.cat([before[:-1].to(new.dtype).expand(NARROW, -1, -1), new[:, None]], 1)
+        q, k, v = (t.view(NARROW, s.T, s.NH, -1).transpose(1, 2) for t in rows.chunk(3, -1))
+        return F.scaled_dot_product_attention(q[:, :, -1:], k, v).reshape(NARROW, C)
+
+    yield from compare(function, (new,), att, dict(att=att), "decode_attention")
+
+
+def comparisons(s: Sizes) -> Iterator[Comparison]:
+    for check in (rmsnorm, rotated_product, swiglu, decoded_rows, decoded_attention):
+        yield from check(s)

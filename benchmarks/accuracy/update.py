@@ -1,0 +1,239 @@
+"""Compares the launchers of an update, and of what surrounds it, with PyTorch."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import gpt2_triton.kernels as K
+from benchmarks.accuracy.comparison import (
+    DEVICE,
+    Comparison,
+    Sizes,
+    empty,
+    empty32,
+    randn,
+    same,
+    scratch,
+)
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
+LR, MOMENTUM, SCALE = 1e-3, 0.95, 0.2
+
+
+def reductions(s: Sizes) -> Iterator[Comparison]:
+    g, losses, stats, sumsq = (
+        randn(s.updated, dtype=F32),
+        5 + randn(s.R, dtype=F32),
+        empty32(4),
+        empty32(1),
+    )
+    step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
+    K.loss_sum(stats[:1], losses, step_in)
+    scale = step_in[K.step_io.LOSS_SCALE.value]
+    K.sum_squares(sumsq, scratch(s), g)
+    K.clip_factor(stats, sumsq, step_in)
+    yield Comparison(
+        "loss_sum", "loss", stats[0], losses.sum() * scale, losses.double().sum() * scale.double()
+    )
+    yield Comparison("sum_squares", "sumsq", sumsq[0], g.square().sum(), g.double().square().sum())
+    yield Comparison(
+        "clip_factor", "factor", stats[2], 1 / (g.norm() + 1e-6), 1 / (g.double().norm() + 1e-6)
+    )
+
+
+def torch_adamw(
+    w: Tensor, gradients: list[Tensor], lr: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run torch.optim.AdamW in `dtype` and return w, m and v."""
+    leaf = w.to(dtype, copy=True).requires_grad_()
+    optimizer = torch.optim.AdamW([leaf], lr=lr, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
+    for g in gradients:
+        leaf.grad = g.to(dtype)
+        optimizer.step()
+    state = optimizer.state[leaf]
+    return leaf.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def our_adamw(
+    w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float
+) -> tuple[Tensor, Tensor]:
+    """Run K.adamw in place on w (and low) and return m and v."""
+    m, v = torch.zeros(w.numel(), device=DEVICE), torch.zeros(w.numel(), device=DEVICE)
+    stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
+    for t, g in enumerate(gradients, start=1):
+        row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
+        step_in = torch.tensor(row, dtype=F32, device=DEVICE)
+        step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
+        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)
+    return m, v
+
+
+def adamw(s: Sizes) -> Iterator[Comparison]:
+    """Compare AdamW with torch: fp32, bf16 with master bits, and bf16 rounded
+    stochastically (torch: to nearest).
+    """
+    w, gradients = (
+        randn(s.updated, scale=0.02, dtype=BF16),
+        [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)],
+    )
+    single, exact = torch_adamw(w, gradients, 1e-3, F32), torch_adamw(w, gradients, 1e-3, F64)
+    ours = (plain := w.float(), *our_adamw(plain, None, gradients, 1e-3))
+    for name, a, b, c in zip(("w", "m", "v"), ours, single, exact, strict=True):
+        yield Comparison("adamw fp32", name, a, b, c)
+    high, low = w.clone(), torch.zeros(s.updated, dtype=torch.int16, device=DEVICE)
+    our_adamw(high, low, gradients, 1e-3)
+    yield Comparison("adamw master", "w", master(high, low), single[0], exact[0])
+    yield Comparison("adamw master", "w bf16", high, exact[0].to(BF16), exact[0])
+    # updates of 1e-5 are a tenth of bf16's spacing at 0.02, so compare means over 1024 weights
+    rounded = w.clone()
+    our_adamw(rounded, None, gradients, 1e-5)
+    results = (
+        rounded,
+        torch_adamw(w, gradients, 1e-5, BF16)[0],
+        torch_adamw(w, gradients, 1e-5, F64)[0],
+    )
+    a, b, c = ((result.double() - w.double()).view(-1, 1024).mean(1) for result in results)
+    yield Comparison("adamw bf16", "mean update", a, b, c)
+
+
+def muon(s: Sizes) -> Iterator[Comparison]:
+    """Compare the products of Muon with torch in the same dtype, for two matrices of each shape."""
+    b, c, a = -2.5, 0.5, 3.5  # like the coefficients of POLAR_EXPRESS
+    for M, N in ((s.C, s.C), (4 * s.C, s.C), (s.C, 4 * s.C)):
+        op, x = f"muon {M}x{N}", randn(2, M, N)
+        normal, gram, poly, out = (
+            empty(2, M, N),
+            empty(2, s.C, s.C),
+            empty(2, s.C, s.C),
+            empty(2, M, N),
+        )
+
+        def norms(x: Tensor) -> Tensor:
+            return 1.02 * torch.linalg.matrix_norm(x)[:, None, None]
+
+        def smaller(x: Tensor) -> Tensor:
+            return x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
+
+        def applied(x: Tensor, poly: Tensor) -> Tensor:
+            return a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x)
+
+        K.muon_normalise(normal, empty32(K.muon_normalise_scratch(2, M, N)), x)
+        yield Comparison(
+            op,
+            "normalised",
+            normal,
+            (x.float() / norms(x.float())).to(x.dtype),
+            x / norms(x.double()),
+        )
+        K.muon_gram(gram, normal)
+        yield Comparison(op, "gram", gram, smaller(normal), smaller(normal.double()))
+        yield same(op, "gram.T", gram, gram.mT.contiguous())
+        K.muon_poly(poly, gram, b, c)
+        wide = gram.double()
+        yield Comparison(
+            op,
+            "poly",
+            poly,
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c),
+            b * wide + c * wide @ wide,
+        )
+        K.muon_apply(out, normal, poly, a)
+        yield Comparison(
+            op, "applied", out, applied(normal, poly), applied(normal.double(), poly.double())
+        )
+
+
+def master(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 weight that a bf16 parameter and its 16 master bits form."""
+    lower = low.to(torch.int32) & 0xFFFF
+    upper = (high.view(torch.int16).to(torch.int32) - (lower >= 0x8000).to(torch.int32)) << 16
+    return (upper | lower).view(F32)
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=F32, device=DEVICE)
+
+
+def muon_update(s: Sizes) -> Iterator[Comparison]:
+    """Compare momentum, update and statistics of the same elements of two layers, in fp32."""
+    m, g, w = randn(3, 2, s.updated // 2, dtype=F32)
+    x, before = empty(2, s.updated // 2), m.clone()
+    step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, 1, 1, 1, 0, 0, 0, 0)
+    step_key = torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=DEVICE)
+    K.muon_momentum(x, m, g, step_out, step_key, 0, s.updated // 2, MOMENTUM)
+    single, exact = (before.to(t) * MOMENTUM + g.to(t) * (1 - MOMENTUM) for t in (F32, F64))
+    yield Comparison("muon_momentum", "m", m, single, exact)
+    ahead = exact * MOMENTUM + g.double() * (1 - MOMENTUM)
+    yield Comparison("muon_momentum", "x", x, ahead.to(x.dtype), ahead)
+    stats, updated = empty32(5, K.stats_parts()), w.clone()
+    K.muon_stats(stats, w[0], x[0], g[0], step_out, step_in, DECAY, SCALE)
+    K.muon_update(updated, None, x, step_out, step_in, step_key, 0, s.updated // 2, DECAY, SCALE)
+    single, exact = (w.to(t) - LR * (SCALE * x.to(t) + DECAY * w.to(t)) for t in (F32, F64))
+    yield Comparison("muon_update", "w", updated, single, exact)
+    yield from statistics("muon_stats", stats, g[0], w[0], exact[0] - w[0].double())
+
+
+def statistics(op: str, stats: Tensor, g: Tensor, *tensors: Tensor) -> Iterator[Comparison]:
+    """Compare partial results: squares, maximum, non-finite elements of g, and others' squares."""
+    squares = {0: g} | dict(enumerate(tensors, start=3))
+    for i, tensor in squares.items():
+        want = tensor.double().square().sum()
+        yield Comparison(
+            op, f"squares {i}", stats[i].double().sum(), tensor.float().square().sum(), want
+        )
+    yield same(op, "largest", stats[1].max(), g.float().abs().max())
+    yield same(op, "not finite", 1 + stats[2].sum(), torch.ones_like(stats[2, 0]))
+
+
+def adamw_stats(s: Sizes) -> Iterator[Comparison]:
+    w, m, g = randn(3, s.updated, dtype=F32)
+    v, stats, of_x, x = (
+        randn(s.updated, dtype=F32).square(),
+        empty32(5, K.stats_parts()),
+        empty32(3, K.stats_parts()),
+        randn(s.R, s.C),
+    )
+    corrections = 1 / (1 - BETA1), 1 / (1 - BETA2)
+    step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, *corrections, 1, 0, 0, 0, 0)
+    K.parameter_stats(stats, w, m, v, g, step_out, step_in, DECAY, 1.0, BETA1, BETA2, EPS)
+    m2 = BETA1 * m.double() + (1 - BETA1) * g.double()
+    v2 = BETA2 * v.double() + (1 - BETA2) * g.double().square()
+    update = LR * (m2 * corrections[0] / ((v2 * corrections[1]).sqrt() + EPS) + DECAY * w.double())
+    yield from statistics("parameter_stats", stats, g, w, update)
+    K.tensor_stats(of_x, x, False)
+    yield from statistics("tensor_stats", of_x, x)
+
+
+def outliers(s: Sizes) -> Iterator[Comparison]:
+    window, step_out, z = randn(2, 129, dtype=F32), row(1.5, 2.5, 1, 1, 0, 0), empty32(2)
+    window[:, -1] = 128  # as many values were seen: the next takes the first's place
+    values = window[:, :-1].clone()
+    values[:, 0] = step_out[:2]
+    K.skip_outliers(step_out, window, z, row(0, 0, 0, 0, 0, 0, 2, 0))
+    single, exact = (
+        (v[:, 0] - v.mean(1)) / v.std(1, correction=0) for v in (values, values.double())
+    )
+    yield Comparison("skip_outliers", "z", z, single, exact)
+    yield same("skip_outliers", "window", window[:, :-1], values)
+    yield same("skip_outliers", "apply", 1 + step_out[3], 1 + (exact[1] <= 2).float())
+
+
+def filled(s: Sizes) -> Iterator[Comparison]:
+    """Compare what is written without an input: constants, and normal numbers by their deciles."""
+    w, parts = empty32(s.updated), randn(3, s.updated, dtype=F32)
+    K.fill(w, 0.5)
+    yield same("fill", "w", w, torch.full_like(w, 0.5))
+    K.add_partials(w, parts)
+    yield Comparison("add_partials", "out", w, 0.5 + parts.sum(0), 0.5 + parts.double().sum(0))
+    K.normal_init(w, None, 7, 0, 0.02)
+    tenths = torch.arange(1, 10, device=DEVICE)
+    deciles = w.sort().values[tenths * s.updated // 10]
+    want = 0.02 * torch.special.ndtri(tenths.double() / 10)
+    yield Comparison("normal_init", "deciles", deciles, None, want, limit=4 / s.updated**0.5)
+
+
+def comparisons(s: Sizes) -> Iterator[Comparison]:
+    for check in (reductions, adamw, muon, muon_update, adamw_stats, outliers, filled):
+        yield from check(s)
