@@ -5,6 +5,7 @@ from pathlib import Path
 from gpt2_triton.checkpoint import huggingface, llmc, source_files
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
+from gpt2_triton.config.schema import choices
 from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import ConfigError
@@ -24,10 +25,10 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
         if value not in known:
             raise ConfigError(f"{name}: expected {' or '.join(known)}, got {value}")
     weights = open_weights(source) if isinstance(source, str) else source
-    if format == "llmc" and weights.model.arch != "gpt2":
-        raise ConfigError(
-            f"format: llm.c's files hold a GPT-2, not model.arch {weights.model.arch}; take hf"
-        )
+    for choice in choices(weights.model):
+        if format not in choice.formats:
+            todo = f"take {' or '.join(choice.formats)}"
+            raise ConfigError(f"format: {format} has no {choice.key} {choice.value}; {todo}")
     is_there = format == "hf" and source_files.has_tokenizer(weights.beside)
     tokenizer = None if weights.tokenizer is None or is_there else get_tokenizer(weights.tokenizer)
     try:

@@ -14,27 +14,18 @@ from gpt2_triton.checkpoint.load import Checkpoint, open_checkpoint
 from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import REMOVED
-from gpt2_triton.config.schema import may_change_on_resume
+from gpt2_triton.config.schema import may_change_on_resume, options
 from gpt2_triton.errors import CheckpointError, ConfigError
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
 Rows = list[dict[str, Any]]  # of fingerprints of shards, by data.shards
 SHOWN = 10  # files in a table
-# fatal keys that older versions did not save, with the value that their runs had
-LATER_KEYS = {
-    "data.align": "none",
-    "data.windows": "fixed",
-    "model.dropout": 0.0,
-    "optim.name": "adamw",
+# kept keys, with the values of runs that did not save them
+EARLIER = {"data.align": "none"} | {
+    key: field.default
+    for key, field in options()
+    if not may_change_on_resume(key) and not field.exclude
 }
-LATER_KEYS |= {"optim.m": "fp32", "optim.v": "fp32", "model.arch": "gpt2", "model.n_kv_head": None}
-LATER_KEYS |= {
-    "model.n_inner": None,
-    "model.norm_eps": 1e-5,
-    "model.rope_theta": 5e5,
-    "model.rope_factor": 1.0,
-}
-LATER_KEYS |= {"model.tied": True}
 
 
 def read(
@@ -106,11 +97,9 @@ def config_differences(
 ) -> tuple[dict[str, Change], dict[str, Change]]:
     """Return the (fatal, free) differences between two configurations by dotted key."""
     then = {
-        key: value
-        for key, value in _flatten(saved).items()
-        if key in LATER_KEYS or key not in REMOVED
+        key: value for key, value in _flatten(saved).items() if key in EARLIER or key not in REMOVED
     }
-    changes = _changes(LATER_KEYS | then, LATER_KEYS | _flatten(current))
+    changes = _changes(EARLIER | then, EARLIER | _flatten(current))
     free = {key: changes[key] for key in changes if may_change_on_resume(key)}
     return {key: changes[key] for key in changes if key not in free}, free
 

@@ -15,7 +15,7 @@ class Removed(NamedTuple):
     instead: str  # the replacement, or what to do
 
 
-# A key that a resume could not change is also in LATER_KEYS of checkpoint/resume.py.
+# A key that a resume could not change is also in EARLIER of checkpoint/resume.py.
 REMOVED = {
     "data.verify": Removed(
         False, "a run checks each shard's header and 32 blocks, and every token; take it out"

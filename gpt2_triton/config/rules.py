@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from gpt2_triton.config.schema import ModelConfig, Sections
+from gpt2_triton.config.schema import Sections, choices
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
@@ -37,7 +37,13 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     elif m.n_embd // m.n_head not in HEAD_SIZES:
         wrong = f"head size n_embd / n_head is {m.n_embd // m.n_head}, not one of {HEAD_SIZES}"
         yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
-    yield from _llama_conflicts(config)
+    for choice in choices(m):
+        if choice.arch not in ("", m.arch):
+            yield choice.key, f"{choice.value} is for model.arch {choice.arch}; remove it"
+        if t.precision == "fp8" and not choice.fp8:
+            yield "train.precision", f"fp8 has no {choice.key} {choice.value}; set it to bf16"
+    if m.arch == "llama":
+        yield from _llama_conflicts(config)
     if t.seq_len > m.block_size:
         longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
         yield "train.seq_len", f"{longer}; lower it or raise the other"
@@ -109,12 +115,7 @@ def vocabulary_note(config: Sections) -> list[str]:
 
 
 def _llama_conflicts(config: Sections) -> Iterator[Problem]:
-    m, d = config.model, ModelConfig()
-    if m.arch == "gpt2":
-        for key in ("n_kv_head", "n_inner", "norm_eps", "rope_theta", "rope_factor", "tied"):
-            if getattr(m, key) != getattr(d, key):
-                yield f"model.{key}", f"{getattr(m, key)} is for model.arch llama; remove it"
-        return
+    m = config.model
     if m.n_head % (m.n_kv_head or m.n_head):
         yield "model.n_kv_head", f"{m.n_kv_head} does not divide model.n_head {m.n_head}; change it"
     if m.n_embd // m.n_head not in ROTATED_HEAD_SIZES:
@@ -123,8 +124,6 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
             f"{ROTATED_HEAD_SIZES}, which model.arch llama has"
         )
         yield "model.n_head", f"{wrong}; change it"
-    if m.dropout:
-        yield "model.dropout", "model.arch llama has none; set it to 0"
     if not m.tied and config.train.precision == "fp8" and config.fp8.keep_bf16 == "none":
         yield "fp8.keep_bf16", "an untied head stays in bf16: set fp8.keep_bf16 to head"
     if config.train.precision == "fp8" and 2 * m.inner < (least := m.n_embd + 2 * m.kv_channels):

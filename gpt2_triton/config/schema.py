@@ -7,7 +7,7 @@ declaration or in values.py; a rule between keys stands in rules.py.  A resumed 
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -32,7 +32,6 @@ from gpt2_triton.config.values import (
 
 # padded_vocab is a multiple of it, so that the head's matmuls have whole tiles
 VOCAB_MULTIPLE = 128
-KEPT: JsonDict = {"resume": "kept"}
 
 # On the command line every value is a string, so `null` stands for "not given", as in YAML.
 NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
@@ -53,9 +52,42 @@ def free(default: Any, meaning: str, **limits: Any) -> Any:
     return Field(default, description=meaning, **limits)
 
 
-def kept(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare a key that a resumed run keeps."""
-    return Field(default, description=meaning, json_schema_extra=KEPT, **limits)
+def kept(
+    default: Any,
+    meaning: str,
+    arch: str = "",
+    fp8: bool = True,
+    formats: tuple[str, ...] = ("hf", "llmc"),
+    **limits: Any,
+) -> Any:
+    """Declare a key that a resumed run keeps; a run from before the key existed had its default.
+
+    Another value than the default goes only with model.arch `arch` ("": with all), with
+    train.precision fp8 if `fp8`, and into exports of these `formats`.  From this follow refusals,
+    train.precision auto, resume, export and the key's help.
+    """
+    goes_with: JsonDict = {"arch": arch, "fp8": fp8, "formats": list(formats)}
+    described = f"{arch}: {meaning}" if arch else meaning
+    return Field(default, description=described, json_schema_extra=goes_with, **limits)
+
+
+class Choice(NamedTuple):
+    """A value of a kept key of a model other than its default, and what it goes with."""
+
+    key: str
+    value: Any
+    arch: str
+    fp8: bool
+    formats: list[str]
+
+
+def choices(model: "ModelConfig") -> Iterator[Choice]:
+    """Yield what a model's configuration chooses."""
+    for key, field in type(model).model_fields.items():
+        value = getattr(model, key)
+        goes_with: Any = field.json_schema_extra
+        if goes_with and value != field.default:
+            yield Choice(f"model.{key}", value, **goes_with)
 
 
 class ConfigSection(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -95,15 +127,17 @@ class ModelConfig(ConfigSection):
         ),
         exclude=True,
     )
-    arch: Literal["gpt2", "llama"] = kept("gpt2", "gpt2, or llama: Llama 3, without dropout")
+    arch: Literal["gpt2", "llama"] = kept(
+        "gpt2", "gpt2, or llama: Llama 3, without dropout", formats=("hf",)
+    )
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
     n_kv_head: OptionalInt = kept(
-        None, "llama: heads of keys and values, which divide n_head; null is n_head", ge=1
+        None, "heads of keys and values, which divide n_head; null is n_head", "llama", ge=1
     )
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
     n_inner: OptionalInt = kept(
-        None, "llama: width of the MLP; null is 4 * n_embd", ge=1, le=1 << 19, multiple_of=16
+        None, "width of the MLP; null is 4 * n_embd", "llama", ge=1, le=1 << 19, multiple_of=16
     )
     vocab_size: int = kept(
         50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17
@@ -112,15 +146,19 @@ class ModelConfig(ConfigSection):
         1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24
     )
     dropout: float = kept(
-        0.0, "probability that training sets an element of embeddings and branches to 0", ge=0, lt=1
+        0.0,
+        "probability that training sets an element of embeddings and branches to 0",
+        "gpt2",
+        ge=0,
+        lt=1,
     )
-    norm_eps: float = kept(1e-5, "llama: epsilon of the norms", gt=0)
-    rope_theta: float = kept(500_000.0, "llama: base of the rotations' frequencies", gt=1)
+    norm_eps: float = kept(1e-5, "epsilon of the norms", "llama", gt=0)
+    rope_theta: float = kept(500_000.0, "base of the rotations' frequencies", "llama", gt=1)
     rope_factor: float = kept(
-        1.0, "llama: divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", ge=1
+        1.0, "divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", "llama", ge=1
     )
     tied: bool = kept(
-        True, "llama: the output head is the token embedding; false gives it weights of its own"
+        True, "the output head is the token embedding; false gives it weights of its own", "llama"
     )
 
     @model_validator(mode="before")
@@ -424,4 +462,4 @@ def may_change_on_resume(key: str) -> bool:
     False for an unknown key.
     """
     field = dict(options()).get(key)
-    return field is not None and field.json_schema_extra != KEPT
+    return field is not None and field.json_schema_extra is None  # only kept() gives one
