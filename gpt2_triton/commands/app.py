@@ -233,7 +233,7 @@ def select_device(silent: bool = False) -> None:
         print_line(device.NO_GPU)
     # numpy warns of losses that are not finite; training reports them itself
     warnings.filterwarnings(
-        "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
+        "ignore", category=RuntimeWarning, module=r"(triton\.runtime|gpt2_triton)\.interpreter"
     )
 
 

@@ -178,8 +178,6 @@ def _start(
             print(
                 "\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict)
             )
-    if rank == 0:
-        _require_time(settings, run_dir)
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
@@ -188,16 +186,6 @@ def _start(
             own.export(run_dir, settings)
     discard_unwritten()  # a closed console does not change the result of a run
     return code
-
-
-def _require_time(settings: Config, run_dir: Path | None) -> None:
-    """Refuse a run of days on a machine without a GPU."""
-    from gpt2_triton import device
-
-    if not device.present():
-        from gpt2_triton.training.cpu_time import require_time
-
-        require_time(settings, run_dir)
 
 
 def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:

@@ -11,7 +11,9 @@ from gpt2_triton.errors import ConfigError
 
 MOST_HOURS = 12  # without a word from the user
 SIZE = 768  # of the products that are timed
-OVERHEAD = 4  # a step of own's model takes so many times its products' time
+# seconds of all but products, for a channel of a token in a layer: Triton's interpreter is Python
+# on one core.  600 steps of own's model take 5 minutes, a tenth of them in products
+REST = 8.5e-7
 
 
 def product_flops() -> float:
@@ -43,7 +45,7 @@ def require_time(config: Config, run_dir: Path | None, flops: float | None = Non
             f"{_words(step * config.train.steps)}, {_words(step)} each"
         )
         todo = (
-            "to train all the same, give --train.max_minutes; "
+            "to train all the same, set train.max_minutes; "
             "or choose a smaller model, or fewer steps"
         )
         raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
@@ -51,7 +53,8 @@ def require_time(config: Config, run_dir: Path | None, flops: float | None = Non
 
 def expected(config: Config, flops: float | None = None) -> str:
     """Return the time that all steps are likely to take, in words."""
-    seconds = OVERHEAD * _product_seconds(config, flops) * config.train.steps
+    channels = config.train.step_tokens * config.model.n_layer * config.model.n_embd
+    seconds = config.train.steps * (_product_seconds(config, flops) + REST * channels)
     return _words(max(60, round(seconds / 60) * 60))
 
 

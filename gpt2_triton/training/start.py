@@ -1,6 +1,4 @@
-"""The start of a run, before torch is imported: check the configuration,
-make the run's directory.
-"""
+"""The start of a run: check the configuration, make the run's directory."""
 
 import contextlib
 import itertools
@@ -28,16 +26,18 @@ def starting(
     """Check the configuration, on rank 0 also the tokenizer, and yield the run's
     directory; others yield `run_dir`.
     """
+    from gpt2_triton import device
     from gpt2_triton.data.shards import require_tokenizer
+    from gpt2_triton.training import cpu_time
 
     if config.train.precision == "fp8":
-        from gpt2_triton.device import require_own_fp8
-
-        require_own_fp8()
+        device.require_own_fp8()
     if rank_and_size()[0]:
         yield run_dir
         return
     check_run_dir(run_dir, resume)
+    if not device.present():
+        cpu_time.require_time(config, run_dir)
     if notice := triton_notice():
         print_line(notice)
     project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""

@@ -32,7 +32,7 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
 
 def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "scratch" / "run")
-    config = Config.model_validate(dict(data=dict(train="builtin", val="builtin")))
+    config = Config.load("quickstart")
     with starting(config, tmp_path / "link", False) as made:
         assert made == tmp_path / "link" and made.is_dir()
 
@@ -40,8 +40,7 @@ def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_pa
 def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
     for project, variable in (("a/b", ""), ("other", "a/b")):
         monkeypatch.setenv("WANDB_PROJECT", variable)
-        # old runs may have one
-        config = Config.model_validate(dict(log=dict(wandb="offline", wandb_project=project)))
+        config = Config.load("quickstart").replace(log=dict(wandb="offline", wandb_project=project))
         with (
             pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"),
             starting(config, tmp_path / "run", False),
@@ -55,7 +54,7 @@ def test_a_triton_newer_than_the_tests_is_named_once_at_the_start(
     tmp_path, monkeypatch, capsys, found, lines
 ):
     monkeypatch.setattr(version, "installed_version", lambda name: found)
-    config = Config.model_validate(dict(data=dict(train="builtin", val="builtin")))
+    config = Config.load("quickstart")
     with starting(config, tmp_path / "run", False):
         pass
     printed = capsys.readouterr().out.splitlines()
