@@ -8,7 +8,7 @@ A checkpoint is complete or absent at every moment:
     4. only then older checkpoints, or the replaced one, are deleted: renamed to
        .step_N.old, and then removed
 
-Where the disk has no room, step 4 comes first, but the newest intact checkpoint stays.
+Where the disk has no room, step 4 comes first, but the newest intact checkpoint and its best stay.
 
 One process at a time saves in a run (distributed/run_lock.py), so hidden directories
 are leftovers of killed saves.
@@ -40,7 +40,7 @@ from gpt2_triton.checkpoint.format import (
     step_path,
     tensors_name,
 )
-from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.checkpoint.load import best_checkpoint, verify
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
@@ -134,16 +134,17 @@ def _in_the_way(
     directory: Path, needed: int, step: int, best: int | None, retention: Retention
 ) -> list[Path]:
     """Return what to delete before `needed` bytes are written for `step`: nothing if they fit,
-    else the oldest of what that save supersedes, but never the newest intact checkpoint.
-    OSError if this is not enough.
+    else the oldest of what that save supersedes, but never the newest intact checkpoint or the
+    best until then: the save may fail.  OSError if this is not enough.
     """
     free, chosen = free_space(directory), list[Path]()
     if free >= needed:
         return []
     earlier = [path for other, path in list_steps(directory) if other <= step]
     intact = next((path for path in reversed(earlier) if not verify(path)), None)
+    spared = {intact, best_checkpoint(intact) if intact else None}
     for path in _superseded(directory, step, best, retention):
-        if free < needed and path != intact:
+        if free < needed and path not in spared:
             free += sum(file.stat().st_size for file in path.iterdir())
             chosen.append(path)
     if free < needed:

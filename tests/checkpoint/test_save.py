@@ -162,6 +162,27 @@ def test_save_without_room_deletes_neither_the_last_intact_checkpoint_nor_in_vai
     assert names(newest.parent) == [STEP_10, STEP_20]
 
 
+def test_save_without_room_keeps_the_best_until_a_better_one_is_whole(tmp_path, monkeypatch):
+    def lose_power(*_):
+        raise OSError("lost power")
+
+    def save_as_best(step, best, keep):
+        saved = state(step, best=[best, 1.0])
+        save.save_checkpoint(tmp_path, step, example(step), saved, Retention(keep))
+
+    for step in (10, 20, 30):
+        save_as_best(step, best=10, keep=0)
+    leave_room(monkeypatch, tmp_path, NEEDED - 1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="^lost power"):
+        patch.setattr(save, "_write", lose_power)
+        save_as_best(40, best=40, keep=1)
+    assert names(tmp_path) == [STEP_10, STEP_30]
+    leave_room(monkeypatch, tmp_path, NEEDED - 1)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_as_best(40, best=40, keep=1)
+    assert names(tmp_path) == [STEP_10, STEP_30]
+
+
 # ---- the trial at a run's start ----
 
 
