@@ -16,6 +16,11 @@ from torch import Tensor
 from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_entries, param_views
 
+# model.activation: the function, whose derivative autograd takes
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+}
+
 
 def leaves(
     flat: Tensor, dims: dict[str, int], dtype: torch.dtype | None = None, table: type = Params
@@ -58,6 +63,7 @@ def gpt2_loss(
     reduction: Literal["none", "mean"] = "mean",
     linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = lambda name, x, w,
     b: F.linear(x, w, b), dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
+    act: str = "gelu",
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has
     no loss, but counts in the mean.  `linear` computes a product of the layers from its name, x, w
@@ -72,7 +78,7 @@ def gpt2_loss(
     for l in range(len(p.qkvw)):
         att = _attention(linear("qkv", norm(x, 2 * l), p.qkvw[l], p.qkvb[l]), NH)
         x = x + dropout(2 * l + 1, linear("attproj", att, p.attprojw[l], p.attprojb[l]))
-        h = F.gelu(linear("fc", norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]), approximate="tanh")
+        h = ACTIVATIONS[act](linear("fc", norm(x, 2 * l + 1), p.fcw[l], p.fcb[l]))
         x = x + dropout(2 * l + 2, linear("fcproj", h, p.fcprojw[l], p.fcprojb[l]))
     return _cross_entropy(norm(x, 2 * len(p.qkvw)), p.wte[:V], targets, reduction)
 

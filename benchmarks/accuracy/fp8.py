@@ -157,16 +157,16 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
     """Compare fc with GELU, and then dX of fcproj, which uses the
     derivative of GELU that fc stored.
     """
-    op, std, N = "fp8 matmul_gelu", C**-0.5, 4 * C
+    op, std, N = "fp8 matmul_act", C**-0.5, 4 * C
     inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
     out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
-    K.matmul_gelu(out, slope, inp, w, b)
+    K.matmul_act(out, slope, inp, w, b, "gelu")
     pre = (exact(inp) @ exact(w).T + b.double()).requires_grad_()
     value = F.gelu(pre, approximate="tanh")
     yield from of_operand(op, "out", out, value.detach(), transposed=True)
-    op, dout, w = "fp8 matmul_dx_dgelu", activation(R, C, 1e-3), weight(C, N, std)
+    op, dout, w = "fp8 matmul_dx_dact", activation(R, C, 1e-3), weight(C, N, std)
     dpre, dbias, scratch = operand(R, N, scale_for(8e-3)), empty32(N), empty32(R * N)
-    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w, slope, False)
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w, slope, False, "gelu")
     [want] = torch.autograd.grad(value, pre, exact(dout) @ exact(w))
     yield from of_operand(op, "dpre", dpre, want, transposed=True)
     yield Comparison(op, "dbias", dbias, None, want.sum(0), limit=SLOPES)

@@ -3,7 +3,6 @@ one function per operation.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,10 +22,10 @@ from benchmarks.accuracy.comparison import (
     same,
     scratch,
 )
+from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
 
 F32 = torch.float32
-gelu = functools.partial(F.gelu, approximate="tanh")
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
@@ -58,23 +57,28 @@ def matmul(s: Sizes) -> Iterator[Comparison]:
     yield from compare(F.linear, (x, w, b), dout, dict(out=out, dinp=dinp, dw=dw), "matmul")
 
 
-def matmul_gelu(s: Sizes) -> Iterator[Comparison]:
+def activations(s: Sizes) -> Iterator[Comparison]:
+    for act in ACTIVATIONS:
+        yield from matmul_act(s, act)
+
+
+def matmul_act(s: Sizes, act: str) -> Iterator[Comparison]:
+    function = ACTIVATIONS[act]
     x, w, b = randn(s.R, s.C), randn(4 * s.C, s.C, scale=0.04), randn(4 * s.C)
     out, pre = empty(s.R, 4 * s.C), empty(s.R, 4 * s.C)
-    K.matmul_gelu(out, pre, x, w, b)
-
+    K.matmul_act(out, pre, x, w, b, act)
     yield from compare(
-        lambda x, w, b: gelu(F.linear(x, w, b)), (x, w, b), out, dict(out=out), "matmul_gelu"
+        lambda x, w, b: function(F.linear(x, w, b)), (x, w, b), out, dict(out=out), f"matmul_{act}"
     )
     w2, dout = randn(s.C, 4 * s.C, scale=0.02), randn(s.R, s.C)
     dpre, dbias, again = empty(s.R, 4 * s.C), empty32(4 * s.C), empty(s.R, 4 * s.C)
-    K.matmul_dx_dgelu(dpre, dbias, again, scratch(s), dout, w2, pre, False)
-
+    K.matmul_dx_dact(dpre, dbias, again, scratch(s), dout, w2, pre, False, act)
     ours = dict(out=None, dpre=dpre, dbias=dbias)
+    op = f"matmul_dx_d{act}"
     yield from compare(
-        lambda pre: F.linear(gelu(pre), w2.to(pre.dtype)), (pre,), dout, ours, "matmul_dx_dgelu"
+        lambda pre: F.linear(function(pre), w2.to(pre.dtype)), (pre,), dout, ours, op
     )
-    yield same("matmul_dx_dgelu", "gelu again", again, out)
+    yield same(op, f"{act} again", again, out)
 
 
 def matmul_add(s: Sizes) -> Iterator[Comparison]:
@@ -187,7 +191,7 @@ def dropout(s: Sizes) -> Iterator[Comparison]:
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:
-    for check in (layernorm, matmul, matmul_gelu, matmul_add, attention, embedding, dropout):
+    for check in (layernorm, matmul, activations, matmul_add, attention, embedding, dropout):
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))

@@ -97,7 +97,7 @@ def decoded_rows(s: Sizes) -> Iterator[Comparison]:
             randn(s.C),
         )
         res, out = randn(count, 4 * s.C), empty(count, 4 * s.C)
-        K.decode_matmul(out, x, w, b, lnw, lnb, res, gelu=True)
+        K.decode_matmul(out, x, w, b, lnw, lnb, res, "gelu")
 
         def function(
             x: Tensor, w: Tensor, b: Tensor, lnw: Tensor, lnb: Tensor, res: Tensor

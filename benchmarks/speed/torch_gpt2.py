@@ -31,13 +31,15 @@ from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
 from benchmarks.speed.sizes import SIZES, tokens_of, work_of
 from benchmarks.speed.torch_llama import Llama
+from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.config.schema import ModelConfig
 
 
 class Block(nn.Module):
-    def __init__(self, C: int, NH: int):
+    def __init__(self, C: int, NH: int, act: str):
         super().__init__()
         self.NH = NH
+        self.activation = ACTIVATIONS[act]
         self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
         self.qkv, self.attproj = nn.Linear(C, 3 * C), nn.Linear(C, C)
         self.fc, self.fcproj = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
@@ -47,7 +49,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.ln_1(x)).view(B, T, 3, self.NH, C // self.NH).permute(2, 0, 3, 1, 4)
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attproj(att.transpose(1, 2).reshape(B, T, C))
-        return x + self.fcproj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + self.fcproj(self.activation(self.fc(self.ln_2(x))))
 
 
 class GPT2(nn.Module):
@@ -57,7 +59,9 @@ class GPT2(nn.Module):
         super().__init__()
         C, Vp = config.n_embd, config.padded_vocab
         self.wte, self.wpe = nn.Embedding(Vp, C), nn.Embedding(config.block_size, C)
-        self.layers = nn.ModuleList(Block(C, config.n_head) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(
+            Block(C, config.n_head, config.activation) for _ in range(config.n_layer)
+        )
         self.ln_f = nn.LayerNorm(C)
         self.head = nn.Linear(C, Vp, bias=False)
         self.head.weight = self.wte.weight

@@ -34,11 +34,16 @@ CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_siz
     "block_size": "n_positions"
 }
 
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+}  # their name: ours; the first is written
+
 # keys of config.json that change what a model computes, with the values that are
 # supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2", "llama"),  # huggingface_llama.py reads the latter
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "activation_function": tuple(ACTIVATIONS),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -142,9 +147,9 @@ def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
             raise CheckpointError(
                 f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported"
             )
-    model = model_config_from_sizes(
-        str(path), **{ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()}
-    )
+    sizes = {ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()}
+    activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
+    model = model_config_from_sizes(str(path), **sizes, activation=activation)
     if config.get("n_inner") not in (None, model.inner):
         raise CheckpointError(
             f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported"
@@ -197,6 +202,8 @@ def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "n_ctx": model.block_size
     }
     computes = {key: allowed[0] for key, allowed in REQUIRED.items()}
+    theirs = [name for name, ours in ACTIVATIONS.items() if ours == model.activation]
+    computes["activation_function"] = theirs[0]
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": model.dropout, "resid_pdrop": model.dropout}
     rest = {
         "n_inner": None,

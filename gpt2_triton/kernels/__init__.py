@@ -33,14 +33,14 @@ from gpt2_triton.kernels.layernorm import (
 )
 from gpt2_triton.kernels.matmul import (
     matmul,
+    matmul_act,
     matmul_add,
     matmul_dw,
     matmul_dw_pair,
     matmul_dw_scratch,
     matmul_dx,
-    matmul_dx_dgelu,
-    matmul_dx_dgelu_scratch,
-    matmul_gelu,
+    matmul_dx_dact,
+    matmul_dx_dact_scratch,
     matmul_rope,
     matmul_swiglu,
 )
@@ -87,7 +87,7 @@ def scratch_elements(
     layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]
     return max(
         layernorm_bwd_scratch(R, C, dtype),
-        matmul_dx_dgelu_scratch(R, d["F"], dtype),
+        matmul_dx_dact_scratch(R, d["F"], dtype),
         attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
         classifier_fwd_scratch(Rc, Vp, head),
         embedding_bwd_scratch(d["slots"], C),

@@ -2,7 +2,7 @@
 keys and values from a cache.
 
 decode_embed      x = wte[token] (+ wpe[row])
-decode_matmul     out = [gelu]([norm](x) @ w.T + b) [+ res]; the norm is
+decode_matmul     out = [act]([norm](x) @ w.T + b) [+ res]; the norm is
                   LayerNorm, or RMSNorm without lnb
 decode_attention  cache[row] = k, v of qkv;
                   att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, dot
-from gpt2_triton.kernels.device_math import gelu as gelu_of
+from gpt2_triton.kernels.device_math import LOG2E, activation, dot
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 
 NARROW = 16
@@ -50,15 +49,15 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 
 @triton.jit
-def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
-    """Store res + gelu(acc + b) at the offsets `at`; n holds the
+def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT: tl.constexpr):
+    """Store res + act(acc + b) at the offsets `at`; n holds the
     indices of acc's last dimension.
     """
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if GELU:
+    if ACT != "":
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        acc = gelu_of(acc.to(dtype).to(tl.float32), dtype)  # training rounds before GELU, too
+        acc = activation(acc.to(dtype).to(tl.float32), ACT, dtype)  # training rounds before it, too
     if res_ptr is not None:
         acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, acc, mask=mask)
@@ -67,7 +66,7 @@ def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU: tl.constexpr):
 @triton.jit
 def _decode_matvec_kernel(
     out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
-    GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -86,7 +85,7 @@ def _decode_matvec_kernel(
                 x += tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, GELU)
+        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, ACT)
         x_ptr += K
 
 
@@ -114,7 +113,7 @@ def _statistics(x_ptr, inside, K, eps, CENTRED: tl.constexpr, BLOCK_S: tl.conste
 
 @triton.jit
 def _decode_matmul_kernel(
-    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps, GELU: tl.constexpr,
+    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +138,7 @@ def _decode_matmul_kernel(
         acc = dot(x, w.T, acc)
     at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
-    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, GELU)
+    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT)
 
 
 @triton.jit
@@ -221,14 +220,14 @@ def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor | None) -> Non
 @contract("out[B,N] <- x[B,K] w[N,K] b[N]? lnw[K]? lnb[K]? res[B,N]?")
 def decode_matmul(
     out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None,
-    res: Tensor | None, gelu: bool = False, eps: float = 1e-5,
+    res: Tensor | None, act: str = "", eps: float = 1e-5,
 ) -> None:  # fmt: skip
-    """out = res + gelu(norm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
+    """out = res + act(norm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW:
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
-        sizes = dict(GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k)
+        sizes = dict(ACT=act, BLOCK_N=block_n, BLOCK_K=block_k)
         _decode_matvec_kernel[(triton.cdiv(N, block_n),)](
             out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row
         )
@@ -236,7 +235,7 @@ def decode_matmul(
     row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
     row["BLOCK_S"] = min(row["BLOCK_S"], next_power_of_2(K))
     grid = (triton.cdiv(B, row["BLOCK_M"]), triton.cdiv(N, row["BLOCK_N"]))
-    _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, GELU=gelu, **row)
+    _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, **row)
 
 
 @contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5]")

@@ -102,6 +102,24 @@ def dgelu_of(x, xx, s):
     return s + x * (xx * (6.0 * CURVE) + 2.0 * SLOPE) * (s - s * s)
 
 
+# The activations of matmul_act by name; each has a row in ACTIVATIONS of
+# benchmarks/torch_reference.py.
+
+
+@triton.jit
+def activation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
+    """Return the activation of x, which will be rounded to RESULT."""
+    tl.static_assert(NAME == "gelu")
+    return gelu(x, RESULT)
+
+
+@triton.jit
+def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
+    """Return the derivative of the activation at x."""
+    tl.static_assert(NAME == "gelu")
+    return dgelu(x, RESULT)
+
+
 @triton.jit
 def swiglu(g, u):
     return g * tl.sigmoid(g) * u

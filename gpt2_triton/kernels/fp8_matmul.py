@@ -4,10 +4,10 @@ Both operands are K-major: [M, K] and [N, K].  Hopper's tensor cores cut sums to
 kernels of hopper/ add partial sums of 128 terms in fp32 (docs/engineering/fp8.md).  Scales are
 powers of two, so dividing by them is exact.  Epilogues are as in matmul.py, with these differences:
 
-matmul_gelu      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte:
+matmul_act      writes gelu as an fp8 operand, rows and columns, and gelu' as a byte:
                  round(STEPS * gelu') + ZERO.  GELU's input is not kept.  A byte's error is
                  at most half a step, 0.0025.
-matmul_dx_dgelu  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
+matmul_dx_dact  multiplies by those bytes and writes dpre as an fp8 operand, rows and columns.
 
 classifier_target  sums a target's logit in tensor cores, as classifier_fwd sums all
                    logits.  The cut to 14 bits lowers
@@ -79,6 +79,8 @@ def _finish(
             acc = tl.where(
                 (c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc
             )
+        else:
+            tl.static_assert(EPILOGUE == "")
         store_block(out_desc, [m, n], acc)
 
 

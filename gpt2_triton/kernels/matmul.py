@@ -2,12 +2,12 @@
 epilogue.  w is [N, K] = [out, in].
 
 matmul           out  = inp @ w.T + b
-matmul_gelu      pre  = inp @ w.T + b,  out = gelu(pre)
+matmul_act       pre  = inp @ w.T + b,  out = act(pre), gelu or another activation
 matmul_add       out  = res + (inp @ w.T + b)
 matmul_swiglu    pre  = inp @ w.T,  out = swiglu(pre)
 matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
 matmul_dx        dinp = dout @ w
-matmul_dx_dgelu  dpre = (dout @ w) * gelu'(pre),  dbias (+)= sum_R dpre,  gelu_out = gelu(pre)
+matmul_dx_dact   dpre = (dout @ w) * act'(pre),  dbias (+)= sum_R dpre,  act_out = act(pre)
 matmul_dw        dw (+)= dout.T @ inp
 matmul_dw_pair   dw of two layers: on Hopper one launch, whose tiles
                  together leave less of the GPU idle
@@ -43,7 +43,7 @@ from gpt2_triton.kernels.blocks import (
     store_block,
 )
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import dgelu, dot, gelu
+from gpt2_triton.kernels.device_math import activation, dactivation, dot
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
@@ -67,8 +67,8 @@ from gpt2_triton.kernels.tuning import (
 
 @triton.jit
 def _epilogue(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T,
-    rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, rope_ptr, N, T,
+    rotated_columns, EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store the fp32 sums of half a tile that begins at row m, column n."""
     cols = n + tl.arange(0, acc.shape[1])
@@ -81,24 +81,26 @@ def _epilogue(
         acc = tl.where(
             (cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc
         )
-    elif EPILOGUE == "gelu":
-        # GELU of the stored value: the backward pass can recompute the same bits
+    elif EPILOGUE == "act":
+        # of the stored value: the backward pass can recompute the same bits
         pre = rounded(acc, pre_desc)
         store_block(pre_desc, [m, n], pre)
-        acc = gelu(pre.to(tl.float32), pre.dtype)
-    elif EPILOGUE == "dgelu":
-        # "+ 0 * acc" keeps pre in acc's register layout; without it gelu_out and dpre each compute
-        # the sigmoid, and at 128x256 registers spill
+        acc = activation(pre.to(tl.float32), ACT, pre.dtype)
+    elif EPILOGUE == "dact":
+        # "+ 0 * acc" keeps pre in acc's register layout; without it act_out and dpre each compute
+        # GELU's sigmoid, and at 128x256 registers spill
         stored = load_block(pre_desc, [m, n])
         pre = stored.to(tl.float32) + 0.0 * acc
         BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
-        if gelu_desc is not None and not BY_TMA:  # before the sums, else registers spill
-            store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
+        if act_desc is not None and not BY_TMA:  # before the sums, else registers spill
+            store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
         # rows past the end are 0 and add nothing to the column sums
-        acc *= dgelu(pre, stored.dtype)
+        acc *= dactivation(pre, ACT, stored.dtype)
         tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
-        if gelu_desc is not None and BY_TMA:
-            store_block(gelu_desc, [m, n], gelu(pre, stored.dtype))
+        if act_desc is not None and BY_TMA:
+            store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+    else:
+        tl.static_assert(EPILOGUE == "")
     store_block(out_desc, [m, n], acc)
 
 
@@ -130,8 +132,9 @@ def tile_product(
 
 @triton.jit
 def _matmul_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, M, N, K, T,
-    rotated_columns, W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, rope_ptr, M, N, K, T,
+    rotated_columns, W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr,
+    HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K]
@@ -150,8 +153,8 @@ def _matmul_kernel(
         for half in tl.static_range(2):
             _epilogue(
                 left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
-                res_desc, pre_desc, gelu_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE,
-                HS,
+                res_desc, pre_desc, act_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE,
+                ACT, HS,
             )  # fmt: skip
 
 
@@ -235,12 +238,13 @@ def _add_dw_partials_kernel(
 def _launch(
     out: Operand, a: Operand, w: Operand, b: Tensor | None = None, *, epilogue: str = "",
     w_is_nk: bool = True, res: Tensor | None = None, pre: Tensor | None = None,
-    gelu_out: Tensor | None = None, part: Tensor | None = None, rope: Tensor | None = None,
-    T: int = 1, rotated_columns: int = 0,
+    act_out: Tensor | None = None, part: Tensor | None = None, rope: Tensor | None = None,
+    T: int = 1, rotated_columns: int = 0, act: str = "",
 ) -> int:  # fmt: skip
     """Launch a product; return the number of rows of tiles, and so of `part`."""
+    named = epilogue.replace("act", act)  # as the kernels for Hopper and fp8 know it
     more = dict(
-        epilogue=epilogue,
+        epilogue=named,
         w_is_nk=w_is_nk,
         res=res,
         part=part,
@@ -251,24 +255,24 @@ def _launch(
     if isinstance(a, Fp8):
         return fp8_matmul.launch(out, a, w, b, slope=pre, **more)
     (M, K), N = a.shape, out.shape[1]
-    op = f"matmul_{epilogue}" if epilogue else "matmul"
+    op = f"matmul_{named}" if named else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
-        return hopper_matmul.matmul(out, a, w, b, pre=pre, gelu_out=gelu_out, **more)
+        return hopper_matmul.matmul(out, a, w, b, pre=pre, gelu_out=act_out, **more)
     row = product_row(dtype_name(a), M, N, K, rope)
     HS = 0 if rope is None else rope.shape[1]
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
-    out_desc, res_desc, pre_desc, gelu_desc = (
-        describe_halves(t, block_m, block_n) for t in (out, res, pre, gelu_out)
+    out_desc, res_desc, pre_desc, act_desc = (
+        describe_halves(t, block_m, block_n) for t in (out, res, pre, act_out)
     )
     a_desc = describe(a, block_m, block_k)
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
-        out_desc, a_desc, w_desc, b, res_desc, pre_desc, gelu_desc, part, rope, M, N, K, T,
-        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=epilogue, HS=HS, **row,
+        out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, rope, M, N, K, T,
+        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=epilogue, ACT=act, HS=HS, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 
@@ -280,11 +284,11 @@ def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
-def matmul_gelu(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor) -> None:
-    """Write pre = inp @ w.T + b and out = gelu(pre as stored); in fp8, `pre`
-    holds bytes of gelu'(pre).
+def matmul_act(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor, act: str) -> None:
+    """Write pre = inp @ w.T + b and out = act(pre as stored); in fp8, which has
+    gelu alone, `pre` holds bytes of gelu'(pre).
     """
-    _launch(out, inp, w, b, epilogue="gelu", pre=pre)
+    _launch(out, inp, w, b, epilogue="act", act=act, pre=pre)
 
 
 @contract("out[R,F] pre[R,2*F] <- inp[R,K] w[2*F,K]")
@@ -319,22 +323,30 @@ def matmul_dx(dinp: Tensor, dout: Operand, w: Operand) -> None:
     _launch(dinp, dout, w, w_is_nk=False)
 
 
-@contract("dpre[R,K] dbias[K]+ gelu_out[R,K]? scratch[*] <- dout[R,N] w[N,K] pre[R,K]")
-def matmul_dx_dgelu(
-    dpre: Operand, dbias: Tensor, gelu_out: Tensor | None, scratch: Tensor,
-    dout: Operand, w: Operand, pre: Tensor, acc: bool,
+@contract("dpre[R,K] dbias[K]+ act_out[R,K]? scratch[*] <- dout[R,N] w[N,K] pre[R,K]")
+def matmul_dx_dact(
+    dpre: Operand, dbias: Tensor, act_out: Tensor | None, scratch: Tensor,
+    dout: Operand, w: Operand, pre: Tensor, acc: bool, act: str,
 ) -> None:  # fmt: skip
-    """Write dpre = (dout @ w) * gelu'(pre), dbias (+)= its column sums before rounding, and
-    gelu_out = gelu(pre), with the bits of matmul_gelu.  gelu_out may be pre: a program reads its
+    """Write dpre = (dout @ w) * act'(pre), dbias (+)= its column sums before rounding, and
+    act_out = act(pre), with the bits of matmul_act.  act_out may be pre: a program reads its
     elements of pre before it writes them.
     """
     rows = _launch(
-        dpre, dout, w, epilogue="dgelu", w_is_nk=False, pre=pre, gelu_out=gelu_out, part=scratch
+        dpre,
+        dout,
+        w,
+        epilogue="dact",
+        act=act,
+        w_is_nk=False,
+        pre=pre,
+        act_out=act_out,
+        part=scratch,
     )
     column_sums(dbias, None, None, scratch, rows, acc)
 
 
-def matmul_dx_dgelu_scratch(R: int, K: int, dtype: str) -> int:
+def matmul_dx_dact_scratch(R: int, K: int, dtype: str) -> int:
     """Return the fp32 elements of scratch: one row of column sums per row of tiles."""
     return K * triton.cdiv(R, min(TILE_M, tuned("matmul", dtype, BLOCK_M=R)["BLOCK_M"]))
 

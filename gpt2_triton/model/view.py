@@ -54,6 +54,7 @@ class ModelView:
     dropout: float  # 0 in a view that does not train
     L: int
     NH: int
+    activation: str  # of the MLP
     norm_eps: float
     rotated_columns: int  # of qkv, in a model with rotary positions
     V: int
@@ -121,6 +122,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         dropout=config.model.dropout if train else 0.0,
         branch_bias_grads=[None, *(b for pair in biases for b in pair)],
         branch_grads=branch_grads,
+        activation=config.model.activation,
         norm_eps=config.model.norm_eps,
         rotated_columns=d["C"] + d["Ckv"],
         L=d["L"],

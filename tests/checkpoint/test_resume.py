@@ -40,6 +40,7 @@ def test_check_tensors_raises_a_table_of_the_differences():
 
 CHANGES = {  # a value of each kept key that config_of does not have
     "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32, dropout=0.1)
+    | dict(activation="relu2")
     | dict(
         arch="llama",
         n_kv_head=1,

@@ -8,6 +8,7 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
+from tests.support import reference
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
 
@@ -40,9 +41,15 @@ SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 @dtypes
 @pytest.mark.parametrize("B,N,K", SHAPES)
 @pytest.mark.parametrize(
-    "norm,bias,gelu,res", [(1, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 0), (1, 0, 0, 0)]
+    "norm,bias,act,res",
+    [
+        (1, 1, "", 0),
+        (0, 1, "", 1),
+        (1, 0, "", 0),
+        *((1, 1, act, 0) for act in reference.ACTIVATIONS),
+    ],
 )
-def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, gelu, res):
+def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res):
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
     given = [
@@ -52,10 +59,8 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, gelu, re
         added if res else None,
     ]
     out = poisoned(B, N, dtype=dtype)
-    kernels.decode_matmul(out, x, w, *given, gelu=bool(gelu))
-    assert error(out, exact("decode_matmul", [out], x, w, *given, gelu=bool(gelu))[0]) < tolerance(
-        dtype
-    )
+    kernels.decode_matmul(out, x, w, *given, act)
+    assert error(out, exact("decode_matmul", [out], x, w, *given, act)[0]) < tolerance(dtype)
 
 
 def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):

@@ -355,23 +355,23 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     a, w = product_operands(rng, R, N, C)
     b, slope = rng(N, dtype=BF16), torch.zeros(R, N, dtype=torch.uint8, device=DEVICE)
     out = operand(R, N, 16.0)
-    K.matmul_gelu(out, slope, a, w, b)
+    K.matmul_act(out, slope, a, w, b, "gelu")
     pre = dequantised(a) @ dequantised(w).T + b.double()
-    close_to_rounded(out, reference.gelu(pre))
+    close_to_rounded(out, reference.ACTIVATIONS["gelu"](pre))
     assert torch.equal(bits(out.columns), in_pairs(out.rows))
 
     dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre, dbias, scratch = operand(R, N, 4.0), poisoned(N), poisoned(R * N)
-    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w2, slope, False)
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w2, slope, False, "gelu")
     product = dequantised(dout) @ dequantised(w2)
-    want = product * reference.dgelu(pre)
+    want = product * reference.dactivation(pre, "gelu")
     assert (error(dequantised(dpre), want)) < 0.03
     assert torch.equal(bits(dpre.columns), in_pairs(dpre.rows))
     assert abs(amax_of(dpre) / want.abs().max().item() - 1) < 0.01
     # half a step of the byte in each of R terms, which are independent
     assert error(dbias, want.sum(0)) < 0.005
     once = dbias.clone()
-    K.matmul_dx_dgelu(dpre, dbias, None, scratch, dout, w2, slope, True)
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w2, slope, True, "gelu")
     assert torch.equal(dbias, 2 * once)
 
 
@@ -385,10 +385,10 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
         torch.tensor([far, -far], dtype=BF16, device=DEVICE).repeat(N // 2),
         poisoned(M, N).to(torch.uint8),
     )
-    K.matmul_gelu(operand(M, N, 1 / 16), slope, a, w, b)
+    K.matmul_act(operand(M, N, 1 / 16), slope, a, w, b, "gelu")
     dout, w2 = product_operands(rng, M, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre = operand(M, N, 4.0)
-    K.matmul_dx_dgelu(dpre, poisoned(N), None, poisoned(M * N), dout, w2, slope, False)
+    K.matmul_dx_dact(dpre, poisoned(N), None, poisoned(M * N), dout, w2, slope, False, "gelu")
     product = dequantised(dout) @ dequantised(w2)
     got = dequantised(dpre)
     # e4m3's own 0.027
@@ -406,7 +406,7 @@ def test_an_infinite_bias_is_seen(value, rng):
     a, w = product_operands(rng, 128, 256, C)
     b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
     b[[3, 200]] = value  # in both halves of Hopper's tile
-    K.matmul_gelu(out, poisoned(128, 256).to(torch.uint8), a, w, b)
+    K.matmul_act(out, poisoned(128, 256).to(torch.uint8), a, w, b, "gelu")
     assert out.rows.float()[:, [3, 200]].isnan().all() or not math.isfinite(amax_of(out))
 
 

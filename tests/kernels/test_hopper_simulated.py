@@ -98,7 +98,7 @@ def test_matmul_matches_float64(rng, M, N, K, seed):
     assert error(plain, want) < EPS[BF16] and error(dx, want) < EPS[BF16]
     assert error(added, want + b.double() + res.double()) < EPS[BF16]
     assert error(pre, want + b.double()) < EPS[BF16]
-    assert error(out, reference.gelu(pre.double())) < EPS[BF16]
+    assert error(out, reference.ACTIVATIONS["gelu"](pre.double())) < EPS[BF16]
 
 
 @seeds
@@ -213,7 +213,7 @@ def is_right(rows, columns, want, scale):
 def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     """Four tiles, of which one of three programs has two, and one tile."""
     rows, columns, slope, amax, pre = gelu_and_byte(rng, M, N, K, seed)
-    want = reference.gelu(pre)
+    want = reference.ACTIVATIONS["gelu"](pre)
     assert is_right(rows, columns, want, 16)
     assert abs(amax.max().view(torch.float32).item() / want.max().item() - 1) < 1e-3  # fp16
 
@@ -225,7 +225,7 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
         fp8_gelu.matmul(
             drows, dcolumns, scale, damax, dout, dout_scale, w, w_scale, None, slope, part
         )
-    want = product * reference.dgelu(pre)
+    want = product * reference.dactivation(pre, "gelu")
     assert is_right(drows, dcolumns, want, 4)
     # half a step of the byte
     assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01
@@ -388,7 +388,7 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
     a, w, want = product(rng, M, N, K, w_is_nk=False)
     pre, dpre = rng(M, N, dtype=BF16), poisoned(M, N, dtype=BF16)
     x = pre.double().requires_grad_()
-    reference.gelu(x).backward(want)
+    reference.ACTIVATIONS["gelu"](x).backward(want)
     again = {"none": None, "separate": poisoned(M, N, dtype=BF16), "in place of pre": pre}[gelu_out]
     part = poisoned(-(-M // 128), N)
     with simulated(hopper_matmul, seed):
@@ -397,7 +397,7 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
     # sums of rounded terms, whose errors cancel in part
     assert error(part.sum(0), x.grad.sum(0)) < EPS[BF16]
     if again is not None:
-        assert error(again, reference.gelu(x.detach())) < EPS[BF16]
+        assert error(again, reference.ACTIVATIONS["gelu"](x.detach())) < EPS[BF16]
 
 
 @seeds
@@ -428,7 +428,7 @@ def matmul_is_wrong(rng, seed, **replaced):
         launch(out, a, w, epilogue="add", res=res)
         wrong = not error(out, want + res.double()) < EPS[BF16]
         launch(out, a, w, epilogue="gelu", pre=pre)
-        return wrong or not error(out, reference.gelu(pre.double())) < EPS[BF16]
+        return wrong or not error(out, reference.ACTIVATIONS["gelu"](pre.double())) < EPS[BF16]
 
 
 def wide_is_wrong(rng, seed, **replaced):
@@ -441,7 +441,7 @@ def wide_is_wrong(rng, seed, **replaced):
 
 def fp8_gelu_is_wrong(rng, seed, **replaced):
     rows, columns, _, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
-    return not is_right(rows, columns, reference.gelu(pre), 16)
+    return not is_right(rows, columns, reference.ACTIVATIONS["gelu"](pre), 16)
 
 
 # one store in flight

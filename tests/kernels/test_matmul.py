@@ -47,6 +47,8 @@ SUMS = 2e-6 if INTERPRET else 2e-5
 CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
 LINEAR = [(3, 1), (1, 1), (4, 1), (1, 4)]  # qkv, attproj, fc, fcproj: [out, in] in units of C
 
+activations = pytest.mark.parametrize("act", reference.ACTIVATIONS)
+
 
 def on_gpu(*layers):
     """Return cases of GPT-2 124M and, ragged, 1558M in bf16; layers: [out, in] in units of C."""
@@ -83,11 +85,12 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
     assert error(out, exact("matmul", [out], inp, w, b)[0]) < tolerance(dtype)
     mm.matmul_add(out, res, inp, w, b)
     assert error(out, exact("matmul_add", [out], res, inp, w, b)[0]) < tolerance(dtype)
-    out.fill_(float("nan"))
-    mm.matmul_gelu(out, pre, inp, w, b)
-    assert error(pre, exact("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
-    # of the stored pre-activation
-    assert error(out, reference.gelu(pre.double())) < tolerance(dtype)
+    for act, function in reference.ACTIVATIONS.items():
+        out.fill_(float("nan"))
+        mm.matmul_act(out, pre, inp, w, b, act)
+        assert error(pre, exact("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
+        # of the stored pre-activation
+        assert error(out, function(pre.double())) < tolerance(dtype)
 
 
 def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
@@ -108,39 +111,42 @@ def test_dx_matches_float64(rng, R, N, K, dtype):
 
 
 @accumulate
+@activations
 @cases([*CASES, *on_gpu((1, 4))])
-def test_dx_dgelu_matches_float64(rng, R, N, K, dtype, acc):
-    """GELU's output is recomputed where dbias is added to."""
+def test_dx_dact_matches_float64(rng, R, N, K, dtype, act, acc):
+    """The activation's output is recomputed where dbias is added to."""
     dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
-    gelu_out = poisoned(R, K, dtype=dtype) if acc else None
-    expected = exact("matmul_dx_dgelu", [dpre, dbias, gelu_out], None, dout, w, pre, acc)
-    part = scratch(mm.matmul_dx_dgelu_scratch(R, K, dtype_name(dout)))
-    mm.matmul_dx_dgelu(dpre, dbias, gelu_out, part, dout, w, pre, acc)
-    on_hopper = hopper.takes("matmul_dgelu", R, K, dtype_name(dout)) is not None
-    # there gelu'(pre) is multiplied with a rounded product: two roundings in
+    act_out = poisoned(R, K, dtype=dtype) if acc else None
+    expected = exact("matmul_dx_dact", [dpre, dbias, act_out], None, dout, w, pre, acc, act)
+    part = scratch(mm.matmul_dx_dact_scratch(R, K, dtype_name(dout)))
+    mm.matmul_dx_dact(dpre, dbias, act_out, part, dout, w, pre, acc, act)
+    on_hopper = hopper.takes(f"matmul_d{act}", R, K, dtype_name(dout)) is not None
+    # there act'(pre) is multiplied with a rounded product: two roundings in
     # dpre, one in the terms of dbias
     assert error(dpre, expected[0]) < tolerance(dtype) * (2**0.5 if on_hopper else 1)
     # else of the unrounded values
     assert error(dbias, expected[1]) < (EPS[dtype] if on_hopper else SUMS)
-    assert gelu_out is None or error(gelu_out, expected[2]) < tolerance(dtype)
+    assert act_out is None or error(act_out, expected[2]) < tolerance(dtype)
 
 
+@activations
 @cases(
     [(*shape, dtype) for shape in ((77, 48, 80), (160, 320, 448)) for dtype in DTYPES]
     + on_gpu((4, 1))
 )
-def test_recomputed_gelu_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype):
+def test_recomputed_activation_has_the_bits_of_the_forward_pass(rng, R, N, K, dtype, act):
     """In the portable kernels, and in those of kernels/hopper."""
     inp, w, b = linear(rng, R, N, K, dtype)
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
-    mm.matmul_gelu(kept, pre, inp, w, b)
+    mm.matmul_act(kept, pre, inp, w, b, act)
     down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
-    part = scratch(mm.matmul_dx_dgelu_scratch(R, N, dtype_name(dout)))
-    mm.matmul_dx_dgelu(dpre, poisoned(N), recomputed, part, dout, down, pre, False)
+    part = scratch(mm.matmul_dx_dact_scratch(R, N, dtype_name(dout)))
+    mm.matmul_dx_dact(dpre, poisoned(N), recomputed, part, dout, down, pre, False, act)
     assert torch.equal(kept, recomputed)
     again = poisoned(R, N, dtype=dtype)
-    mm.matmul_dx_dgelu(again, poisoned(N), pre, part, dout, down, pre, False)  # in the place of pre
+    # in the place of pre
+    mm.matmul_dx_dact(again, poisoned(N), pre, part, dout, down, pre, False, act)
     assert torch.equal(kept, pre) and torch.equal(dpre, again)
 
 
@@ -200,13 +206,21 @@ def run_all(R, N, K, dtype, outputs):
     name = dtype_name(inp)
     y, g, z, a = (outputs(R, N, dtype=dtype) for _ in range(4))
     mm.matmul(y, inp, w, b)
-    mm.matmul_gelu(g, z, inp, w, b)
+    mm.matmul_act(g, z, inp, w, b, "gelu")
     mm.matmul_add(a, dout, inp, w, b)
     dx, dpre, again = (outputs(R, K, dtype=dtype) for _ in range(3))
     mm.matmul_dx(dx, dout, w)
     dbias, dw = outputs(K), outputs(N, K)
-    mm.matmul_dx_dgelu(
-        dpre, dbias, again, outputs(mm.matmul_dx_dgelu_scratch(R, K, name)), dout, w, pre, False
+    mm.matmul_dx_dact(
+        dpre,
+        dbias,
+        again,
+        outputs(mm.matmul_dx_dact_scratch(R, K, name)),
+        dout,
+        w,
+        pre,
+        False,
+        "gelu",
     )
     mm.matmul_dw(dw, outputs(max(1, mm.matmul_dw_scratch(R, name, (N, K)))), dout, inp, False)
     return y, g, z, a, dx, dpre, again, dbias, dw
@@ -374,7 +388,7 @@ def test_launchers_call_the_module_that_takes_names(monkeypatch, wide):
     mm.matmul(out, x, w, b)
     mm.matmul_add(out, res, x, w, b)
     mm.matmul_dx(out, x, w)
-    mm.matmul_gelu(out, res, x, w, b)
+    mm.matmul_act(out, res, x, w, b, "gelu")
     assert calls == [*(3 * [hopper_matmul_wide if wide else hopper_matmul]), hopper_matmul]
 
 

@@ -16,7 +16,7 @@ from gpt2_triton.kernels.table_file import TABLES
 from tests.kernels.compile_targets import TARGETS, compile_for
 from tests.support.elsewhere import compiled_elsewhere
 
-PRODUCT, FP8_PRODUCT = "_matmul_kernel:dgelu", "_fp8_matmul_kernel:dgelu"
+PRODUCT, FP8_PRODUCT = "_matmul_kernel:dact", "_fp8_matmul_kernel:dgelu"
 ATTENTION = ["_attention_bwd_dkdv_kernel", "_attention_bwd_dq_kernel"]
 SMALL = [
     *("_adamw_kernel", "_add_dw_partials_kernel", "_attention_fwd_kernel", "_cache_fill_kernel"),

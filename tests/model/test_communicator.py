@@ -102,7 +102,7 @@ def transfers(shared: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, 
 
 
 REST = LAYERS + 1  # the bucket of norms and biases; 0 is the embedding's, 1 layer 0's
-NEXT_LAYER = "matmul_dx_dgelu"  # the first launch of a layer's backward pass
+NEXT_LAYER = "matmul_dx_dact"  # the first launch of a layer's backward pass
 
 
 ZERO_2 = {2: [3], 1: [2], 0: [1]}

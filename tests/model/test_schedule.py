@@ -19,32 +19,36 @@ from tests.support.models import (
 )
 
 
+def model_of(level: str, act: str, **changes: dict):
+    return exact_model(level, model=EXACT["model"] | dict(activation=act), **changes)
+
+
 @functools.cache
-def autograd_step() -> tuple[float, Params, dict[str, int]]:
-    """Return the loss of exact_model's first step, and its parameters with their gradients."""
-    model = exact_model()
+def autograd_step(act: str) -> tuple[float, Params, dict[str, int]]:
+    """Return the loss of the model's first step, and its parameters with their gradients."""
+    model = model_of("none", act)
     d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
-    loss = (
-        sum(
-            torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"])
-            for i, t in batches(model.config, 2)
-        )
-        / 2
-    )
+    sizes = d["V"], d["NH"]
+    losses = [
+        torch_reference.gpt2_loss(params, ids, targets, *sizes, act=act)
+        for ids, targets in batches(model.config, 2)
+    ]
+    loss = sum(losses) / 2
     loss.backward()
     return loss.item(), params, d
 
 
+@pytest.mark.parametrize("act", torch_reference.ACTIVATIONS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
-def test_loss_and_gradients_equal_autograd(level):
-    model = exact_model(level)
+def test_loss_and_gradients_equal_autograd(level, act):
+    model = model_of(level, act)
     assert [r.stop - r.start for r in model.train_view.head_chunks()] == [
         6,
         6,
         4,
     ] and model.shape.accumulation == 2
     train_steps(model, 1)
-    want, params, dims = autograd_step()
+    want, params, dims = autograd_step(act)
     # float64 costs 1e-16 per operation; sums here have up to 512 terms, and 40
     # operations follow one another
     loss, norm = model.state.step_out[:2].tolist()
@@ -117,6 +121,7 @@ def test_evaluation_equals_autograd_in_a_smaller_view():
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
 
 
+@pytest.mark.parametrize("act", torch_reference.ACTIVATIONS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
-def test_decoding_equals_the_training_forward(level):
-    require_decoding_equals_the_forward(exact_model(level, sample=dict(every=1)))
+def test_decoding_equals_the_training_forward(level, act):
+    require_decoding_equals_the_forward(model_of(level, act, sample=dict(every=1)))

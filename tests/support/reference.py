@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
+from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.kernels import step_io
 from tests.support.philox import dropout_factors
 
@@ -31,13 +32,9 @@ def _give(out, value, acc):
     out.copy_(out + value if acc else value)
 
 
-def gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
-def dgelu(x):
+def dactivation(x, act):
     x = x.detach().requires_grad_()
-    return torch.autograd.grad(gelu(x).sum(), x)[0]
+    return torch.autograd.grad(ACTIVATIONS[act](x).sum(), x)[0]
 
 
 # ---- embedding ----
@@ -153,9 +150,9 @@ def matmul(out, inp, w, b):
     out.copy_(inp @ w.T if b is None else inp @ w.T + b)
 
 
-def matmul_gelu(out, pre, inp, w, b):
+def matmul_act(out, pre, inp, w, b, act):
     matmul(pre, inp, w, b)
-    out.copy_(gelu(pre))
+    out.copy_(ACTIVATIONS[act](pre))
 
 
 def matmul_add(out, res, inp, w, b):
@@ -189,14 +186,14 @@ def matmul_dx(dinp, dout, w):
     dinp.copy_(dout @ w)
 
 
-def matmul_dx_dgelu(dpre, dbias, gelu_out, scratch, dout, w, pre, acc):
-    """dpre = (dout @ w) * gelu'(pre); dbias (+)= column sums of dpre; gelu_out, if
-    given, is gelu(pre) recomputed.
+def matmul_dx_dact(dpre, dbias, act_out, scratch, dout, w, pre, acc, act):
+    """dpre = (dout @ w) * act'(pre); dbias (+)= column sums of dpre; act_out, if
+    given, is act(pre) recomputed.
     """
-    dpre.copy_((dout @ w) * dgelu(pre))
+    dpre.copy_((dout @ w) * dactivation(pre, act))
     _give(dbias, dpre.sum(0), acc)
-    if gelu_out is not None:
-        gelu_out.copy_(gelu(pre))
+    if act_out is not None:
+        act_out.copy_(ACTIVATIONS[act](pre))
 
 
 def matmul_dw(dw, scratch, dout, inp, acc):
@@ -261,8 +258,8 @@ def decode_embed(x, seq, wte, wpe):
     x.copy_(wte[seq[:, 0].long()] + (0 if wpe is None else wpe[seq[:, 1].long()]))
 
 
-def decode_matmul(out, x, w, b, lnw, lnb, res, gelu=False, eps=1e-5):
-    """out = res + gelu(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without lnb"""
+def decode_matmul(out, x, w, b, lnw, lnb, res, act="", eps=1e-5):
+    """out = res + act(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without lnb"""
     if lnw is not None:
         x = (
             F.rms_norm(x, x.shape[1:], lnw, eps)
@@ -270,7 +267,7 @@ def decode_matmul(out, x, w, b, lnw, lnb, res, gelu=False, eps=1e-5):
             else F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
         )
     y = x @ w.T if b is None else x @ w.T + b
-    y = F.gelu(y, approximate="tanh") if gelu else y
+    y = ACTIVATIONS[act](y) if act else y
     out.copy_(y if res is None else res + y)
 
 

@@ -37,11 +37,11 @@ def layer(K: Any, m: Any, l: int) -> None:
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
     add_branch(K, m, i + 1, a.att[l], w.attprojw[l], w.attprojb[l])
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
-    # fcg = gelu(fch), fch = fc(ln[i+1])
+    # fcg = act(fch), fch = fc(ln[i+1])
     K.layernorm_fwd(
         a.ln[i + 1], a.mean[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], w.lnb[i + 1]
     )
-    K.matmul_gelu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l])
+    K.matmul_act(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l], w.fcb[l], m.activation)
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
@@ -68,9 +68,8 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], w.qkvb[l], w.lnw[i], w.lnb[i], None)
         K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
         K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], w.attprojb[l], None, None, a.x[i])
-        K.decode_matmul(
-            a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], w.lnw[i + 1], w.lnb[i + 1], None, gelu=True
-        )
+        norm = w.lnw[i + 1], w.lnb[i + 1]
+        K.decode_matmul(a.fcg[l], a.x[i + 1], w.fcw[l], w.fcb[l], *norm, None, m.activation)
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
 
 
@@ -113,9 +112,10 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
-        # through fcproj, GELU, fc and the norm of x[i+1]; if redo.gelu, gelu(fch) replaces fch
+        # through fcproj, the activation, fc and the norm of x[i+1]; if redo.gelu, act(fch) replaces
+        # fch
         fcg = a.fch[l] if redo.gelu else a.fcg[l]
-        K.matmul_dx_dgelu(
+        K.matmul_dx_dact(
             a.dfch[l],
             g.fcb[l],
             fcg if redo.gelu else None,
@@ -124,6 +124,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
             w.fcprojw[l],
             a.fch[l],
             acc,
+            m.activation,
         )
         K.matmul_dx(a.dln, a.dfch[l], w.fcw[l])
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)

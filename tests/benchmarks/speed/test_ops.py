@@ -55,9 +55,9 @@ def test_timed_records_every_launcher_of_a_step(record, monkeypatch):
     with_products = {
         "matmul",
         "matmul_add",
-        "matmul_gelu",
+        "matmul_act",
         "matmul_dx",
-        "matmul_dx_dgelu",
+        "matmul_dx_dact",
         "matmul_dw",
     }
     with_products |= {
@@ -111,9 +111,9 @@ def test_moved_bytes_of_a_step(record):
         4 * rows + stats + 5 * row,
     )
     assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (others, 2 * d.L - 1)]
-    assert calls(operations, "matmul_gelu") == [(rows + 4 * square + wide + 2 * 4 * rows, d.L)]
+    assert calls(operations, "matmul_act") == [(rows + 4 * square + wide + 2 * 4 * rows, d.L)]
     # dout, w, pre in; dpre, dbias and, at `gelu`, gelu_out
-    assert calls(operations, "matmul_dx_dgelu") == [(rows + 4 * square + 3 * 4 * rows + wide, d.L)]
+    assert calls(operations, "matmul_dx_dact") == [(rows + 4 * square + 3 * 4 * rows + wide, d.L)]
     # the head's second chunk also reads dwte, as it adds to it
     chunks = [4 * n * (d.Vp + d.C) + times * 4 * d.Vp * d.C for n, times in ((20, 1), (12, 2))]
     assert calls(operations, "matmul_dw") == sorted((chunk, 1) for chunk in chunks)
@@ -142,7 +142,7 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
         (5 * x + stats + 4 * d.C, 1),
     ]
     # inp, w, bias; rows, columns, and a byte of the slope
-    assert calls(operations, "matmul_gelu") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
+    assert calls(operations, "matmul_act") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
     # read in bf16, written in both orders
     assert calls(operations, "cast_weights") == [(12 * 4 * square, d.L)]
     exponentials, wte = d.R * d.Vp, d.Vp * d.C
@@ -154,9 +154,9 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     assert {
         "matmul",
         "matmul_add",
-        "matmul_gelu",
+        "matmul_act",
         "matmul_dx",
-        "matmul_dx_dgelu",
+        "matmul_dx_dact",
         "classifier_fwd",
     } <= in_fp8
     assert {"classifier_dx", "matmul_dw", "matmul_dw_pair"} <= in_fp8 and not {
