@@ -3,12 +3,8 @@
 import pytest
 
 from gpt2_triton.checkpoint import safetensors_files
-from gpt2_triton.checkpoint.export import export
-from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
-from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.errors import ConfigError
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 
@@ -37,14 +33,6 @@ def test_export_refuses_a_directory_with_files(run, tmp_path, capsys):
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert "is there already; choose another" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize("key, model", [("arch llama", dict(arch="llama", n_embd=64, n_head=1))])
-def test_export_refuses_what_a_format_has_no_name_for(tmp_path, key, model):
-    weights = Weights("here", ModelConfig(**model), None, lambda name, rows: None)
-    with pytest.raises(ConfigError, match=f"llmc has no model.{key}; take hf"):
-        export(weights, tmp_path / "out", "llmc", "fp32")
-    assert not (tmp_path / "out").exists()
 
 
 def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from gpt2_triton.errors import CheckpointError, ConfigError
+from tests.support.changes import CHANGES
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 
@@ -38,22 +39,6 @@ def test_check_tensors_raises_a_table_of_the_differences():
     ]
 
 
-CHANGES = {  # a value of each kept key that config_of does not have
-    "model": dict(n_layer=3, n_embd=80, n_head=2, vocab_size=301, block_size=32, dropout=0.1)
-    | dict(activation="relu2")
-    | dict(
-        arch="llama",
-        n_kv_head=1,
-        n_inner=96,
-        norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_factor=8.0,
-        tied=False,
-    ),
-    "data": dict(tokenizer="gpt2", seed=1, windows="shifted"),
-    "train": dict(seq_len=8, total_batch_tokens=32, dtype="bf16", seed=1),
-    "optim": dict(name="muon", master="fp32", m="bf16", v="bf16"),
-}
 FATAL = [f"{section}.{name}" for section, values in CHANGES.items() for name in values]
 UNKNOWN = ["model.rope", "train.steps_more", "data.train_more", "shards", "logs.every"]
 

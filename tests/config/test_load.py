@@ -199,11 +199,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it",
     ),
     (
-        "model: {arch: llama, dropout: 0.1}",
-        {},
-        "x.yaml:1: model.dropout: 0.1 is for model.arch gpt2; remove it",
-    ),
-    (
         "",
         {"train.steps": "100"},
         "optim.warmup: 700 steps of warmup are more than train.steps 100; lower it",
