@@ -24,6 +24,7 @@ from benchmarks.accuracy.comparison import (
 )
 from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
+from gpt2_triton.operands import TokenRows
 
 F32 = torch.float32
 
@@ -118,10 +119,11 @@ def attention(s: Sizes) -> Iterator[Comparison]:
     )
 
 
-def scatter_tables(s: Sizes, ids: Tensor, targets: Tensor) -> list[Tensor]:
-    """Return the tables order, segments and split_tokens of a batch on the device."""
+def token_rows(s: Sizes, ids: Tensor, targets: Tensor) -> TokenRows:
+    """Return the tables of a batch on the device."""
     tables = scatter_table(ids.flatten().cpu().numpy(), targets.flatten().cpu().numpy(), s.V)
-    return [torch.from_numpy(table).to(DEVICE) for table in tables]
+    order, segments, split_tokens = (torch.from_numpy(table).to(DEVICE) for table in tables)
+    return TokenRows(order, segments, split_tokens, s.T)
 
 
 def tokens(s: Sizes) -> Tensor:
@@ -142,9 +144,9 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, step_in, False)
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     K.matmul_dw(dwte, scratch(s), p, lns, False)
-    tables = scatter_tables(s, tokens(s), targets)
+    rows = token_rows(s, tokens(s), targets)
     K.embedding_bwd(
-        dwte, empty32(s.T, s.C), scratch(s), torch.zeros_like(lnf), lnf, ks, *tables, s.T, False
+        dwte, empty32(s.T, s.C), scratch(s), torch.zeros_like(lnf), lnf, ks, rows, False
     )
 
     def function(lnf: Tensor, wte: Tensor) -> Tensor:
@@ -161,10 +163,8 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
     ids, wte, wpe, dx = tokens(s), randn(s.Vp, s.C), randn(s.T, s.C), randn(s.R, s.C)
     x, dwte, dwpe = empty(s.R, s.C), torch.zeros(s.Vp, s.C, device=DEVICE), empty32(s.T, s.C)
     K.embedding_fwd(x, ids, wte, wpe)
-    tables = scatter_tables(s, ids, torch.full_like(ids, -1))
-    K.embedding_bwd(
-        dwte, dwpe, scratch(s), dx, dx, torch.zeros(s.R, device=DEVICE), *tables, s.T, False
-    )
+    rows = token_rows(s, ids, torch.full_like(ids, -1))
+    K.embedding_bwd(dwte, dwpe, scratch(s), dx, dx, torch.zeros(s.R, device=DEVICE), rows, False)
 
     def function(wte: Tensor, wpe: Tensor) -> Tensor:
         return (F.embedding(ids.long(), wte) + wpe).view(s.R, s.C)

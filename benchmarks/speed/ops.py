@@ -42,8 +42,8 @@ IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropou
 # outputs that the launch also reads if `acc` is true
 ACCUMULATED = {"dw", "dw2", "db", "dbias", "dwpe", "losses"}
 WARMUP = 10  # steps that are not counted: the clock settles within a second
-# operations that touch only the tokens' rows of wte
-GATHERED = {"embedding_fwd", "classifier_target", "embedding_bwd"}
+# operations that touch only the tokens' rows of wte, and the input that numbers the rows
+GATHERED = {"embedding_fwd": "ids", "classifier_target": "targets", "embedding_bwd": "tokens.order"}
 
 # launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
 PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
@@ -107,27 +107,26 @@ def attention_sizes(a: Arguments) -> tuple[int, ...]:
     return B, NH, (a["qkv"].shape[1] // HS - NH) // 2, T, HS
 
 
-def moved_bytes(name: str, a: Arguments) -> int:
+def moved_bytes(name: str, args: tuple, acc: bool) -> int:
     """Return the bytes that are read and written.  A tensor counts twice if it is
-    updated in place or added to.
+    updated in place or, if `acc`, added to.
     """
+    contract = getattr(kernels, name).contract
+    outputs, inputs = contract.outputs(args), contract.inputs(args)
     updated = set(IN_PLACE.get(name, ()))
-    updated |= ACCUMULATED if a.get("acc") else set()
+    updated |= ACCUMULATED if acc else set()
     total = 0
-    outputs = getattr(kernels, name).outputs
-    for position, (argument, value) in enumerate(a.items()):
-        if argument in WORKSPACE or not isinstance(value, (Tensor, kernels.Fp8)):
+    for argument, value in (outputs | inputs).items():
+        field = argument.rpartition(".")[2]
+        if field in WORKSPACE:
             continue
-        tensors = [value] if isinstance(value, Tensor) else forms(name, value, position < outputs)
+        written = argument in outputs
+        tensors = [value] if isinstance(value, Tensor) else forms(name, value, written)
         n = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if argument in ("wte", "dwte") and name in GATHERED:
-            rows = (
-                a["targets"].numel()
-                if "targets" in a
-                else a["order" if "order" in a else "ids"].numel()
-            )
+            rows = inputs[GATHERED[name]].numel()
             n = min(n, rows * value.shape[1] * tensors[0].element_size())
-        total += 2 * n if argument in updated else n
+        total += 2 * n if field in updated else n
     return total
 
 
@@ -163,7 +162,7 @@ class Timed:
 
     def __getattr__(self, name: str) -> Any:
         launcher = getattr(kernels, name)
-        if not callable(launcher) or name in ("scratch_elements", "compiling", "Fp8"):
+        if not hasattr(launcher, "contract"):
             return launcher
 
         def call(*args: Any, **keywords: Any) -> None:
@@ -179,12 +178,12 @@ class Timed:
 
     def _operation(self, name: str, launcher: Any, args: tuple, keywords: dict) -> Operation:
         a = inspect.signature(launcher).bind(*args, **keywords).arguments
+        acc = a.get("acc", False)
+        a = launcher.contract.outputs(args) | launcher.contract.inputs(args)
         shapes = " ".join(
-            "x".join(map(str, v.shape))
-            for k, v in a.items()
-            if isinstance(v, (Tensor, kernels.Fp8)) and k not in WORKSPACE
+            "x".join(map(str, t.shape)) for argument, t in a.items() if argument not in WORKSPACE
         )
-        nbytes = moved_bytes(name, a)
+        nbytes = moved_bytes(name, args, acc)
         key = (name, shapes, nbytes)
         if key not in self.operations:
             sizes = attention_sizes(a) if name.startswith("attention") else None

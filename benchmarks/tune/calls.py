@@ -7,7 +7,6 @@ The tensors that a call writes are saved and restored, so the step continues wit
 import contextlib
 import dataclasses
 import gc
-import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.contract import leaves
 from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.cuda import capture
 from gpt2_triton.model.model import Model
@@ -94,7 +94,7 @@ class Call:
             else str(v)
             if v is None or type(v) is bool
             else "."
-            for v in (*self.args, *self.keywords.values())
+            for v in leaves((*self.args, *self.keywords.values()))
         ]
         return " ".join([self.launcher.__name__, *parts])
 
@@ -113,7 +113,7 @@ class Interceptor:
 
     def __getattr__(self, name: str) -> Any:
         launcher = getattr(kernels, name)
-        if not hasattr(launcher, "outputs"):
+        if not hasattr(launcher, "contract"):
             return launcher
 
         def launch(*args: Any, **keywords: Any) -> None:
@@ -187,32 +187,27 @@ class Trial:
 
     def __init__(self, call: Call):
         self.call = call
-        self.outs = [t for t in call.args[: call.launcher.outputs] if t is not None]
-        self.before = [t.clone() for t in self.outs]
-        self.read = [_updated(call, out) for out in self.outs]
+        self.outs = call.launcher.contract.outputs(call.args)
+        self.before = {name: t.clone() for name, t in self.outs.items()}
+        self.read = {name for name, t in self.outs.items() if _updated(call, name, t)}
         self._again()
         self.want = [t.clone() for t in self._results()]
         self.launches = self._launches()
 
     def _results(self) -> list[Tensor]:
         """Return the outputs to compare: all but partial sums, which depend on block sizes."""
-        results = []
-        for tensor in self.outs:
-            name = _name(self.call, tensor)
-            if name == "rowsum":
-                # the sums of p's rows; those of its tiles follow
-                results.append(tensor[: len(self.outs[0])])
-            elif name != "scratch":
-                results.append(tensor)
-        return results
+        results = {name: t for name, t in self.outs.items() if name != "scratch"}
+        if "rowsum" in results:  # the sums of p's rows; those of its tiles follow
+            results["rowsum"] = results["rowsum"][: len(results["p"])]
+        return list(results.values())
 
     def _again(self) -> None:
         """Restore the outputs that the call reads, fill the others with
         NaN, and repeat the call.
         """
-        for tensor, before, read in zip(self.outs, self.before, self.read):
-            if read:
-                tensor.copy_(before)
+        for name, tensor in self.outs.items():
+            if name in self.read:
+                tensor.copy_(self.before[name])
             else:
                 tensor.fill_(math.nan)
         self.call()
@@ -253,22 +248,18 @@ class Trial:
         return capture(launches), self.launches
 
     def restore(self) -> None:
-        for tensor, before in zip(self.outs, self.before):
-            tensor.copy_(before)
+        for name, tensor in self.outs.items():
+            tensor.copy_(self.before[name])
 
 
-def _name(call: Call, tensor: Tensor) -> str:
-    arguments = inspect.signature(call.launcher).bind(*call.args, **call.keywords).arguments
-    return next(name for name, value in arguments.items() if value is tensor)
-
-
-def _updated(call: Call, out: Tensor) -> bool:
-    """Return whether the call reads this output's old content."""
-    name, inputs = _name(call, out), call.args[call.launcher.outputs :]
-    added_to = (
-        name in ACCUMULATED or name == "dx" or name in IN_PLACE.get(call.launcher.__name__, ())
-    )
-    return added_to or any(_overlap(out, t) for t in inputs if isinstance(t, Tensor))
+def _updated(call: Call, name: str, out: Tensor) -> bool:
+    """Return whether the call reads the old content of the output of this name."""
+    field = name.rpartition(".")[2]
+    in_place = IN_PLACE.get(call.launcher.__name__, ())
+    if field in ACCUMULATED or field == "dx" or field in in_place:
+        return True
+    inputs = call.launcher.contract.inputs(call.args).values()
+    return any(_overlap(out, t) for t in inputs if isinstance(t, Tensor))
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -30,6 +30,7 @@ from triton.language.target_info import is_hip
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.fp8 import Operand, full
 from gpt2_triton.kernels.tuning import dtype_name, tuned
+from gpt2_triton.operands import TokenRows
 
 
 @triton.jit
@@ -142,16 +143,23 @@ def embedding_fwd(x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor | None) -> N
 
 
 @contract(
-    "dwte[Vp,C]+ dwpe[Tmax,C]?+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] "
-    "order[2*R] segments[Ns,4] split_tokens[Nh,4]"
+    "dwte[Vp,C]+ dwpe[Tmax,C]?+ scratch[*] <- dx[R,C] lnf[R,C] ks[R] tokens.order[2*R]"
+    "tokens.segments[Ns,4] tokens.split_tokens[Nh,4]"
 )
 def embedding_bwd(
-    dwte: Tensor, dwpe: Tensor | None, scratch: Tensor, dx: Tensor, lnf: Operand, ks: Tensor,
-    order: Tensor, segments: Tensor, split_tokens: Tensor, T: int, acc: bool,
-) -> None:  # fmt: skip
+    dwte: Tensor,
+    dwpe: Tensor | None,
+    scratch: Tensor,
+    dx: Tensor,
+    lnf: Operand,
+    ks: Tensor,
+    tokens: TokenRows,
+    acc: bool,
+) -> None:
     """dwte += rows of dx by input token, rows of ks * lnf by target; dwpe (+)=
     sums of dx over the batch.
     """
+    order, segments, split_tokens, T = tokens
     R, C = dx.shape
     Ns, Nh = segments.shape[0], split_tokens.shape[0]
     row = tuned("embedding_bwd_segments", dtype_name(dx), BLOCK_C=C)

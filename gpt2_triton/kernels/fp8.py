@@ -13,7 +13,6 @@ position 2g + h holds token g + 8h.  A product does not depend on an order that 
 The columns of weights have no pairs.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -36,42 +35,7 @@ from gpt2_triton.kernels.hopper import cast as hopper_cast
 from gpt2_triton.kernels.hopper import transpose as hopper_transpose
 from gpt2_triton.kernels.step_io import APPLY
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8:
-    """An operand of products, [R, C], in the forms that products and other kernels read."""
-
-    rows: Tensor  # e4m3 or e5m2 [R, C], or [0, C] if no product reads them
-    columns: Tensor  # the same [C, R], or [0, C] if no product reads them
-    scale: Tensor  # fp32 [1]
-    amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
-    # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
-    transposed: bool
-    value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.shape if len(self.rows) else self.columns.shape[::-1]
-
-    def dim(self) -> int:
-        return 2
-
-    def is_contiguous(self) -> bool:
-        return self.rows.is_contiguous()
-
-    def __getitem__(self, rows: slice) -> "Fp8":
-        """Return some rows, with columns to be written: their order
-        depends on the number of rows.
-        """
-        columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
-        if len(columns):
-            columns = columns.view(-1)[: n * len(columns)].view(-1, n)
-        value = None if self.value is None else self.value[rows]
-        return dataclasses.replace(self, rows=self.rows[rows], columns=columns, value=value)
-
-
-Operand = Tensor | Fp8
+from gpt2_triton.operands import Fp8, Operand
 
 
 def full(operand: Operand) -> Tensor:
@@ -228,11 +192,12 @@ def describe_heads(operand: Operand, shape: Sequence[int], HS: int, tokens: int)
     return describe(pairs, 1, next_power_of_2(HS), 1, tokens // 2)
 
 
-@contract("x8[R,C] <- x[R,C]")
-def cast_operand(x8: Fp8, x: Tensor) -> None:
-    """Cast x, bf16, to x8's rows and record the amax; a weight (x8.transposed) also
+@contract("x8[R,C] <- x8.value[R,C]")
+def cast_operand(x8: Fp8) -> None:
+    """Cast an operand's value to its rows and record the amax; a weight (x8.transposed) also
     gets columns, without pairs.
     """
+    x = full(x8)
     R, C = x.shape
     if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
         return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax)])
@@ -244,18 +209,18 @@ def cast_operand(x8: Fp8, x: Tensor) -> None:
         transpose(x8.columns, x8.rows, pairs=False)
 
 
-@contract("a8[A,B] b8[D,E] c8[F,G] d8[H,I] <- a[A,B] b[D,E] c[F,G] d[H,I]")
-def cast_weights(
-    a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8, a: Tensor, b: Tensor, c: Tensor, d: Tensor
-) -> None:
+@contract(
+    "a8[A,B] b8[D,E] c8[F,G] d8[H,I] <- a8.value[A,B] b8.value[D,E] c8.value[F,G] d8.value[H,I]"
+)
+def cast_weights(a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8) -> None:
     """Cast a layer's four weights, as cast_operand does; on Hopper in one launch."""
-    pairs = ((a8, a), (b8, b), (c8, c), (d8, d))
-    if all(hopper.takes("cast_weight", *x.shape, "fp8") for _, x in pairs):
+    weights = (a8, b8, c8, d8)
+    if all(hopper.takes("cast_weight", *x8.shape, "fp8") for x8 in weights):
         return hopper_cast.cast_weights(
-            [(x8.rows, x8.columns, x, x8.scale, x8.amax) for x8, x in pairs]
+            [(x8.rows, x8.columns, full(x8), x8.scale, x8.amax) for x8 in weights]
         )
-    for x8, x in pairs:
-        cast_operand(x8, x)
+    for x8 in weights:
+        cast_operand(x8)
 
 
 @contract("squares[1]+ <- amax[A,P]")

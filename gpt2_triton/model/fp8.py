@@ -1,6 +1,6 @@
 """Operands of matrix products in fp8, and their places in the schedule's view.
 
-With train.precision fp8, Fp8 objects (kernels/fp8.py) replace the bf16 operands of the layers'
+With train.precision fp8, Fp8 objects (operands.py) replace the bf16 operands of the layers'
 products, forward and backward.  Unless fp8.keep_bf16 is head, they also replace the head's
 operands.  Everything else is as in bf16.
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.schedule import roll_scales
 from gpt2_triton.model.tables import State
+from gpt2_triton.operands import Fp8
 
 WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
 SCALES = ("ln1", "att", "ln2", "fcg", "dqkv", "datt", "dfch", "dfcg", *WEIGHTS)
@@ -72,9 +73,7 @@ def place_operands(
         written = columns is not None and len(columns) > 0  # together with the rows
         if columns is None:  # made by matmul_dw, in memory that operands share
             columns = q.dout8t if name[0] == "d" else q.ln8t
-        return K.Fp8(
-            rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value
-        )
+        return Fp8(rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value)
 
     a.ln = [operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i]) for i in range(2 * L)]
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
@@ -99,8 +98,8 @@ def place_operands(
     a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf)
     w.wte = operand("wte", L, q.wte8, q.wte8t, w.wte)
     # the kernels that write these two also write their scales
-    a.p = K.Fp8(q.p8, q.p8t, q.p_scale, None, True)
-    a.lns = K.Fp8(q.lnf8[:0], q.lns8t, q.lns_scale, None, True)
+    a.p = Fp8(q.p8, q.p8t, q.p_scale, None, True)
+    a.lns = Fp8(q.lnf8[:0], q.lns8t, q.lns_scale, None, True)
     return [*weights, [w.wte]]
 
 

@@ -24,12 +24,12 @@ NOT_A_LAYER = -1
 def cast(K: Any, operands: list[Any]) -> None:
     """Cast a layer's four weights; in bf16 there are none."""
     if operands:
-        K.cast_weights(*operands, *(x8.value for x8 in operands))
+        K.cast_weights(*operands)
 
 
 def cast_head(K: Any, operands: list[Any]) -> None:
     for x8 in operands:
-        K.cast_operand(x8, x8.value)
+        K.cast_operand(x8)
 
 
 def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:

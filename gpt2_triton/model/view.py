@@ -15,6 +15,7 @@ from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
 from gpt2_triton.model.tensor_stats import Observer
+from gpt2_triton.operands import TokenRows
 
 
 class UpdateSpan(NamedTuple):
@@ -45,9 +46,7 @@ class ModelView:
     s: State
     ids: Tensor
     targets: Tensor
-    order: Tensor
-    segments: Tensor
-    split_tokens: Tensor
+    tokens: TokenRows
     # [i]: the gradient of the branch that ends at x[i], an operand of products
     branch_grads: list[Any]
     branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
@@ -143,19 +142,14 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
     )
 
 
-def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Tensor]:
+def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Any]:
     """Return the parts of the packed batch, as data/packing.py lays them out."""
     B, T, R, Ns, Nh = (d[name] for name in ("B", "T", "R", "Ns", "Nh"))
     ids, targets, order, segments, split, _ = batch.split(
         [R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)]
     )
-    return dict(
-        ids=ids.view(B, T),
-        targets=targets,
-        order=order,
-        segments=segments.view(Ns, 4),
-        split_tokens=split.view(Nh, 4),
-    )
+    tokens = TokenRows(order, segments.view(Ns, 4), split.view(Nh, 4), T)
+    return dict(ids=ids.view(B, T), targets=targets, tokens=tokens)
 
 
 def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:

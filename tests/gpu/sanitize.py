@@ -25,7 +25,7 @@ import triton
 import gpt2_triton.kernels as kernels
 from gpt2_triton.kernels import contract
 from gpt2_triton.model.model import Model
-from tests.support.launchers import WrappedKernels
+from tests.support.launchers import WrappedKernels, mapped
 from tests.support.models import calibrate, train_steps
 from tests.support.tiny import tiny_config
 
@@ -61,31 +61,28 @@ class SeparateAllocations(WrappedKernels):
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         self.launched.add(name)
-        copies = [_copied(argument) for argument in args]
+        copies = [mapped(argument, torch.clone) for argument in args]
         getattr(kernels, name)(*copies, **keywords)
         torch.cuda.synchronize()
-        outputs = contract.LAUNCHERS[name].outputs
-        for i, (argument, copy) in enumerate(zip(args, copies, strict=True)):
-            if isinstance(argument, kernels.Fp8):  # an input too: a product writes its columns
-                for field in _tensors(argument):
-                    getattr(argument, field).copy_(getattr(copy, field))
-            elif i < outputs and argument is not None:
-                argument.copy_(copy)
+        launcher = contract.LAUNCHERS[name].contract
+        inputs = launcher.inputs(copies)
+        for argument, operand in launcher.inputs(args).items():
+            if isinstance(operand, kernels.Fp8):  # a product writes its columns
+                _copy_back(operand, inputs[argument])
+        written = launcher.outputs(copies)
+        for argument, operand in launcher.outputs(args).items():
+            _copy_back(operand, written[argument])
 
 
-def _tensors(operand: Any) -> list[str]:
-    """Return the names of an fp8 operand's tensors."""
-    fields = [field.name for field in dataclasses.fields(operand)]
-    return [name for name in fields if isinstance(getattr(operand, name), torch.Tensor)]
-
-
-def _copied(argument: Any) -> Any:
-    """Return an argument of a launcher with tensors of its own."""
-    if isinstance(argument, kernels.Fp8):
-        return dataclasses.replace(
-            argument, **{name: getattr(argument, name).clone() for name in _tensors(argument)}
-        )
-    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+def _copy_back(operand: Any, copy: Any) -> None:
+    """Copy a tensor, or those of an fp8 operand."""
+    if isinstance(operand, torch.Tensor):
+        operand.copy_(copy)
+        return
+    for field in dataclasses.fields(operand):
+        tensor = getattr(operand, field.name)
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(getattr(copy, field.name))
 
 
 def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:

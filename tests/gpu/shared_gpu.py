@@ -16,7 +16,6 @@ exit code is 1 if anything of ours differs.
 """
 
 import contextlib
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,11 +51,8 @@ class Checksums(WrappedKernels):
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         getattr(kernels, name)(*args, **keywords)
         if self.sums:
-            launcher: Any = contract.LAUNCHERS[name]
-            written = list(zip(inspect.signature(launcher).parameters, args))[: launcher.outputs]
-            results = [
-                t for output, t in written if t is not None and output not in contract.WORKSPACE
-            ]
+            written = contract.LAUNCHERS[name].contract.outputs(args)
+            results = [t for output, t in written.items() if output not in contract.WORKSPACE]
             self.launches.append(
                 (name, [sum_of_bytes(t) for result in results for t in tensors_of(name, result)])
             )

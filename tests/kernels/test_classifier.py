@@ -14,6 +14,7 @@ from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
+from gpt2_triton.operands import TokenRows
 from tests.conftest import DEVICE
 from tests.support.helpers import (
     DTYPES,
@@ -199,7 +200,9 @@ def head(lnf, wte, targets, V, chunk):
         torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)
     ]
     slots = poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
-    embedding_bwd(dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, *tables, R, False)
+    embedding_bwd(
+        dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, TokenRows(*tables, R), False
+    )
     return losses, dln, dwte
 
 

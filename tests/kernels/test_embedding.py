@@ -10,6 +10,7 @@ from gpt2_triton.data.packing import SEGMENT, scatter_bounds, scatter_table
 from gpt2_triton.kernels import embedding
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, embedding_fwd
 from gpt2_triton.kernels.tuning import INTERPRET
+from gpt2_triton.operands import TokenRows
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
@@ -19,9 +20,10 @@ SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150
 shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
 
 
-def tables(ids, targets, V):
+def token_rows(ids, targets, V, T):
     ids, targets = (np.asarray(tokens, np.int32) for tokens in (ids, targets))
-    return [torch.from_numpy(table).to(DEVICE) for table in scatter_table(ids, targets, V)]
+    tables = scatter_table(ids, targets, V)
+    return TokenRows(*(torch.from_numpy(table).to(DEVICE) for table in tables), T)
 
 
 def scratch(R, V, C):
@@ -66,7 +68,7 @@ def test_embedding_bwd_matches_float64(rng, B, T, Tmax, C, V, dtype, acc):
     ids, targets = draw_tokens(rng, R, V)
     dx, lnf, ks = rng(R, C, dtype=dtype), rng(R, C, dtype=dtype), rng(R)
     dwte, dwpe = rng(Vp, C), rng(Tmax, C) if acc else poisoned(Tmax, C)
-    before, inputs = dwte.clone(), [dx, lnf, ks, *tables(ids, targets, V), T, acc]
+    before, inputs = dwte.clone(), [dx, lnf, ks, token_rows(ids, targets, V, T), acc]
     want = exact("embedding_bwd", [dwte, dwpe], None, *inputs)
     embedding_bwd(dwte, dwpe, scratch(R, V, C), *inputs)
     assert error(dwte, want[0]) < 1e-6  # fp32 sums of a few hundred terms
@@ -86,7 +88,9 @@ def test_embedding_bwd_for_amd_gives_the_same_bits(rng, monkeypatch):
     for hip in (False, True):
         monkeypatch.setattr(embedding, "is_hip", lambda hip=hip: called.append(hip) or hip)
         dwte, dwpe = before.clone(), poisoned(R, C)
-        embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), R, False)
+        embedding_bwd(
+            dwte, dwpe, scratch(R, V, C), dx, lnf, ks, token_rows(ids, targets, V, R), False
+        )
         found.append(dwte)
     assert {*called} == {False, True}
     assert torch.equal(*found) and not torch.equal(found[0], before)
@@ -104,8 +108,8 @@ def test_embedding_bwd_with_full_segments(count):
     ids[count:] = 2
     dx = (2.0 ** torch.arange(R).remainder(4)).to(DEVICE)[:, None].repeat(1, C)
     dwte = torch.zeros(4, C, device=DEVICE)
-    batch = tables(ids, np.full(R, -1), 4)
-    embedding_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), *batch, R, False)
+    batch = token_rows(ids, np.full(R, -1), 4, R)
+    embedding_bwd(dwte, poisoned(R, C), scratch(R, 4, C), dx, dx, poisoned(R), batch, False)
     assert torch.equal(dwte[1], dx[:count].sum(0)) and torch.equal(dwte[2], dx[count:].sum(0))
 
 
@@ -120,7 +124,7 @@ def run_bwd(R, V, C, outputs):
     dwte, dwpe = outputs(V, C), outputs(R // 2 + 5, C)
     slots = outputs(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
     dwte.fill_(1)
-    embedding_bwd(dwte, dwpe, slots, dx, lnf, ks, *tables(*tokens, V), R // 2, False)
+    embedding_bwd(dwte, dwpe, slots, dx, lnf, ks, token_rows(*tokens, V, R // 2), False)
     return dwte, dwpe
 
 
@@ -138,5 +142,5 @@ def test_embedding_bwd_of_gpt2_on_gpu(rng, B, T, Tmax, C, V):
     want = start.double().index_add_(0, ids.to(DEVICE), dx.double())
     want.index_add_(0, targets.to(DEVICE)[valid], (ks[:, None].double() * lnf.double())[valid])
     dwte, dwpe = start.clone(), poisoned(T, C)
-    embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, *tables(ids, targets, V), T, False)
+    embedding_bwd(dwte, dwpe, scratch(R, V, C), dx, lnf, ks, token_rows(ids, targets, V, T), False)
     assert error(dwte, want) < 1e-6 and error(dwpe, dx.double().view(B, T, C).sum(0)) < 1e-6

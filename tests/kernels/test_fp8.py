@@ -190,8 +190,8 @@ def test_what_is_not_recorded_changes_no_scale(amax, applied):
 @pytest.mark.parametrize("shapes", [((64, 80), (208, 48), (400, 272), (16, 16)), ((72, 40),) * 4])
 def test_weights_are_cast_and_transposed(shapes, rng):
     weights = [rng(*shape, dtype=BF16) * 0.02 for shape in shapes]
-    operands = [operand(*shape, scale=64.0) for shape in shapes]
-    K.cast_weights(*operands, *weights)
+    operands = [dataclasses.replace(operand(*w.shape, scale=64.0), value=w) for w in weights]
+    K.cast_weights(*operands)
     for w8, w in zip(operands, weights, strict=True):
         want = as_e4m3(w.float() * 64)
         assert torch.equal(bits(w8.rows), bits(want)) and torch.equal(

@@ -10,7 +10,7 @@ from gpt2_triton.kernels import contract
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error
-from tests.support.launchers import WrappedKernels
+from tests.support.launchers import WrappedKernels, mapped
 from tests.support.models import kernel_model, train_steps
 
 
@@ -29,30 +29,24 @@ class SideBySide(WrappedKernels):
     def _launch(self, name: str, *args, **keywords):
         names = inspect.signature(getattr(reference, name)).parameters
         exact = [
-            self.workspace if n in contract.WORKSPACE else self._copy(a)
+            self.workspace if n in contract.WORKSPACE else mapped(a, self._copy)
             for n, a in zip(names, args, strict=False)
         ]
-        contract.TRACE = trace = []
-        try:
-            getattr(gpt2_triton.kernels, name)(*args, **keywords)
-        finally:
-            contract.TRACE = None
+        getattr(gpt2_triton.kernels, name)(*args, **keywords)
         getattr(reference, name)(*exact, **keywords)
         self.launched.append(name)
-        for output, got, want in zip(names, trace[0][1], exact, strict=False):
-            if got is not None and got.is_floating_point() and output not in contract.WORKSPACE:
-                off = error(got, want)
+        written = contract.LAUNCHERS[name].contract
+        wanted = written.outputs(exact)
+        for output, got in written.outputs(args).items():
+            if got.is_floating_point() and output not in contract.WORKSPACE:
+                off = error(got, wanted[output])
                 assert off < self.tolerance, (
                     f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
                 )
 
     @staticmethod
-    def _copy(argument):
-        if not isinstance(argument, torch.Tensor):
-            return argument
-        return argument.to(
-            torch.float64 if argument.is_floating_point() else argument.dtype, copy=True
-        )
+    def _copy(t: torch.Tensor) -> torch.Tensor:
+        return t.to(torch.float64 if t.is_floating_point() else t.dtype, copy=True)
 
 
 # fp32: sums of up to 384 products, 6e-8 each, and cancellation in the backward of attention and

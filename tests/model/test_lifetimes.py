@@ -29,10 +29,9 @@ class NoLaunch(WrappedKernels):
         self.phase, self.launches = "", []
 
     def _launch(self, name, *args, **keywords):
-        outputs = LAUNCHERS[name].outputs
-        tensors = [
-            [t for t in side if isinstance(t, Tensor)] for side in (args[:outputs], args[outputs:])
-        ]
+        contract = LAUNCHERS[name].contract
+        sides = contract.outputs(args), contract.inputs(args)
+        tensors = [[t for t in side.values() if isinstance(t, Tensor)] for side in sides]
         self.launches.append((self.phase, name, *tensors))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.conftest import DEVICE
 from tests.support import reference
+from tests.support.launchers import mapped
 
 DTYPES = [torch.float32, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -66,8 +67,8 @@ def exact(launcher: str, outputs, *inputs, **options):
     to, None what is left out.
     """
 
-    def wide(t):
-        return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+    def wide(argument):
+        return mapped(argument, lambda t: t.double() if t.is_floating_point() else t)
 
     results = [wide(t) for t in outputs]
     getattr(reference, launcher)(*results, *map(wide, inputs), **options)

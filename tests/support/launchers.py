@@ -1,10 +1,15 @@
 """The kernel package with something done at each launch."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton.kernels.contract import LAUNCHERS
+from gpt2_triton.operands import Fp8
 
 
 class WrappedKernels:
@@ -16,8 +21,20 @@ class WrappedKernels:
         if name not in LAUNCHERS:
             return getattr(kernels, name)
         launch: Any = functools.partial(self._launch, name)
-        launch.outputs = LAUNCHERS[name].outputs  # as statistics read them
+        launch.contract = LAUNCHERS[name].contract  # as statistics read it
         return launch
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         raise NotImplementedError
+
+
+def mapped(argument: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return an argument of a launcher with function(t) in the place of each tensor t."""
+    if isinstance(argument, Tensor):
+        return function(argument)
+    if isinstance(argument, Fp8):
+        fields = {field.name: getattr(argument, field.name) for field in dataclasses.fields(Fp8)}
+        return Fp8(**{name: mapped(value, function) for name, value in fields.items()})
+    if hasattr(argument, "_make"):  # a tuple of operands.py
+        return argument._make(mapped(value, function) for value in argument)
+    return argument

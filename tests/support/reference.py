@@ -44,10 +44,11 @@ def embedding_fwd(x, ids, wte, wpe):
     x.copy_((wte[ids.long()] + (0 if wpe is None else wpe[: ids.shape[1]])).reshape(x.shape))
 
 
-def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, order, segments, split_tokens, T, acc):
+def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, tokens, acc):
     """dwte[token] += rows of dx by input, of ks * lnf by target; dwpe[t] =
     sum over the batch of dx.
     """
+    order, segments, _, T = tokens
     R = dx.shape[0]
     for token, start, length, _ in segments.tolist():
         for e in order[start : start + length].tolist():

@@ -172,10 +172,7 @@ def embed_bwd(K: Any, m: Any, acc: bool) -> None:
         a.dx[0],
         a.lnf,
         a.ks,
-        m.order,
-        m.segments,
-        m.split_tokens,
-        m.T,
+        m.tokens,
         acc,
     )
     m.comm.reduce_grads(NOT_A_LAYER)

@@ -47,9 +47,9 @@ def calls(operations, name):
 
 
 def test_timed_records_every_launcher_of_a_step(record, monkeypatch):
-    monkeypatch.setattr(contract, "TRACE", [])
+    monkeypatch.setattr(contract, "LAUNCHED", set())
     _, operations = record()
-    launched = {name for name, *_ in contract.TRACE}
+    launched = contract.LAUNCHED
     no_step = {"column_sums", "fill", "normal_init"}  # of other launchers, and of first weights
     assert {op.name for op in operations} == launched - no_step
     with_products = {

@@ -14,6 +14,7 @@ from benchmarks.tune import calls, candidates, search
 from gpt2_triton import __version__, device
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
+from gpt2_triton.kernels.contract import Contract
 from gpt2_triton.kernels.table_file import read_table
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from tests.benchmarks.tune.test_tables import TRAINING
@@ -171,7 +172,7 @@ def test_tune_writes_nothing_without_a_gain(tiny, tmp_path, monkeypatch, capsys)
     def launch(out):
         tuning.tuned("adamw", "bf16")
 
-    launch.outputs = 1
+    launch.contract = Contract("out[*] <-", launch)
     call = calls.Call(launch, (torch.zeros(4),), {}, {("adamw", "bf16")})
     monkeypatch.setattr(calls, "intercepted_step", lambda size, batch, rows, on_call: on_call(call))
     tiny(dict(adamw=dict(BLOCK=(32768, 65536))))
@@ -197,7 +198,7 @@ def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatc
         if block == 65536:
             args[0][3] += 1.0  # one weight of all
 
-    adamw.outputs = right.outputs
+    adamw.contract = right.contract
     adamw.__wrapped__ = right
     adamw.__name__ = "adamw"
     monkeypatch.setattr(gpt2_triton.kernels, "adamw", adamw)

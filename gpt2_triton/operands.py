@@ -1,0 +1,55 @@
+"""What launchers take beside tensors: fp8 operands, and tuples of tensors that belong together.
+
+Each model's wiring.py builds the tuples once, and the launchers of kernels/ read them.  The
+contract of a launcher says which fields it reads and which it writes.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """An operand of products, [R, C], in the forms that products and other kernels read."""
+
+    rows: Tensor  # e4m3 or e5m2 [R, C], or [0, C] if no product reads them
+    columns: Tensor  # the same [C, R], or [0, C] if no product reads them
+    scale: Tensor  # fp32 [1]
+    amax: Tensor | None  # int32 [AMAX_CELLS], bits of fp32; None: not recorded
+    # True: a kernel before matmul_dw writes `columns`; False: matmul_dw does, to a common buffer
+    transposed: bool
+    value: Tensor | None = None  # bf16 [R, C], for kernels that read it in full precision
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape if len(self.rows) else self.columns.shape[::-1]
+
+    def dim(self) -> int:
+        return 2
+
+    def is_contiguous(self) -> bool:
+        return self.rows.is_contiguous()
+
+    def __getitem__(self, rows: slice) -> "Fp8":
+        """Return some rows, with columns to be written: their order
+        depends on the number of rows.
+        """
+        columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
+        if len(columns):
+            columns = columns.view(-1)[: n * len(columns)].view(-1, n)
+        value = None if self.value is None else self.value[rows]
+        return dataclasses.replace(self, rows=self.rows[rows], columns=columns, value=value)
+
+
+Operand = Tensor | Fp8
+
+
+class TokenRows(NamedTuple):
+    """The rows of activations that belong to each token of a batch; data/packing.py packs them."""
+
+    order: Tensor  # int32 [2 * R]
+    segments: Tensor  # int32 [Ns, 4]
+    split_tokens: Tensor  # int32 [Nh, 4]
+    T: int  # tokens of a sequence
