@@ -19,7 +19,7 @@ PAIR := -m pip list --format freeze | grep -E "^(torch|triton)="
 
 quickstart: .venv/installed
 	$(BIN)/python train.py configs/quickstart.yaml --run_dir $(RUN) --resume
-	$(BIN)/python -m gpt2_triton sample $(RUN) --prompt "The " --tokens 48
+	$(BIN)/python -m gpt2_triton sample $(RUN) --prompt "latin " --tokens 100 --temperature 0.7
 	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
 
 test: lint # lint and the fast tests: five minutes on two cores

@@ -55,8 +55,8 @@ def prepare_text(
 
 @app.command(name="builtin")
 def prepare_builtin(*, out: Out = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
-    """Tokenise 0.5 MB of text that every Python has, the help topics of its
-    manual, to try things out.
+    """Tokenise 0.9 MB of text that every Python has, the names of Unicode's
+    characters, to try things out.
     """
     from gpt2_triton.data.prepare import builtin
 

@@ -368,7 +368,7 @@ def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
     and matrices are whole before they are orthogonalised.
     """
     options = (
-        "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 "
+        "--model.n_layer 8 --model.vocab_size 4096 --train.steps 8 --optim.warmup 4 "
         "--train.dtype bf16 --train.batch_size 64"
     )
     options += " --train.total_batch_tokens 65536 --eval.every 4"

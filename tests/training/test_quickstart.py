@@ -1,5 +1,5 @@
-"""The first command of the README: in 8 of 40 steps the loss falls from 5.5 to below
-4.7; its checkpoint samples.
+"""The first command of the README, whole: its loss falls without a spike, and its checkpoint
+writes words.
 
 It runs in this process, whose interpreter is fast; test_streams.py and
 test_install.py start processes.
@@ -7,26 +7,32 @@ test_install.py start processes.
 
 import json
 
+import numpy as np
 import pytest
 
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
+from gpt2_triton.data.prepare.builtin import builtin_text
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_quickstart_loss_falls_and_its_checkpoint_can_be_sampled(tmp_path, capsys):
+def test_quickstart_loss_falls_and_its_checkpoint_writes_words(tmp_path, capsys):
     directory = str(tmp_path / "run")
-    assert main(app, ["configs/quickstart.yaml", "--run_dir", directory, "--train.steps", "8"]) == 0
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    losses = [record["loss"] for record in records if "loss" in record]
+    assert main(app, ["configs/quickstart.yaml", "--run_dir", directory]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    losses = np.array([record["loss"] for record in records if "loss" in record])
     assert 5.3 < losses[0] < 5.7  # 256 equally likely bytes cost log(256) = 5.55
-    assert sum(losses[-4:]) / 4 < 4.7  # 4.5; the loss of a step, of 1,024 tokens, varies by 0.1
+    assert losses[-20:].mean() < 1.4  # 1.27
+    # the loss of a step, of 1,024 tokens, varies by 0.1
+    assert all(losses[n] < losses[n - 10 : n].mean() + 0.5 for n in range(10, len(losses)))
     capsys.readouterr()
-    assert main(tools, ["sample", directory, "--prompt", "The ", "--tokens", "4"]) == 0
-    assert "The " in capsys.readouterr().out
+    how = ["--prompt", "latin ", "--tokens", "300", "--temperature", "0.7"]
+    assert main(tools, ["sample", directory, *how]) == 0
+    words = capsys.readouterr().out.partition("latin ")[2].split()[:-1]  # the last may be cut off
+    known = set(builtin_text().split())
+    assert len(words) > 20 and sum(word in known for word in words) > 0.6 * len(words)
     assert main(tools, ["plot", directory, "-o", str(tmp_path / "loss.png")]) == 0
     assert (tmp_path / "loss.png").stat().st_size > 10_000
