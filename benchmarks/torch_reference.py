@@ -19,6 +19,7 @@ from gpt2_triton.model.tables import param_entries, param_views
 # model.activation: the function, whose derivative autograd takes
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 

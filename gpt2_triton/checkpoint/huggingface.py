@@ -37,6 +37,7 @@ CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_siz
 ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
+    "relu2": "relu2",
 }  # their name: ours; the first is written
 
 # keys of config.json that change what a model computes, with the values that are

@@ -152,7 +152,9 @@ class ModelConfig(ConfigSection):
         ge=0,
         lt=1,
     )
-    activation: Literal["gelu"] = kept("gelu", "of the MLP", "gpt2", fp8=False, formats=("hf",))
+    activation: Literal["gelu", "relu2"] = kept(
+        "gelu", "of the MLP; relu2 is ReLU squared", "gpt2", fp8=False, formats=("hf",)
+    )
     norm_eps: float = kept(1e-5, "epsilon of the norms", "llama", gt=0)
     rope_theta: float = kept(500_000.0, "base of the rotations' frequencies", "llama", gt=1)
     rope_factor: float = kept(

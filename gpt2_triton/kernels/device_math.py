@@ -102,6 +102,14 @@ def dgelu_of(x, xx, s):
     return s + x * (xx * (6.0 * CURVE) + 2.0 * SLOPE) * (s - s * s)
 
 
+# The square of ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668): max(x, 0)^2
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
 # The activations of matmul_act by name; each has a row in ACTIVATIONS of
 # benchmarks/torch_reference.py.
 
@@ -109,6 +117,8 @@ def dgelu_of(x, xx, s):
 @triton.jit
 def activation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     """Return the activation of x, which will be rounded to RESULT."""
+    if NAME == "relu2":
+        return relu(x) * relu(x)
     tl.static_assert(NAME == "gelu")
     return gelu(x, RESULT)
 
@@ -116,6 +126,8 @@ def activation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
 @triton.jit
 def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     """Return the derivative of the activation at x."""
+    if NAME == "relu2":
+        return 2.0 * relu(x)
     tl.static_assert(NAME == "gelu")
     return dgelu(x, RESULT)
 

@@ -94,9 +94,10 @@ def test_imported_weights_give_the_logits_of_transformers(tmp_path, sizes):
     assert np.abs(ours - theirs).max() < TOLERANCE and np.abs(theirs).max() > 1
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes):
+@pytest.mark.parametrize("sizes, act", [*((sizes, "gelu") for sizes in SIZES), (SIZES[0], "relu2")])
+def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes, act):
     config, ids = config_of(**sizes, dropout=0.1), token_ids(config_of(**sizes))
+    config = config.replace(model={"activation": act})
     params = random_params(config)
     export(
         str(checkpoint_of(tmp_path / "run", config, {"params": params})),
@@ -116,6 +117,7 @@ def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes):
     with torch.no_grad():
         theirs = model.eval()(torch.from_numpy(ids.astype(np.int64))).logits[0, -1].numpy()
     assert np.abs(our_logits(config, params, ids) - theirs).max() < TOLERANCE
+    assert huggingface.read(str(tmp_path / "out")).model.activation == act
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res
     ]
     out = poisoned(B, N, dtype=dtype)
     kernels.decode_matmul(out, x, w, *given, act)
-    assert error(out, exact("decode_matmul", [out], x, w, *given, act)[0]) < tolerance(dtype)
+    [want] = exact("decode_matmul", [out], x, w, *given, act)
+    # the activation's input is rounded too: a square has twice the error of its root
+    assert error(out, want) < (2 if act == "relu2" else 1) * tolerance(dtype)
 
 
 def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
