@@ -38,12 +38,12 @@ def table() -> str:
     loaded = {name: Config.load(name) for name in recipes.names()}
     rows = [f"{'recipe':22}{'parameters':>10}{'tokens':>9}"]
     for name, config in sorted(
-        loaded.items(), key=lambda item: (item[0] != recipes.OWN, item[1].n_params)
+        loaded.items(), key=lambda item: (not item[0].startswith(recipes.OWN), item[1].n_params)
     ):
         tokens = config.train.steps * config.train.step_tokens
         sizes = (
             ("by text", "by text")
-            if name == recipes.OWN
+            if name.startswith(recipes.OWN)
             else (format_count(config.n_params), format_count(tokens))
         )
         about = recipes.find(name).read_text(encoding="utf-8").partition(":")[0].removeprefix("# ")

@@ -22,6 +22,7 @@ from gpt2_triton.files import is_text
 
 if TYPE_CHECKING:
     from gpt2_triton.checkpoint.weights import Weights
+    from gpt2_triton.data.prepare.text import MeasuredText
 
 
 class Text(NamedTuple):
@@ -58,75 +59,141 @@ def require_data(config: Path, data: Sequence[Path] | None, run_dir: Path | None
         )
 
 
+class Machine(NamedTuple):
+    """What a run gets, on this machine or another."""
+
+    gpus: int
+    gpu_gib: float | None  # of each; None: a CPU
+
+    @classmethod
+    def of(cls, gpus: int, gpu: str | None = None) -> "Machine":
+        """Return GPUs of the name `gpu`, else this machine."""
+        from gpt2_triton import device
+
+        has_gpus = gpu or device.present()
+        return cls(gpus, device.memory_bytes(gpu) / 2**30 if has_gpus else None)
+
+
+class Chosen(NamedTuple):
+    """A run on a text: its configuration, the text, and the directory of its shards."""
+
+    config: Config
+    measured: "MeasuredText"
+    tokens: int
+    shards: Path
+    machine: Machine
+
+    def describe(self) -> None:
+        """Print what was chosen."""
+        from gpt2_triton.training import cpu_time
+
+        machine = "the CPU" if self.machine.gpu_gib is None else "a GPU"
+        characters = self.measured.characters
+        print_line(own_text.summary(self.config, characters, self.tokens, machine))
+        if self.machine.gpu_gib is None:
+            time = cpu_time.expected(self.config)
+            print_line(f"  expected time without a GPU: {time}, on an idle machine")
+
+    def report_left_out(self) -> None:
+        """Print what the text lost."""
+        from gpt2_triton.data.prepare import documents
+
+        documents.report(self.measured.notes, self.config.data.tokenizer)
+
+    def prepare(self) -> None:
+        """Make the shards, unless they exist."""
+        from gpt2_triton.data.prepare import text
+
+        tokenizer = self.config.data.tokenizer
+        fraction = own_text.VAL_FRACTION
+        text.prepare_text(self.measured, self.shards, tokenizer, fraction, _workers())
+
+
 def settings(
-    recipe: Path,
     own: Text,
     given: Mapping[str, str],
-    gpus: int,
-    gpu: str | None = None,
-    run_dir: Path | None = None,
-    prepare: bool = False,
-    summary: bool = False,
-) -> Config:
-    """Return the configuration of a run on the text `own`, on this machine
-    or on GPUs of the name `gpu`.
+    machine: Machine,
+    run_dir: Path | None,
+    download: bool,
+) -> Chosen:
+    """Return a run on the text `own`: the one to resume in run_dir, else a new one.
 
-    run_dir     a run to resume: its configuration replaces recipe and choices;
-                data.allow_changed is for one start
-    prepare     print what was chosen, and make the shards unless they exist
-    summary     print what was chosen
+    download   the weights of OpenAI's names: a plan knows their sizes
     """
-    from gpt2_triton import device
     from gpt2_triton.checkpoint.weights import check_sizes
-    from gpt2_triton.data.prepare import documents, text
-    from gpt2_triton.data.tokenizer import look_in
-    from gpt2_triton.training import cpu_time
 
-    workers = max(1, (os.cpu_count() or 1) // rank_and_size()[1])
-    gpu_gib = device.memory_bytes(gpu) / 2**30 if gpu or device.present() else None
     with same_on_all_ranks():
-        measured = text.measure_text(own.data, workers, documents.Reading(own.field, own.special))
-        documents.require_all(measured.notes, own.strict)
+        measured = _measure(own)
         if run_dir and (run_dir / "config.yaml").is_file():
-            recipe, picked, source = run_dir / "config.yaml", {"data.allow_changed": "false"}, None
-            continued = Config.load(recipe, given, gpus)
-            tokenizer: str = continued.data.tokenizer
-            look_in(tokenizer, run_dir)
-            tokens = measured.count_tokens(tokenizer)
-        else:
-            source = _weights(given.get("init_from", ""), download=prepare)
-            usual = (
-                source
-                and source.tokenizer
-                or own_text.preset_for(measured.characters, gpu_gib, given).tokenizer
-            )
-            tokenizer = given.get("data.tokenizer") or (
-                usual if "init_from" in given else _available(usual)
-            )
-            known = tokenizer in TOKENIZER_SIZES  # Config.load refuses another
-            tokens = measured.count_tokens(tokenizer) if known else measured.characters
-            model = source.model if source else None
-            picked = own_text.choose(
-                measured.characters, tokens, gpu_gib, tokenizer, given, gpus, model
-            )
-        shards = Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
-        picked |= {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
-        config = Config.load(recipe, picked | dict(given), gpus)
-        if source:
-            check_sizes(source, config)
-    if prepare or summary:
-        print_line(
-            own_text.summary(config, measured.characters, tokens, "a GPU" if gpu_gib else "the CPU")
+            return _continued(own, measured, given, machine, run_dir)
+        weights = _weights(given.get("init_from", ""), download)
+        choice = own_text.choice_for(measured.characters, machine.gpu_gib, given)
+        tokenizer = _tokenizer(choice, given, weights)
+        known = tokenizer in TOKENIZER_SIZES  # Config.load refuses another
+        tokens = measured.count_tokens(tokenizer) if known else measured.characters
+        model = weights.model if weights else None
+        picked = own_text.choose(
+            choice, tokens, machine.gpu_gib, tokenizer, given, machine.gpus, model
         )
-        if gpu_gib is None:
-            print_line(
-                f"  expected time without a GPU: {cpu_time.expected(config)}, on an idle machine"
-            )
-    if summary:
-        documents.report(measured.notes, tokenizer)
-    if prepare:
-        text.prepare_text(measured, shards, tokenizer, own_text.VAL_FRACTION, workers)
-    return config
+        shards = _shards(own, measured, tokenizer)
+        keys = picked | _patterns(shards) | dict(given)
+        config = Config.load(choice.recipe, keys, machine.gpus)
+        if weights:
+            check_sizes(weights, config)
+        return Chosen(config, measured, tokens, shards, machine)
+
+
+def _continued(
+    own: Text,
+    measured: "MeasuredText",
+    given: Mapping[str, str],
+    machine: Machine,
+    run_dir: Path,
+) -> Chosen:
+    """Return the run to resume: its configuration stands in the place of recipe and choices."""
+    from gpt2_triton.data.tokenizer import look_in
+
+    file = run_dir / "config.yaml"
+    tokenizer = Config.load(file, given, machine.gpus).data.tokenizer
+    look_in(tokenizer, run_dir)
+    shards = _shards(own, measured, tokenizer)
+    keys = {"data.allow_changed": "false"} | _patterns(shards) | dict(given)  # it is for one start
+    config = Config.load(file, keys, machine.gpus)
+    return Chosen(config, measured, measured.count_tokens(tokenizer), shards, machine)
+
+
+def _measure(own: Text) -> "MeasuredText":
+    """Return the text, read once; DataError for what it would lose if `strict`."""
+    from gpt2_triton.data.prepare import documents, text
+
+    how = documents.Reading(own.field, own.special)
+    measured = text.measure_text(own.data, _workers(), how)
+    documents.require_all(measured.notes, own.strict)
+    return measured
+
+
+def _workers() -> int:
+    """Return the number of processes of this rank that read a text."""
+    return max(1, (os.cpu_count() or 1) // rank_and_size()[1])
+
+
+def _tokenizer(choice: own_text.Choice, given: Mapping[str, str], weights: "Weights | None") -> str:
+    """Return the tokenizer that is given, else of the weights, else of the recipe."""
+    if "data.tokenizer" in given:
+        return given["data.tokenizer"]
+    if weights and weights.tokenizer:
+        return weights.tokenizer
+    usual = choice.config.data.tokenizer
+    return usual if "init_from" in given else _available(usual)
+
+
+def _shards(own: Text, measured: "MeasuredText", tokenizer: str) -> Path:
+    """Return the directory of the text's shards."""
+    return Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
+
+
+def _patterns(shards: Path) -> dict[str, str]:
+    return {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
 
 
 def _weights(init_from: str, download: bool) -> "Weights | None":

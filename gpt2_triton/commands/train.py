@@ -128,9 +128,12 @@ def train(
             "train.precision auto takes bf16"
         )
     if text:
-        settings = own.settings(
-            config, text, overrides, gpus or 1, gpu, run_dir if resume else None, summary=plan
-        )
+        machine = own.Machine.of(gpus or 1, gpu)
+        chosen = own.settings(text, overrides, machine, run_dir if resume else None, download=False)
+        settings = chosen.config
+        if plan:
+            chosen.describe()
+            chosen.report_left_out()
     else:
         settings = Config.load(config, overrides, gpus or 1)
         # nothing is downloaded for a plan
@@ -171,9 +174,11 @@ def _start(
         settings = Config.load(config, given, ranks)
     select_device()  # before numpy is imported
     if text:
-        settings = own.settings(
-            config, text, given, ranks, run_dir=run_dir if resume else None, prepare=True
-        )
+        machine = own.Machine.of(ranks)
+        chosen = own.settings(text, given, machine, run_dir if resume else None, download=True)
+        settings = chosen.config
+        chosen.describe()
+        chosen.prepare()
         if rank == 0:
             print(
                 "\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict)

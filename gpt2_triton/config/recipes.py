@@ -11,7 +11,7 @@ from gpt2_triton.config.values import closest
 from gpt2_triton.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
-OWN = "own"  # the recipe for a user's own text: own_text.py picks its sizes
+OWN = "own"  # names the recipes for a user's own text, of which own_text.py picks one
 
 
 def directory() -> Path:

@@ -8,8 +8,17 @@ import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
+from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.own_text import VAL_FRACTION, choose, preset_for, summary
+from gpt2_triton.config.own_text import (
+    FINETUNING,
+    ON_A_CPU,
+    ON_A_GPU,
+    VAL_FRACTION,
+    choice_for,
+    choose,
+    summary,
+)
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError, DataError
@@ -27,12 +36,19 @@ def tokens_of(characters, tokenizer):
 
 def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
-    tokenizer = given.get("data.tokenizer", preset_for(characters, gpu_gib, given).tokenizer)
-    keys = choose(
-        characters, tokens or tokens_of(characters, tokenizer), gpu_gib, tokenizer, given, gpus
-    )
+    choice = choice_for(characters, gpu_gib, given)
+    tokenizer = given.get("data.tokenizer", choice.config.data.tokenizer)
+    tokens = tokens or tokens_of(characters, tokenizer)
+    keys = choose(choice, tokens, gpu_gib, tokenizer, given, gpus)
     assert not keys.keys() & given.keys()
-    return Config.load("own", keys | given | DATA, gpus)
+    return Config.load(choice.recipe, keys | given | DATA, gpus)
+
+
+def test_each_recipe_of_own_text_is_chosen_for_some_text():
+    choices = [ON_A_CPU, FINETUNING, *ON_A_GPU.values()]
+    named = [name for name in recipes.names() if name.startswith(recipes.OWN)]
+    assert sorted(choice.recipe for choice in choices) == named
+    assert all(choice.config.checkpoint.best == "val_loss" for choice in choices)
 
 
 @pytest.mark.parametrize("characters", LENGTHS)
@@ -100,7 +116,7 @@ def test_step_divides_among_gpus(gpus):
 
 
 def test_other_keys_follow_the_given_ones():
-    assert choose(10**6, 10**6, 139.8, "bytes", {"train.steps": "1e3"})["optim.warmup"] == 100
+    assert config_for(1_000_000, 139.8, train__steps="1e3").optim.warmup == 100
     usual = config_for(1_000_000, 139.8)
     half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
     assert (half.train.step_tokens, half.train.steps) == (
@@ -198,18 +214,13 @@ def test_weights_that_were_read_decide_model_and_sequence():
     )
     given = {"init_from": "hf:DIR"}
     for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
-        config = Config.load(
-            "own",
-            choose(characters, characters // 4, 139.8, "llama3", given, source=source)
-            | given
-            | DATA,
-            1,
-        )
+        keys = choose(FINETUNING, characters // 4, 139.8, "llama3", given, source=source)
+        config = Config.load(FINETUNING.recipe, keys | given | DATA)
         assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
-    short = choose(
-        100_000, 100_000, None, "bytes", given, source=ModelConfig(vocab_size=256, block_size=32)
-    )
-    assert (short["train.seq_len"], short["model.vocab_size"], short["model.dropout"]) == (
+    small = ModelConfig(vocab_size=256, block_size=32)
+    keys = choose(FINETUNING, 100_000, None, "bytes", given, source=small)
+    short = Config.load(FINETUNING.recipe, keys | given | DATA)
+    assert (short.train.seq_len, short.model.vocab_size, short.model.dropout) == (
         32,
         256,
         0.1,
