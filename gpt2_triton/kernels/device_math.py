@@ -119,8 +119,9 @@ def activation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     """Return the activation of x, which will be rounded to RESULT."""
     if NAME == "relu2":
         return relu(x) * relu(x)
-    tl.static_assert(NAME == "gelu")
-    return gelu(x, RESULT)
+    else:  # without it, the compiler would read the next lines for relu2 too
+        tl.static_assert(NAME == "gelu")
+        return gelu(x, RESULT)
 
 
 @triton.jit
@@ -128,8 +129,9 @@ def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     """Return the derivative of the activation at x."""
     if NAME == "relu2":
         return 2.0 * relu(x)
-    tl.static_assert(NAME == "gelu")
-    return dgelu(x, RESULT)
+    else:
+        tl.static_assert(NAME == "gelu")
+        return dgelu(x, RESULT)
 
 
 @triton.jit

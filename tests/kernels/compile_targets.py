@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.kernels.absent_gpu import SHARED_MEMORY, absent_driver
 from tests.kernels.operand_loads import operand_loads
 
@@ -94,6 +95,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
 }
+RUNS |= {act: dict(model=dict(activation=act)) for act in ACTIVATIONS if act != "gelu"}
 OTHER_RUNS = ("decoding", "several GPUs")
 PRODUCTS = "products"  # in the place of kernels: all that multiply
 SPILLED = 64  # bytes
