@@ -105,6 +105,14 @@ def test_a_training_step_runs_no_torch_arithmetic():
     assert not recorder.seen <= MEMORY_ONLY  # the recorder would have seen a stray sum
 
 
+def test_schedules_have_types():
+    schedules = sorted((PACKAGE / "model").rglob("schedule.py"))
+    assert len(schedules) == 3
+    for path in schedules:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assert "Any" not in {node.id for node in nodes if isinstance(node, ast.Name)}, path
+
+
 def _constants(path: Path) -> set[str]:
     """Return the names in a module of kernels that are a tl.constexpr."""
     import triton.language as tl

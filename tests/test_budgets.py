@@ -30,7 +30,7 @@ CEILINGS = {
     "gpt2_triton/interpreter": 8_700,
     "gpt2_triton/kernels": 40_600,
     "gpt2_triton/kernels/hopper": 25_900,
-    "gpt2_triton/model": 24_600,
+    "gpt2_triton/model": 26_200,
     "gpt2_triton/model/gpt2": 2_800,
     "gpt2_triton/model/llama": 2_800,
     "gpt2_triton/training": 11_400,
@@ -52,7 +52,7 @@ CEILINGS = {
     "tests/inference": 7_900,
     "tests/kernels": 56_200,
     "tests/model": 26_800,
-    "tests/support": 18_400,
+    "tests/support": 18_900,
     "tests/training": 20_000,
 }
 LAYOUT = {

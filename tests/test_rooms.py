@@ -45,6 +45,7 @@ ROOMS = {
     "__init__": "errors api version",
     "__main__": "commands",
 }
+LAYERS = "operands model.schedule model.launchers model.model_view model.sharding model.tables"
 WITHIN = {
     "kernels.hopper": "kernels.hopper kernels.dw_split kernels.tiles "
     "kernels.device_math kernels.e4m3 kernels.rope "
@@ -62,18 +63,21 @@ WITHIN = {
     "data.packing": "",
     "data.tokenizer": "errors files",
     "data.prepare": "errors console files data",
-    "model.schedule": "",
+    "model.schedule": "operands model.launchers model.model_view model.tables",
+    "model.launchers": "operands",
+    "model.model_view": "operands model.communicator model.muon model.tables",
     "model.fp8_table": "model.arena model.tables",
     "model.gpt2": "model.arena model.tables model.fp8_table model.gpt2",
-    "model.gpt2.schedule": "model.schedule",
+    "model.gpt2.schedule": LAYERS,
     "model.llama": "model.arena model.tables model.fp8_table model.llama",
-    "model.llama.schedule": "model.schedule",
+    "model.llama.schedule": LAYERS,
     "model.arena": "errors",
     "model.tables": "model.arena config.values",
     "model.sharding": "model.tables",
     "model.cuda": "",
-    "model.communicator": "distributed model.muon model.sharding model.side_stream model.schedule",
-    "model.peer_copies": "distributed model.communicator model.muon",
+    "model.communicator": "distributed model.launchers model.muon model.sharding "
+    "model.side_stream model.tables",
+    "model.peer_copies": "distributed model.communicator model.launchers model.muon model.tables",
     "model.muon": "model.tables model.sharding",
 }
 

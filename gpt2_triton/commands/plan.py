@@ -1,6 +1,6 @@
 """The text of `train --plan`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import vocabulary_note
@@ -8,6 +8,7 @@ from gpt2_triton.config.speed import figures_of, training_hours
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, format_count
 from gpt2_triton.model.arena import MemoryPlan
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, Forecast, forecast
 from gpt2_triton.training.logger import duration
 
@@ -35,7 +36,7 @@ class Report(NamedTuple):
         return "\n".join([*self.verdict, "", *self.choices, *end])
 
 
-def plan_report(config: Config, K: Any, gpu: Gpu, shape: StepShape) -> Report:
+def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Report:
     """Return the plan of a run on GPUs of one kind."""
     config, notes = config.choose_precision(gpu.architecture)
     found = forecast(config, K, gpu.nbytes - CONTEXT_BYTES - MODULE_BYTES, shape)

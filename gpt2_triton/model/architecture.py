@@ -6,7 +6,6 @@ It is the only module that imports a model.
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from gpt2_triton.model.llama import buffers as llama_buffers
 from gpt2_triton.model.llama import names as llama_names
 from gpt2_triton.model.llama import rope
 from gpt2_triton.model.llama import schedule as llama_schedule
+from gpt2_triton.model.schedule import Layers
 from gpt2_triton.model.tables import param_entries
 
 
@@ -28,7 +28,7 @@ class Architecture(NamedTuple):
     Params: type
     Acts: type
     Fp8Buffers: type
-    schedule: ModuleType
+    schedule: Layers
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
     # writes what Acts holds for a whole run
     fill: Callable[[Any, ModelConfig], None] = lambda a, m: None

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import sharding
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.muon import MatrixClass
-from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.model.side_stream import SideStream
+from gpt2_triton.model.tables import State
 
 
 class Communicator:
@@ -105,7 +107,7 @@ def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[i
 class BucketedCommunicator(Communicator):
     """Sends each bucket when it is due; the subclasses move the bytes."""
 
-    def __init__(self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int]):
+    def __init__(self, group: ProcessGroup, K: Kernels, state: State, dims: dict[str, int]):
         self._group = group
         self._K = K
         self._s = state

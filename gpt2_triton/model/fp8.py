@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.schedule import roll_scales
 from gpt2_triton.model.tables import State
 from gpt2_triton.operands import Fp8
@@ -59,7 +60,7 @@ def formats(dims: Mapping[str, int]) -> set[str]:
 
 
 def place_operands(
-    K: Any, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
+    K: Kernels, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
 ) -> list[list[Any]]:
     """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8
     weights, then the head's.

@@ -5,16 +5,16 @@ depend on the number of ranks.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from gpt2_triton.model import sharding, state_io
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.tables import ParamEntry, State
 
 INIT_STD = 0.02
 
 
 def init_weights(
-    K: Any, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int
+    K: Kernels, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int
 ) -> None:
     """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.
     Everything else is 0: biases, the padded rows of wte and lmhead, and the rest of the state.

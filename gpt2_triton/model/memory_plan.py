@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.fp8 import formats, scale_count
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
     WINDOW,
@@ -54,7 +55,7 @@ def forward_shape(batch: int) -> StepShape:
 
 
 def dimensions(
-    config: Config, K: Any, shape: StepShape, training: bool = True, sequences: int = 0
+    config: Config, K: Kernels, shape: StepShape, training: bool = True, sequences: int = 0
 ) -> dict[str, int]:
     """Return every symbol that tables.py uses, in numbers."""
     B, T = shape.micro_batch, config.train.seq_len
@@ -94,7 +95,7 @@ def dimensions(
 
 
 def plan_memory(
-    config: Config, K: Any, shape: StepShape, training: bool = True,
+    config: Config, K: Kernels, shape: StepShape, training: bool = True,
     dtypes: dict[str, torch.dtype] | None = None, sequences: int = 0,
 ) -> tuple[MemoryPlan, dict[str, int]]:  # fmt: skip
     """Return the plan and its dimensions; `sequences` are decoded at once, 0: for samples."""
@@ -145,7 +146,7 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
     return layer_levels(level, config.model.n_layer)
 
 
-def _plan_bytes(config: Config, K: Any, shape: StepShape, B: int | None = None) -> int:
+def _plan_bytes(config: Config, K: Kernels, shape: StepShape, B: int | None = None) -> int:
     """Return the bytes of the plan with micro-batch B, by default the shape's."""
     return plan_memory(config, K, dataclasses.replace(shape, micro_batch=B or shape.micro_batch))[
         0
@@ -165,7 +166,7 @@ def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
     return low
 
 
-def choose_recompute(config: Config, K: Any, budget: int, shape: StepShape) -> Config:
+def choose_recompute(config: Config, K: Kernels, budget: int, shape: StepShape) -> Config:
     """Replace memory.recompute `auto` by the fastest level that fits `budget`, in
     as few layers as it needs.
     """
@@ -251,7 +252,7 @@ class Forecast(NamedTuple):
         return next(choice for choice, fits in choices.items() if fits)
 
 
-def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
+def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forecast:
     """Return the plans of a step, and which fit `budget` bytes; needs no GPU."""
     config = choose_recompute(config, K, budget, shape)
     plan, _ = plan_memory(config, K, shape)
@@ -271,7 +272,7 @@ def forecast(config: Config, K: Any, budget: int, shape: StepShape) -> Forecast:
 
 
 def out_of_memory(
-    plan: MemoryPlan, config: Config, K: Any, shape: StepShape, device: str, training: bool
+    plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
 ) -> OutOfMemoryError:
     """Return the error for a plan that does not fit the device; it names the free
     memory and what would fit.

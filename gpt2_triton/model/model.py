@@ -24,6 +24,7 @@ from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.init_weights import init_weights
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import (
     forward_shape,
     free_bytes,
@@ -31,20 +32,28 @@ from gpt2_triton.model.memory_plan import (
     plan_memory,
     recompute_levels,
 )
+from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.step import STEPS, InFlightStep
 from gpt2_triton.model.tables import Decoding, Part, Recompute, Span, State, param_entries
-from gpt2_triton.model.tensor_stats import Observer, StatsRecorder
-from gpt2_triton.model.view import ModelView, make_view
+from gpt2_triton.model.tensor_stats import StatsRecorder
+from gpt2_triton.model.view import make_view
 
 
 class Model:
     """A model in its arena.  After the constructor nothing is allocated on the device."""
 
     def __init__(
-        self, config: Config, K: Any, device: str, *, batch: int | None = None, sequences: int = 0,
-        dtypes: dict[str, torch.dtype] | None = None, group: ProcessGroup | None = None,
-    ):  # fmt: skip
+        self,
+        config: Config,
+        K: Kernels,
+        device: str,
+        *,
+        batch: int | None = None,
+        sequences: int = 0,
+        dtypes: dict[str, torch.dtype] | None = None,
+        group: ProcessGroup | None = None,
+    ):
         """Plan and allocate the arena.  `sequences` is how many are decoded at once.
 
         batch   sequences at once, for a model that only runs forward; None: the

@@ -14,13 +14,14 @@ its power limit of 700 W.  A transfer after each layer would keep NVLink awake f
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.communicator import BucketedCommunicator
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.muon import MatrixClass, pieces
+from gpt2_triton.model.tables import State
 
 # A layer's gradients are 48 C^2 bytes, and its backward pass takes about 48 C^2 operations per
 # token.  At 370 GB/s and 500 TFLOP/s, NVLink takes as long for them as the computation for 1,400
@@ -39,7 +40,12 @@ class PeerCopyCommunicator(BucketedCommunicator):
     """
 
     def __init__(
-        self, group: ProcessGroup, K: Any, state: Any, dims: dict[str, int], arenas: list[Tensor]
+        self,
+        group: ProcessGroup,
+        K: Kernels,
+        state: State,
+        dims: dict[str, int],
+        arenas: list[Tensor],
     ):
         super().__init__(group, K, state, dims)
         self._arenas = arenas

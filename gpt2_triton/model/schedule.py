@@ -15,24 +15,38 @@ and of updates just before they are made.  The head's tensors are number L.  In 
 does nothing (tensor_stats.py).
 """
 
-from typing import Any
+from typing import Protocol
 
-# m.comm's number for everything outside the layers' matrices: embeddings, norms and biases
-NOT_A_LAYER = -1
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.tables import Decoding
+from gpt2_triton.operands import Fp8
 
 
-def cast(K: Any, operands: list[Any]) -> None:
+class Layers(Protocol):
+    """The schedule of a model's layers: the module gpt2/schedule.py or llama/schedule.py."""
+
+    def embed(self, K: Kernels, m: ModelView) -> None: ...
+    def layer(self, K: Kernels, m: ModelView, l: int) -> None: ...
+    def last_product(self, K: Kernels, m: ModelView, l: int) -> None: ...
+    def final_norm(self, K: Kernels, m: ModelView) -> None: ...
+    def final_norm_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
+    def block_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
+    def decode(self, K: Kernels, m: ModelView, d: Decoding) -> None: ...
+
+
+def cast(K: Kernels, operands: list[Fp8]) -> None:
     """Cast a layer's four weights; in bf16 there are none."""
     if operands:
         K.cast_weights(*operands)
 
 
-def cast_head(K: Any, operands: list[Any]) -> None:
+def cast_head(K: Kernels, operands: list[Fp8]) -> None:
     for x8 in operands:
         K.cast_operand(x8)
 
 
-def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
+def block(K: Kernels, A: Layers, m: ModelView, acc: bool = False) -> None:
     for l in range(m.L):
         m.comm.wait_params(l)
         if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
@@ -43,7 +57,7 @@ def block(K: Any, A: Any, m: Any, acc: bool = False) -> None:
         m.observe.tensors(x=2 * l + 2)
 
 
-def head(K: Any, A: Any, m: Any, acc: bool) -> None:
+def head(K: Kernels, A: Layers, m: ModelView, acc: bool) -> None:
     """losses += cross entropy; dx = gradient at x[2L]; head_g (+)= that of head_w, to
     which embed_bwd adds ks * lnf.
     """
@@ -66,7 +80,7 @@ def head(K: Any, A: Any, m: Any, acc: bool) -> None:
     m.observe.tensors(dx=2 * m.L)
 
 
-def head_loss(K: Any, A: Any, m: Any) -> None:
+def head_loss(K: Kernels, A: Layers, m: ModelView) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
     A.final_norm(K, m)
@@ -79,7 +93,7 @@ def head_loss(K: Any, A: Any, m: Any) -> None:
         )
 
 
-def prefill(K: Any, A: Any, m: Any, d: Any, sequences: slice) -> None:
+def prefill(K: Kernels, A: Layers, m: ModelView, d: Decoding, sequences: slice) -> None:
     """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
     A.embed(K, m)
     for l in range(m.L):
@@ -88,7 +102,9 @@ def prefill(K: Any, A: Any, m: Any, d: Any, sequences: slice) -> None:
         A.last_product(K, m, l)
 
 
-def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p: float) -> None:
+def sample(
+    K: Kernels, A: Layers, m: ModelView, d: Decoding, temperature: float, top_k: int, top_p: float
+) -> None:
     """Sample the next token of each sequence of d.seq; each sequence's last token goes
     through the model as one row.
     """
@@ -100,13 +116,13 @@ def sample(K: Any, A: Any, m: Any, d: Any, temperature: float, top_k: int, top_p
     K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
 
 
-def roll_scales(K: Any, m: Any) -> None:
+def roll_scales(K: Kernels, m: ModelView) -> None:
     # scales of the next step's fp8 tensors from the largest absolute values of the last steps
     m.comm.all_reduce_max(m.s.amax)
     K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out)
 
 
-def update(K: Any, m: Any) -> None:
+def update(K: Kernels, m: ModelView) -> None:
     """Sum loss and squared gradients over ranks, clip, skip outliers, and
     update this rank's spans.
     """
@@ -133,7 +149,7 @@ def update(K: Any, m: Any) -> None:
         m.comm.gather_after_update(m.L)  # the last layer's bucket
 
 
-def update_matrices(K: Any, m: Any) -> None:
+def update_matrices(K: Kernels, m: ModelView) -> None:
     """Update the layers' matrices by Muon: write their momentum to x, nearly
     orthogonalise x, and update w with x.
     """

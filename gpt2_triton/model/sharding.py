@@ -26,6 +26,10 @@ from gpt2_triton.model.tables import State
 ALIGNMENT = 64
 
 
+# a communicator's number for everything outside the layers' matrices: embeddings, norms and biases
+NOT_A_LAYER = -1
+
+
 class Bucket(NamedTuple):
     first: int  # flat index
     length: int  # parameters

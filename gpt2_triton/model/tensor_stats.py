@@ -26,8 +26,12 @@ import numpy as np
 from torch import Tensor
 
 from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.model.architecture import Architecture
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView, Observer, UpdateSpan
+from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.tables import param_entries, tracked_activations
 
 ACTIVATION = ("rms", "absmax", "nonfinite")
@@ -38,26 +42,11 @@ PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio
 Statistics = dict[str, dict[str, dict[str, list[Any]]]]
 
 
-class Observer:
-    """Takes no statistics.  The schedule calls its methods."""
-
-    def tensors(self, **entries: int) -> None:
-        """Look at tensors just written: `entries` has their names in Acts or
-        Params, and their indices.
-        """
-
-    def adamw(self, span: Any) -> None:
-        """Look at an UpdateSpan before its update."""
-
-    def muon(self, matrices: Any) -> None:
-        """Look at a MatrixClass before its update."""
-
-
 class StatsRecorder(Observer):
     """Launches the kernels that take statistics, in the micro-steps that `begin` announces."""
 
-    def __init__(self, K: Any, A: Any, view: Any, dims: dict[str, int]):
-        """A: the Architecture; view: the ModelView of training."""
+    def __init__(self, K: Kernels, A: Architecture, view: ModelView, dims: dict[str, int]):
+        """view: the ModelView of training."""
         self._K = K
         self._view = view
         self._scales = scales(dims)
@@ -106,13 +95,13 @@ class StatsRecorder(Observer):
                     self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc
                 )
 
-    def adamw(self, span: Any) -> None:
+    def adamw(self, span: UpdateSpan) -> None:
         s, p = self._view.s, span
         for out, r in self._parts(p.first, len(p.w)):
             parts = p.w[r], p.m[r], p.v[r], p.g[r], s.step_out, s.step_in
             self._K.parameter_stats(out, *parts, p.decay, p.lr_factor, *self._view.betas_eps)
 
-    def muon(self, matrices: Any) -> None:
+    def muon(self, matrices: MatrixClass) -> None:
         s, c = self._view.s, matrices
         for l in range(len(c.w)):
             for out, r in self._parts(c.first + l * c.distance, c.w.shape[1]):

@@ -1,81 +1,17 @@
-"""The schedule's view of a model: the buffers cut for one batch shape, and
-the constants of the run.
-"""
+"""Makes the schedule's view of a model."""
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import carve
-from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
-from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
-from gpt2_triton.model.tensor_stats import Observer
+from gpt2_triton.model.model_view import ModelView, Observer, UpdateSpan
+from gpt2_triton.model.tables import State, matrix_shapes, param_views
 from gpt2_triton.operands import TokenRows
-
-
-class UpdateSpan(NamedTuple):
-    """A span of the flat buffers that one AdamW launch updates; `first` is its flat index."""
-
-    bucket: int
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    low: Tensor | None  # of fp32 masters
-    g: Tensor
-    first: int
-    decay: float
-    lr_factor: float
-
-
-@dataclasses.dataclass
-class ModelView:
-    """The schedule's view for B sequences of T tokens."""
-
-    w: Any  # Params of the architecture
-    g: Any
-    head_w: Any  # the output head: w.wte, or w.lmhead of an untied one
-    head_g: Any
-    # the gradients of bucket `embed` as rows: Llama's wte, and lmhead behind it
-    embed_g: Tensor | None
-    a: Any  # its Acts
-    s: State
-    ids: Tensor
-    targets: Tensor
-    tokens: TokenRows
-    # [i]: the gradient of the branch that ends at x[i], an operand of products
-    branch_grads: list[Any]
-    branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
-    dropout: float  # 0 in a view that does not train
-    L: int
-    NH: int
-    activation: str  # of the MLP
-    norm_eps: float
-    rotated_columns: int  # of qkv, in a model with rotary positions
-    V: int
-    T: int
-    R: int
-    Rc: int
-    recompute: list[Recompute]  # of each layer
-    betas_eps: tuple[float, float, float]
-    comm: Communicator  # to the other ranks
-    norm_grads: list[Tensor]  # the gradients that this rank squares and sums for the norm
-    updates: list[UpdateSpan]
-    matrices: list[muon.MatrixClass]  # empty without Muon
-    fp8: bool  # some operands are in fp8
-    fp8_weights: list[list[Any]]  # of each layer, then the head's
-    fp8_again: list[list[Any]]  # fp8 weights of each layer that the backward pass casts again
-    # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
-    grads_sharded: bool
-    observe: Observer  # takes statistics in the training steps that log.stats_every selects
-
-    def head_chunks(self) -> Iterator[slice]:
-        for start in range(0, self.R, self.Rc):
-            yield slice(start, min(start + self.Rc, self.R))
 
 
 def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
@@ -110,7 +46,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         g=g,
         head_w=getattr(w, "lmhead", w.wte),
         head_g=getattr(g, "lmhead", getattr(g, "wte", None)),
-        embed_g=state.grads[: d["Ne"]].view(-1, d["C"]) if training else None,
+        embed_g=state.grads[: d["Ne"]].view(-1, d["C"]) if training else state.grads,
         a=a,
         s=state,
         observe=Observer(),

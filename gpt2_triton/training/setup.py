@@ -31,6 +31,7 @@ from gpt2_triton.files import expand
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.tables import Part
@@ -169,7 +170,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
 
 def build_model(
     config: Config,
-    K: Any,
+    K: Kernels,
     run_dir: Path,
     group: ProcessGroup,
     control: ControlGroup,

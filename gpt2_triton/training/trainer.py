@@ -13,7 +13,6 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint import source_files
@@ -31,6 +30,7 @@ from gpt2_triton.inference.losses import Stopped, validation_loss
 from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import fp8, tensor_stats
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.training import recovery, setup
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -46,7 +46,7 @@ def train(
     run_dir: Path | None,
     resume: Resume = False,
     signals: ShutdownSignals | None = None,
-    K: Any = kernels,
+    K: Kernels = kernels,
 ) -> int:
     """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and
     uses rank 0's run_dir.  The last finished step is saved.  Return the exit code: 128 + the signal
@@ -80,7 +80,7 @@ class Trainer:
         found: Path | None = None,
         watchdog: Watchdog | None = None,
         signals: ShutdownSignals | None = None,
-        K: Any = kernels,
+        K: Kernels = kernels,
     ):
         """Resume from the checkpoint `found`, or start a new run; tests pass
         tests/support/reference.py as K.

@@ -12,7 +12,7 @@ from gpt2_triton.model import communicator, peer_copies, sharding, side_stream
 from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
-from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.model.sharding import NOT_A_LAYER
 from tests.support.tiny import tiny_config
 
 LAYERS = 3

@@ -20,7 +20,7 @@ from gpt2_triton.model import sharding
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
-from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
 from tests.model.test_sharding import SIZES

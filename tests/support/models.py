@@ -9,12 +9,14 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model import fp8, state_io
 from gpt2_triton.model.arena import Buffer, MemoryPlan
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import reference
 from tests.support.tiny import merged, tiny_config, tiny_model
 
 F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
+REFERENCE: Kernels = reference  # mypy compares the names of all arguments
 # 3 layers of 2 heads; T < block_size; V < Vp; head chunks of 6, 6 and 4 rows;
 # two micro-steps of 16 tokens
 EXACT = dict(
@@ -28,7 +30,7 @@ def exact_model(level: str = "none", **changes: dict) -> Model:
     weights in an arena of NaN.
     """
     config = tiny_config(**(EXACT | changes), memory=dict(recompute=level, head_rows=6))
-    model = Model(config, reference, "cpu", dtypes=F64)
+    model = Model(config, REFERENCE, "cpu", dtypes=F64)
     model.arena.fill_(0xFF)
     model.A.fill(model.train_view.a, config.model)
     for buffer in (model.state.m, model.state.v, model.state.window):

@@ -345,6 +345,47 @@ def classifier_dx(dln, p, wte, rs, ks, targets):
     dln.copy_(rs[:, None] * (p @ wte) + ks[:, None] * wte[targets.clamp(min=0).long()])
 
 
+# ---- fp8 ----
+
+
+def cast_operand(x8):
+    """Round value * scale to e4m3, also transposed for a weight; amax: the largest |value|."""
+    value = x8.value.float()
+    x8.rows.copy_((value * x8.scale).clamp(-448, 448).to(x8.rows.dtype))
+    x8.amax.view(torch.float32)[0] = value.abs().max()
+    if x8.transposed:
+        x8.columns.view(torch.uint8).copy_(x8.rows.view(torch.uint8).T)
+
+
+def cast_weights(a8, b8, c8, d8):
+    for x8 in (a8, b8, c8, d8):
+        cast_operand(x8)
+
+
+def check_amax(squares, amax):
+    """squares = NaN if an amax is not finite"""
+    if not amax.view(torch.float32).isfinite().all():
+        squares.fill_(math.nan)
+
+
+def roll_scales(scale, history, amax, step_out):
+    """history = amax, then the older ones; scale = the largest 2^n with 2^n * 2 * max <= 448"""
+    for i, top in enumerate(amax.view(torch.float32).amax(1).tolist()):
+        if step_out[io.APPLY] == 1 and math.isfinite(top):
+            history[i] = torch.cat([torch.tensor([top], device=history.device), history[i, :-1]])
+            if most := history[i].max().item():
+                scale[i] = 2.0 ** min(math.floor(math.log2(224 / most)), 100)
+    amax.zero_()
+
+
+def fp8_stats(out, x, acc):
+    rows = x.rows.float()
+    found = torch.stack([(rows.abs() == 448).sum(), (rows == 0).sum()])
+    previous = out.sum(1) if acc else torch.zeros(2)
+    out.zero_()
+    out[:, 0] = previous + found
+
+
 # ---- reductions and the update ----
 
 

@@ -24,7 +24,7 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.model import peer_copies, sharding
 from gpt2_triton.model.communicator import BucketedCommunicator
 from gpt2_triton.model.memory_plan import plan_memory
-from gpt2_triton.model.schedule import NOT_A_LAYER
+from gpt2_triton.model.sharding import NOT_A_LAYER
 from tests.support import ranks
 from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, losses, records, train

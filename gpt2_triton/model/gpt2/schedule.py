@@ -2,12 +2,17 @@
 model/schedule.py explains K, m and acc.
 """
 
-from typing import Any
+from torch import Tensor
 
-from gpt2_triton.model.schedule import NOT_A_LAYER, cast
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.schedule import cast
+from gpt2_triton.model.sharding import NOT_A_LAYER
+from gpt2_triton.model.tables import Decoding
+from gpt2_triton.operands import Operand
 
 
-def embed(K: Any, m: Any) -> None:
+def embed(K: Kernels, m: ModelView) -> None:
     # x[0] = dropout(wte[ids] + wpe)
     K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, m.w.wpe)
     if m.dropout:
@@ -15,7 +20,7 @@ def embed(K: Any, m: Any) -> None:
     m.observe.tensors(x=0)
 
 
-def add_branch(K: Any, m: Any, i: int, inp: Any, w: Any, b: Any) -> None:
+def add_branch(K: Kernels, m: ModelView, i: int, inp: Operand, w: Operand, b: Tensor) -> None:
     # x[i] = x[i-1] + dropout(inp @ w.T + b)
     x = m.a.x
     if not m.dropout:
@@ -24,7 +29,7 @@ def add_branch(K: Any, m: Any, i: int, inp: Any, w: Any, b: Any) -> None:
     K.dropout(x[i], x[i - 1], m.s.step_key, i, m.dropout)
 
 
-def layer(K: Any, m: Any, l: int) -> None:
+def layer(K: Kernels, m: ModelView, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the
     backward pass runs it again.
     """
@@ -45,12 +50,12 @@ def layer(K: Any, m: Any, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def last_product(K: Any, m: Any, l: int) -> None:
+def last_product(K: Kernels, m: ModelView, l: int) -> None:
     # x[2l+2] = x[2l+1] + dropout(fcproj(fcg))
     add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.w.fcprojw[l], m.w.fcprojb[l])
 
 
-def final_norm(K: Any, m: Any) -> None:
+def final_norm(K: Kernels, m: ModelView) -> None:
     w = m.w
     a = m.a
     i = 2 * m.L
@@ -58,7 +63,7 @@ def final_norm(K: Any, m: Any) -> None:
     m.observe.tensors(lnf=m.L)
 
 
-def decode(K: Any, m: Any, d: Any) -> None:
+def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     w, a = m.w, m.a
     K.decode_embed(a.x[0], d.seq, w.wte, w.wpe)
@@ -73,7 +78,7 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], w.fcprojb[l], None, None, a.x[i + 1])
 
 
-def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
+def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
     """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the
     norm, the branch and the bias.
     """
@@ -89,11 +94,11 @@ def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
     )  # fmt: skip
 
 
-def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
+def final_norm_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     norm_bwd(K, m, 2 * m.L, None, acc)
 
 
-def block_bwd(K: Any, m: Any, acc: bool) -> None:
+def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
     dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i],
@@ -159,7 +164,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         m.comm.reduce_grads(l)
 
 
-def embed_bwd(K: Any, m: Any, acc: bool) -> None:
+def embed_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too);
     # g.wpe = sum over the batch of dx
     a = m.a

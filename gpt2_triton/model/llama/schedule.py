@@ -2,18 +2,21 @@
 model/schedule.py explains K, m and acc.
 """
 
-from typing import Any
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.schedule import cast
+from gpt2_triton.model.sharding import NOT_A_LAYER
+from gpt2_triton.model.tables import Decoding
+from gpt2_triton.operands import Operand
 
-from gpt2_triton.model.schedule import NOT_A_LAYER, cast
 
-
-def embed(K: Any, m: Any) -> None:
+def embed(K: Kernels, m: ModelView) -> None:
     # x[0] = wte[ids]
     K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, None)
     m.observe.tensors(x=0)
 
 
-def qkv(K: Any, m: Any, l: int) -> None:
+def qkv(K: Kernels, m: ModelView, l: int) -> None:
     # q and k of a row are rotated to its position
     w = m.w
     a = m.a
@@ -22,7 +25,7 @@ def qkv(K: Any, m: Any, l: int) -> None:
     K.matmul_rope(a.qkv[l], a.ln[i], w.qkvw[l], a.rope, m.T, m.rotated_columns)
 
 
-def layer(K: Any, m: Any, l: int) -> None:
+def layer(K: Kernels, m: ModelView, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the
     backward pass runs it again.
     """
@@ -40,19 +43,19 @@ def layer(K: Any, m: Any, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def last_product(K: Any, m: Any, l: int) -> None:
+def last_product(K: Kernels, m: ModelView, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.w.fcprojw[l], None)
 
 
-def final_norm(K: Any, m: Any) -> None:
+def final_norm(K: Kernels, m: ModelView) -> None:
     a, i = m.a, 2 * m.L
     K.rmsnorm_fwd(a.lnf, a.rstd[i], a.x[i], m.w.lnw[i], m.norm_eps)
     m.observe.tensors(lnf=m.L)
 
 
-def decode(K: Any, m: Any, d: Any) -> None:
+def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     w = m.w
     a = m.a
@@ -69,18 +72,18 @@ def decode(K: Any, m: Any, d: Any) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], None, None, None, a.x[i + 1])
 
 
-def norm_bwd(K: Any, m: Any, i: int, ln: Any, acc: bool) -> None:
+def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
     # dx[i] = dx[i+1] + dln through the norm of x[i]
     g, a = m.g, m.a
     more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
     K.rmsnorm_bwd(a.dx[i], g.lnw[i], ln, a.scratch, a.dln, a.x[i], m.w.lnw[i], a.rstd[i], more, acc)
 
 
-def final_norm_bwd(K: Any, m: Any, acc: bool) -> None:
+def final_norm_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     norm_bwd(K, m, 2 * m.L, None, acc)
 
 
-def block_bwd(K: Any, m: Any, acc: bool) -> None:
+def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
     dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is
@@ -134,7 +137,7 @@ def block_bwd(K: Any, m: Any, acc: bool) -> None:
         m.comm.reduce_grads(l)
 
 
-def embed_bwd(K: Any, m: Any, acc: bool) -> None:
+def embed_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     # g.wte[id] += dx and head_g[target] += ks * lnf; the head has
     # overwritten head_g, which may be g.wte
     a = m.a
