@@ -81,7 +81,7 @@ def scratch_elements(
     (rows, columns, count) in Muon.
     """
     R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("A") else dtype
-    head = "fp8" if d.get("head8") else dtype
+    head = "fp8" if d.get("fp8_head") else dtype
     qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])
     # singly if not on Hopper
     layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]

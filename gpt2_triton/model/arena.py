@@ -8,7 +8,7 @@ bytes only if no phase needs both.  `carve` cuts typed views.
 
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class BufferSpec:
     # again; "": the same as `drop`
     again: str = ""
     within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
-    only: str = ""  # "bf16": only if the layers' operands are in bf16; see fp8.formats
+    when: str = ""  # conditions, as "bf16 trains": only if all these numbers of dims are not 0
     one_copy: bool = False  # all entries of the list use one copy
 
     @property
@@ -111,22 +111,21 @@ def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
 
 def resolve_buffers(
     table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str],
-    order: Sequence[str], formats: Set[str] = frozenset({"bf16"}),
+    order: Sequence[str],
 ) -> list[Buffer]:  # fmt: skip
     """Return the table's buffers for these sizes, not yet placed; leave out empty
-    buffers and other formats' buffers.
+    buffers and buffers whose condition does not hold.
 
-    levels   the recompute level of each layer; layers of the deeper level come first
-    order    all levels, from the level that keeps most to the level that keeps least
-    formats  the formats of operands, as `only` names them
+    levels  the recompute level of each layer; layers of the deeper level come first
+    order   all levels, from the level that keeps most to the level that keeps least
 
     Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again,
     so it shares layer 1's copy:
 
     >>> from gpt2_triton.model.gpt2.buffers import Acts
     >>> from gpt2_triton.model.tables import RECOMPUTE_LEVELS, layer_levels
-    >>> dims = dict(B=1, T=8, R=8, Rc=8, Rp=8, Rd=0, C=4, D=12, F=16, G=16, NH=1, L=3,
-    ...             S=7, Vp=8, W=8)
+    >>> dims = dict(B=1, T=8, R=8, Rc=8, C=4, D=12, F=16, G=16, NH=1, L=3,
+    ...             S=7, Vp=8, W=8, trains=1, bf16=1, bf16_head=1, dropout=0)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
     >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
     >>> for b in buffers:
@@ -149,7 +148,7 @@ def resolve_buffers(
     out = []
     for field in dataclasses.fields(table):
         spec: BufferSpec = field.metadata["spec"]
-        if spec.only and spec.only not in formats:
+        if not all(dims[condition] for condition in spec.when.split()):
             continue
         live, copy_of = spec.live, None
         level, _, which = spec.drop.partition(":")

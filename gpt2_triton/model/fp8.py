@@ -52,13 +52,6 @@ def place(name: str, layer: int) -> tuple[str, int]:
     return field, per_layer * layer + first
 
 
-def formats(dims: Mapping[str, int]) -> set[str]:
-    """Return the `only` values that hold: bf16 for the layers' operands,
-    and the head in bf16 or fp8.
-    """
-    return {"fp8 head" if dims["head8"] else "bf16 head"} | ({"bf16"} if dims["A"] == 0 else set())
-
-
 def place_operands(
     K: Kernels, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
 ) -> list[list[Any]]:

@@ -22,7 +22,7 @@ from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
-from gpt2_triton.model.fp8 import formats, scale_count
+from gpt2_triton.model.fp8 import scale_count
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
@@ -71,7 +71,6 @@ def dimensions(
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows)
     d["Np"] = packed_size(d["R"], rows)
     d["Bd"] = sequences or int(training and config.sample.every > 0)
-    d["Rp"] = d["Rc"] if training else 0
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
@@ -81,8 +80,11 @@ def dimensions(
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
     d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
-    d["head8"] = int(d["A"] > 0 and config.fp8.keep_bf16 == "none")
-    d["Rd"] = d["R"] if training and config.model.dropout and not d["A"] else 0
+    d["trains"] = int(training)
+    d["bf16"] = int(d["A"] == 0)
+    d["fp8_head"] = int(d["A"] > 0 and config.fp8.keep_bf16 == "none")
+    d["bf16_head"] = 1 - d["fp8_head"]
+    d["dropout"] = int(training and config.model.dropout > 0 and d["A"] == 0)
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         entries = list(param_entries(architecture.of(config.model).Params, d))
@@ -107,7 +109,7 @@ def plan_memory(
     buffers = [
         b
         for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] else []), Decoding)
-        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS, formats(dims))
+        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
     ]
     plan = place_buffers(buffers)
     if dims["A"]:
@@ -128,7 +130,8 @@ def _plan_between_steps(
     )
     # the latter: rope
     fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}
-    levels, dims = [FORWARD_ONLY] * dims["L"], dims | dict(Rp=0)
+    levels = [FORWARD_ONLY] * dims["L"]
+    dims = dims | dict(trains=0, bf16=1, bf16_head=1, fp8_head=0)
     acts = [
         b
         for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)

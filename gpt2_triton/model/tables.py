@@ -4,8 +4,7 @@ does.  A buffer is a row whose columns BufferSpec explains (arena.py).
 Symbols of shapes:
 
 B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the
-           head takes Rc rows at a time;
-           Rp is Rc, or 0 in a model that only runs forward; Rd is R, or 0 in fp8 or without dropout
+           head takes Rc rows at a time
 C, NH, HS  channels, heads, head size = C / NH
 D, Ckv     columns of qkv, and of k or v in it: D = C + 2*Ckv, and Ckv is C unless
            heads of q share heads of k and v
@@ -27,6 +26,13 @@ Np, W, Nw  elements of the packed batch (data/packing.py), the scratch, and a ro
 A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
+
+Conditions of rows, 1 or 0:
+
+trains     not in a model that only runs forward
+bf16       the layers' operands are in bf16 (or fp32)
+bf16_head  the head's operands are; fp8_head: they are in fp8
+dropout    a gradient that dropout masks has a place of its own: never in fp8
 """
 
 import dataclasses
@@ -155,18 +161,18 @@ class HeadActs:
     # log2(e) * logit of the target
     zt:      Tensor  = buf("R",          "f32", "head",             "head")
     # exp(logit - target's)
-    p:       Tensor  = buf("Rp Vp",      "act", "head",             "head", only="bf16 head")
+    p:       Tensor  = buf("Rc Vp",      "act", "head",             "head", when="bf16_head trains")
     # factor of p in dlogits
     rs:      Tensor  = buf("R",          "f32", "head",             "head")
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
     # rs * lnf
-    lns:     Tensor  = buf("Rp C",       "act", "head",             "head", only="bf16 head")
+    lns:     Tensor  = buf("Rc C",       "act", "head",             "head", when="bf16_head trains")
     # of each token, summed over micro-steps
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")
     # gradient at x[i]
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)
     # dx, masked by dropout
-    dbranch: Tensor  = buf("Rd C",       "act", "head..block_bwd",  "backward")
+    dbranch: Tensor  = buf("R C",        "act", "head..block_bwd",  "backward", when="dropout")
     dln:     Tensor  = buf("R C",        "act", "head..block_bwd",  "backward")
     # rowsum(dout * out) of attention
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")

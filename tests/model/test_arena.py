@@ -149,7 +149,6 @@ def test_lists_share_the_copies_that_their_level_drops(level):
         S=7,
         Vp=128,
         Rc=16,
-        Rp=16,
         N=100,
         Nt=100,
         Np=64,
@@ -159,7 +158,10 @@ def test_lists_share_the_copies_that_their_level_drops(level):
         Nm=0,
         W=1000,
         Nw=129,
-        Rd=0,
+        trains=1,
+        bf16=1,
+        bf16_head=1,
+        dropout=0,
         A=0,
         Sa=0,
         Sp=0,
@@ -199,7 +201,23 @@ def test_lists_share_the_copies_that_their_level_drops(level):
 def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
     """In the forward pass they need it before that layer does, in the backward pass after it."""
     dims = dict(
-        B=2, T=8, R=16, C=32, D=96, F=128, G=128, NH=1, L=4, S=9, Vp=128, Rc=16, Rp=16, Rd=0, W=1000
+        B=2,
+        T=8,
+        R=16,
+        C=32,
+        D=96,
+        F=128,
+        G=128,
+        NH=1,
+        L=4,
+        S=9,
+        Vp=128,
+        Rc=16,
+        W=1000,
+        trains=1,
+        bf16=1,
+        bf16_head=1,
+        dropout=0,
     )
 
     def resolved(level: str) -> dict[str, Buffer]:

@@ -41,7 +41,7 @@ class LayerActs:
     # residual stream
     x:       Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")
     ln:      Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations",
-                           drop="gelu+ln", only="bf16")
+                           drop="gelu+ln", when="bf16")
     mean:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     rstd:    Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     qkv:     Tensors = buf("L | R D",    "act", "block..block_bwd", "activations",
@@ -51,17 +51,17 @@ class LayerActs:
     att:     Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
     # before and after GELU
     fch:     Tensors = buf("L | R G",    "act", "block..block_bwd", "activations",
-                           drop="block", only="bf16")
+                           drop="block", when="bf16")
     fcg:     Tensors = buf("L | R F",    "act", "block..block_bwd", "activations",
                            drop="gelu", again="block",
-                           only="bf16")
+                           when="bf16")
     # dx[i], odd i: view.py
-    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")
+    dmid:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    when="bf16")
     datt:    Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfch:    Tensors = buf("L | R G",    "act", "block_bwd",        "backward",
-                           only="bf16", one_copy=True)
+                           when="bf16", one_copy=True)
     dqkv:    Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
-                           only="bf16", one_copy=True,
+                           when="bf16", one_copy=True,
                            within="dfch")
 
 

@@ -38,7 +38,7 @@ class LayerActs:
     # residual stream
     x:    Tensors = buf("S | R C",    "act", "embed..block_bwd", "activations", drop="block:odd")
     ln:   Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations",
-                        drop="gelu+ln", only="bf16")
+                        drop="gelu+ln", when="bf16")
     rstd: Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
     # q and k rotated
     qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
@@ -48,13 +48,13 @@ class LayerActs:
     # gate, value
     fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")
     fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations",
-                        drop="gelu", only="bf16")
+                        drop="gelu", when="bf16")
     # dx for an odd i
-    dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    only="bf16")
+    dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    when="bf16")
     datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
     dfcg: Tensor  = buf("R F",        "act", "block_bwd",        "backward")
     dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
-                        only="bf16", one_copy=True)
+                        when="bf16", one_copy=True)
     # cosines and sines of Tr positions: rope.py
     rope: Tensor  = buf("Tr HS",      "f32", "embed..between",   "inputs")
 
