@@ -353,12 +353,12 @@ class Model:
             from gpt2_triton.model.compiling import compile_decoding
 
             model = self._open()
+            tokenizer = self._tokenizer()
+            sample.limit(model, tokenizer)
             if model.arena.device.type == "cuda" and how not in self._compiled:
                 compile_decoding(model, *how)
                 self._compiled.add(how)
-            self._text = sample.stream(
-                model, self._tokenizer(), prompt, tokens, how, seed, self._beside
-            )
+            self._text = sample.stream(model, tokenizer, prompt, tokens, how, seed, self._beside)
             return self._pieces(self._text)
 
     def _pieces(self, text: Generator[str, None, None]) -> Iterator[str]:

@@ -31,7 +31,7 @@ ROOMS = {
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console operands config data.packing distributed model",
-    "checkpoint": "errors console files config data.tokenizer "
+    "checkpoint": "errors console files config data.tokenizer data.tokenizer_file "
     "distributed.control model.architecture "
     "model.tables model.memory_plan checkpoint",
     "inference": (
@@ -61,7 +61,8 @@ WITHIN = {
     "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
     "data.packing": "",
-    "data.tokenizer": "errors files",
+    "data.tokenizer": "errors files data.tokenizer_file",
+    "data.tokenizer_file": "errors files",
     "data.prepare": "errors console files data",
     "model.schedule": "operands model.launchers model.model_view model.tables",
     "model.launchers": "operands",

@@ -7,7 +7,7 @@ from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.config.schema import choices
 from gpt2_triton.console import print_line
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import FULL, new_directory
 
@@ -30,7 +30,10 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             todo = f"take {' or '.join(choice.formats)}"
             raise ConfigError(f"format: {format} has no {choice.key} {choice.value}; {todo}")
     is_there = format == "hf" and source_files.has_tokenizer(weights.beside)
-    tokenizer = None if weights.tokenizer is None or is_there else get_tokenizer(weights.tokenizer)
+    own = weights.tokenizer in NAMES
+    tokenizer = None
+    if weights.tokenizer and not (is_there and own):
+        tokenizer = get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:
             named = WRITERS[format](weights, directory, dtype, tokenizer)
@@ -43,7 +46,8 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer",
             error=True,
         )
-    if format == "hf" and weights.tokenizer == "bytes":
-        print_line(
-            "note: llama.cpp does not know the tokenizer bytes; transformers takes this export"
-        )
+    if tokenizer and format == "hf" and tokenizer.name not in ("gpt2", "llama3"):
+        what = "the tokenizer bytes" if own else "a tokenizer that its converter does not list"
+        print_line(f"note: llama.cpp does not know {what}; transformers takes this export")
+    if tokenizer and format == "llmc" and not own:
+        print_line("note: llm.c's tokenizer file holds the bytes of each token, and no merges")

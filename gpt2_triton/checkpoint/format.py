@@ -6,6 +6,7 @@
         state.json                   configuration, counters, best validation loss,
                                      and the spans of several ranks
         manifest.json                size and sha256 of every other file
+        tokenizer.json ...           of a tokenizer that state.json names by its hash
 
 A span is [flat index, length] of a piece of a shard.  state.json lists each rank's spans in
 the order of the rank's file, so any number of ranks reads the checkpoint.  Muon shards the

@@ -14,13 +14,15 @@ from gpt2_triton.checkpoint.source_files import has_tokenizer, read_if_there
 from gpt2_triton.checkpoint.weights import tokenizer_of
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.data import tokenizer_file
 from gpt2_triton.data.tokenizer import (
-    END_OF_TEXT,
     LLAMA3_PATTERN,
     Tokenizer,
-    byte_spelling,
+    get_tokenizer,
+    has_file,
     has_llama3,
 )
+from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, FileTokenizer, byte_spelling
 
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
@@ -33,8 +35,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
-    """Return the name of the tokenizer in a model's directory, which may lack its files;
-    None for another tokenizer.
+    """Return the name of the tokenizer in a model's directory, which may lack its files: the
+    directory itself, unless the tokens are known; None for a kind of file that is not read.
     """
     vocabulary = _vocabulary(directory)
     known = [name for name, (token, number) in KNOWN_BY.items() if vocabulary.get(token) == number]
@@ -42,7 +44,13 @@ def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
         known = ["llama3"]
     elif not has_tokenizer(directory):
         return tokenizer_of(model)
-    return next((name for name in known if TOKENIZER_SIZES[name] <= model.vocab_size), None)
+    added = read_if_there(directory / FILE).get("added_tokens", [])
+    most = max((token["id"] for token in added), default=0)
+    name = next((name for name in known if most < TOKENIZER_SIZES[name] <= model.vocab_size), None)
+    if name or not has_file(directory):
+        return name
+    there = str(directory)
+    return there if get_tokenizer(there).vocab_size <= model.vocab_size else None
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:
@@ -58,6 +66,8 @@ def _special(number: int, text: str) -> dict[str, Any]:
 
 def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Write a tokenizer's files."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer_file.copy(tokenizer, directory)
     tokens, spelling, llama = tokenizer.token_bytes(), byte_spelling(), tokenizer.name == "llama3"
     special = {tokenizer.eot: END_OF_TEXT}
     if llama:

@@ -170,7 +170,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     ids = (
         {}
         if tokenizer is None
-        else {"bos_token_id": tokenizer.delimiter, "eos_token_id": tokenizer.eot}
+        else {"bos_token_id": tokenizer.begin or tokenizer.delimiter, "eos_token_id": tokenizer.eot}
     )
     ids |= source_files.ids(weights.beside)
     write_json(directory / source_files.CONFIG, _config(weights.model, dtype) | ids)

@@ -24,7 +24,7 @@ from gpt2_triton.checkpoint.weights import (
     tokenizer_of,
 )
 from gpt2_triton.data.tokenizer import Tokenizer
-from gpt2_triton.errors import CheckpointError
+from gpt2_triton.errors import CheckpointError, ConfigError
 
 MODEL_MAGIC, TOKENIZER_MAGIC = 20240326, 20240328
 VERSIONS = {3: "fp32", 5: "bf16"}
@@ -105,6 +105,12 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
     tokens, header = tokenizer.token_bytes(), np.zeros(HEADER_BYTES // 4, "<i4")
+    longest = max(map(len, tokens))
+    if longest > 255:
+        raise ConfigError(
+            f"format: llm.c's tokenizer file has tokens of at most 255 bytes, "
+            f"{tokenizer.name} has one of {longest}; take hf"
+        )
     header[:4] = TOKENIZER_MAGIC, 2, len(tokens), tokenizer.eot
     path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
 

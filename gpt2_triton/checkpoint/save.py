@@ -41,8 +41,10 @@ from gpt2_triton.checkpoint.format import (
     tensors_name,
 )
 from gpt2_triton.checkpoint.load import best_checkpoint, verify
+from gpt2_triton.checkpoint.source_files import DIRECTORY
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
+from gpt2_triton.data.tokenizer_file import CONFIG, FILE, IDENTITY
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import CheckpointError, same_on_all_ranks
 from gpt2_triton.files import free_space, fsync, remove
@@ -195,6 +197,7 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
     if len(results) > 1:
         state |= {key: [result["spans"][key] for result in results] for key in results[0]["spans"]}
     (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    _copy_tokenizer(temporary, state)
     manifest = {tensors_name(rank): result["entry"] for rank, result in enumerate(results)}
     for name in manifest:
         with suppress(OSError):  # mounts of Windows refuse it
@@ -204,6 +207,19 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
         fsync(path)
+
+
+def _copy_tokenizer(temporary: Path, state: dict[str, Any]) -> None:
+    """Copy the run's tokenizer into a checkpoint that names one by its hash: it may go alone to
+    another machine.
+    """
+    name = state.get("config", {}).get("data", {}).get("tokenizer", "")
+    source = temporary.parent.parent / DIRECTORY
+    if name.startswith(IDENTITY):
+        for file in (FILE, CONFIG):
+            if (source / file).is_file():
+                shutil.copyfile(source / file, temporary / file)
+                fsync(temporary / file)
 
 
 def _publish(temporary: Path, target: Path) -> None:

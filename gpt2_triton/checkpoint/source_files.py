@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_triton.console import print_line
+from gpt2_triton.data import tokenizer
 from gpt2_triton.files import new_directory, read_json, remove
 
 DIRECTORY = "source"  # in a run's directory
@@ -71,10 +72,19 @@ def copy(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def keep(source: Path | None, run_dir: Path) -> None:
-    """Copy the files of a new run's source into the run, in the place of an earlier start's."""
-    remove(run_dir / DIRECTORY)
-    if source:
-        with new_directory(run_dir / DIRECTORY) as directory:
-            copy(source, directory)
-            shutil.copyfile(source / CONFIG, directory / CONFIG)
+def keep(source: Path | None, run_dir: Path, name: str) -> None:
+    """Copy the files of a new run's source, and the tokenizer of this name if it is a file, into
+    the run, in the place of an earlier start's.
+    """
+    kept = run_dir / DIRECTORY
+    is_file = name not in tokenizer.NAMES and Path(name) != kept
+    if source is None and Path(name) == kept:
+        return
+    remove(kept)
+    if source or is_file:
+        with new_directory(kept) as directory:
+            if source:
+                copy(source, directory)
+                shutil.copyfile(source / CONFIG, directory / CONFIG)
+            if is_file:
+                tokenizer.keep(name, directory)

@@ -6,7 +6,7 @@ a config.json needs no `hf:`.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -26,7 +26,8 @@ from gpt2_triton.checkpoint.weights import (
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import LONGEST_CONTEXT
-from gpt2_triton.data.tokenizer import look_in
+from gpt2_triton.data.tokenizer import NAMES, identity, located
+from gpt2_triton.data.tokenizer_file import FILE
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.files import expand
 
@@ -90,7 +91,7 @@ def initial_weights(config: Config) -> Weights | None:
         weights = READERS[kind](where)
     else:
         step_dir, saved, stored = _open_run(where)
-        changes, _ = config_differences(saved.to_dict(), config.to_dict())
+        changes, _ = config_differences(*map(_by_identity, (saved, config)))
         for key, (then, now) in changes.items():
             if decides_weights(key):
                 raise CheckpointError(
@@ -99,6 +100,10 @@ def initial_weights(config: Config) -> Weights | None:
         weights = from_checkpoint(where, stored, saved, source_files.of_step(step_dir))
     check_sizes(weights, config)
     return weights
+
+
+def _by_identity(config: Config) -> dict[str, Any]:
+    return config.replace(data={"tokenizer": identity(config.data.tokenizer)}).to_dict()
 
 
 def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
@@ -117,7 +122,7 @@ def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
             f"{step_dir}: its configuration is of another version of gpt2_triton; use that version"
         )
         raise CheckpointError(wrong) from error
-    look_in(config.data.tokenizer, step_dir.resolve().parent.parent)
+    config = _with_tokenizer(config, step_dir.resolve())
     names = ("params", "low") if config.optim.master == "fp32" else ("params",)
     for name in names:
         if name not in tensors or tensors[name].shape != (flat_length(config.model),):
@@ -125,6 +130,19 @@ def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
                 f"{step_dir}: {name} does not fit its configuration; choose another step"
             )
     return step_dir, config, {name: tensors[name] for name in names}
+
+
+def _with_tokenizer(config: Config, step_dir: Path) -> Config:
+    """Return a run's configuration with its tokenizer as it is found here; CheckpointError if the
+    run has lost the file.
+    """
+    name = config.data.tokenizer
+    places = (step_dir, step_dir.parent.parent)
+    found = next((there for place in places if (there := located(name, place)) != name), name)
+    if found != name and identity(found) != name or found == name and name not in NAMES:
+        todo = f"restore the run's {FILE}, which lies in {step_dir.parent.parent / 'source'}"
+        raise CheckpointError(f"{step_dir}: its tokenizer ({name[:15]}...) is not there; {todo}")
+    return config.replace(data={"tokenizer": found})
 
 
 def _config_for(weights: Weights) -> Config:

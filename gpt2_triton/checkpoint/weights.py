@@ -23,6 +23,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.console import Progress
+from gpt2_triton.data.tokenizer import identity
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model import architecture
 from gpt2_triton.model.tables import Part, param_views
@@ -183,14 +184,17 @@ def check_sizes(weights: Weights, config: Config) -> None:
     theirs, now = (
         m.model_dump(exclude={"dropout"})
         | ({"n_kv_head": m.n_kv_head or m.n_head, "n_inner": m.inner} if m.arch == "llama" else {})
-        | {"tokenizer": tokenizer or config.data.tokenizer}
+        | {"tokenizer": identity(tokenizer or config.data.tokenizer)}
         for m, tokenizer in ((weights.model, weights.tokenizer), (config.model, None))
     )
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
     if wrong:
         has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))
         todo = " and ".join(
-            f"{'data' if k == 'tokenizer' else 'model'}.{k} to {theirs[k]}" for k in wrong
+            f"data.tokenizer to {weights.tokenizer}"
+            if k == "tokenizer"
+            else f"model.{k} to {theirs[k]}"
+            for k in wrong
         )
         raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 

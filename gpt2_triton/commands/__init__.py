@@ -26,6 +26,7 @@ for name, path in {
     "configs": "configs:configs",
     "compile": "compile:compile_kernels",
     "prepare": "prepare:app",
+    "tokenizer": "tokenizer:tokenizer",
     "sample": "sample:sample",
     "export": "export:export",
     "hellaswag": "evaluate:hellaswag",

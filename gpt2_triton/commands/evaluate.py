@@ -86,6 +86,7 @@ def perplexity(
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
     from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
+    from gpt2_triton.data.tokenizer import identity
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
@@ -105,7 +106,7 @@ def perplexity(
         )
     opened: list[Shard] = []
     for given in shards:
-        require_tokenizer(given, config.data.tokenizer)
+        require_tokenizer(given, config.data.tokenizer, identity(config.data.tokenizer))
         opened += open_shards(given, V, T)
     model = load_for_losses(config, stored, batch_tokens, dtype)
     result = losses.perplexity(model, opened, tokens)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN, find
-from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
+from gpt2_triton.config.values import check_tokenizer
 from gpt2_triton.console import command_line, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
@@ -121,6 +122,7 @@ def settings(
     download   the weights of OpenAI's names: a plan knows their sizes
     """
     from gpt2_triton.checkpoint.weights import check_sizes
+    from gpt2_triton.data.tokenizer import get_tokenizer
 
     with same_on_all_ranks():
         measured = _measure(own)
@@ -129,12 +131,13 @@ def settings(
         weights = _weights(given.get("init_from", ""), download)
         choice = own_text.choice_for(measured.characters, machine.gpu_gib, given)
         tokenizer = _tokenizer(choice, given, weights)
-        known = tokenizer in TOKENIZER_SIZES  # Config.load refuses another
-        tokens = measured.count_tokens(tokenizer) if known else measured.characters
+        tokens = measured.count_tokens(tokenizer)
         model = weights.model if weights else None
         picked = own_text.choose(
             choice, tokens, machine.gpu_gib, tokenizer, given, machine.gpus, model
         )
+        if not weights:
+            picked["model.vocab_size"] = get_tokenizer(tokenizer).vocab_size
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)
@@ -151,11 +154,10 @@ def _continued(
     run_dir: Path,
 ) -> Chosen:
     """Return the run to resume: its configuration stands in the place of recipe and choices."""
-    from gpt2_triton.data.tokenizer import look_in
+    from gpt2_triton.data.tokenizer import located
 
     file = run_dir / "config.yaml"
-    tokenizer = Config.load(file, given, machine.gpus).data.tokenizer
-    look_in(tokenizer, run_dir)
+    tokenizer = located(Config.load(file, given, machine.gpus).data.tokenizer, run_dir)
     shards = _shards(own, measured, tokenizer)
     keys = {"data.allow_changed": "false"} | _patterns(shards) | dict(given)  # it is for one start
     config = Config.load(file, keys, machine.gpus)
@@ -180,16 +182,25 @@ def _workers() -> int:
 def _tokenizer(choice: own_text.Choice, given: Mapping[str, str], weights: "Weights | None") -> str:
     """Return the tokenizer that is given, else of the weights, else of the recipe."""
     if "data.tokenizer" in given:
-        return given["data.tokenizer"]
+        return _checked(given["data.tokenizer"])
     if weights and weights.tokenizer:
         return weights.tokenizer
     usual = choice.config.data.tokenizer
     return usual if "init_from" in given else _available(usual)
 
 
+def _checked(tokenizer: str) -> str:
+    try:
+        return check_tokenizer(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer: {error}, got {tokenizer!r}") from None
+
+
 def _shards(own: Text, measured: "MeasuredText", tokenizer: str) -> Path:
     """Return the directory of the text's shards."""
-    return Path("data") / f"{_name(own.data)}_{tokenizer}_{measured.digest[:8]}"
+    from gpt2_triton.data.tokenizer import label
+
+    return Path("data") / f"{_name(own.data)}_{label(tokenizer)}_{measured.digest[:8]}"
 
 
 def _patterns(shards: Path) -> dict[str, str]:

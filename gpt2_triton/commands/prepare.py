@@ -9,11 +9,15 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from gpt2_triton.commands.app import AT_LEAST_1, Special, make_app
-from gpt2_triton.config.schema import TokenizerName
+from gpt2_triton.config.values import check_tokenizer
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Annotated[
-    TokenizerName, Parameter(help="Tokenizer; data.tokenizer of a run must be the same.")
+    str,
+    Parameter(
+        help="gpt2, llama3, bytes, or a tokenizer.json or its folder, as data.tokenizer of the run",
+        validator=lambda _, value: check_tokenizer(value),
+    ),
 ]
 Out = Annotated[Path, Parameter(help="Directory of the shards, train_*.bin and val_*.bin.")]
 CPUS = os.cpu_count() or 1

@@ -56,7 +56,7 @@ def sample(
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import encode_prompt, get_tokenizer, special_names
     from gpt2_triton.inference.load import load_for_decoding
-    from gpt2_triton.inference.sample import draw, ends_of_text, stream_text
+    from gpt2_triton.inference.sample import draw, ends_of_text, limit, stream_text
     from gpt2_triton.model.compiling import compile_decoding
 
     config, stored, beside = load_weights(checkpoint)
@@ -64,6 +64,7 @@ def sample(
         load_for_decoding(config, stored, min(num, batch)),
         get_tokenizer(config.data.tokenizer),
     )
+    limit(model, tokenizer)
     encoded = [encode_prompt(tokenizer, text, special) for text in prompts]
     ends = ends_of_text(tokenizer, beside)
     found = (
@@ -78,14 +79,14 @@ def sample(
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     start, count = time.perf_counter(), 0
     texts = (
-        (text, drawn)
+        (text, ids, drawn)
         for text, ids in zip(prompts, encoded, strict=True)
         for drawn in draw(model, ids.tolist(), tokens, how, seed, num, ends)
     )
-    for n, (text, drawn) in enumerate(texts):
+    for n, (text, ids, drawn) in enumerate(texts):
         printed, counted = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)
-        for piece in stream_text(tokenizer, printed):
+        for piece in stream_text(tokenizer, printed, ids.tolist()):
             print(shown(piece), end="", flush=True)
         print(flush=True)
         count += len([*counted])

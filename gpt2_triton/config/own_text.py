@@ -97,7 +97,7 @@ def choose(
     every = max(_least_apart(choice, steps), steps // choice.validations)
     evaluated = recipe.eval.tokens // T * T
     keys: dict[str, Any] = {
-        "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),
+        "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),  # own.py asks a file
         **_sizes(choice, recipe, T, given, number, source),
         "data.tokenizer": tokenizer,
         "train.steps": steps,

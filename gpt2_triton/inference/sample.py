@@ -17,12 +17,19 @@ from gpt2_triton.inference.generate import generate
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model.model import Model
 
+CONTEXT = 8  # tokens; a character has at most four
+
 
 def ends_of_text(tokenizer: Tokenizer, beside: Path | None) -> set[int]:
     """Return the tokens that end a text: the tokenizer's, and those that
     the model's source names.
     """
     return {tokenizer.eot} | source_files.ends(beside)
+
+
+def limit(model: Model, tokenizer: Tokenizer) -> None:
+    """Let the model draw no token without a text: it may have more rows than the tokenizer."""
+    model.drawn = min(model.drawn, tokenizer.vocab_size)
 
 
 def draw(
@@ -86,18 +93,38 @@ def stream(
     """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
     ids = encode_prompt(tokenizer, prompt).tolist()
     [drawn] = draw(model, ids, tokens, how, seed, 1, ends_of_text(tokenizer, beside))
-    return stream_text(tokenizer, drawn)
+    return stream_text(tokenizer, drawn, ids)
 
 
-def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Generator[str, None, None]:
-    """Yield the text of `tokens` as soon as it is complete: an incomplete character
-    waits for its other bytes.
+def stream_text(
+    tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int] = ()
+) -> Generator[str, None, None]:
+    """Yield the text of `tokens` as soon as it is complete: an incomplete character waits for
+    its other bytes.  The tokens follow `before`: sentencepiece's first token has no space.
     """
+    known = _context(tokenizer, before)
     waiting: list[int] = []
     for token in tokens:
         waiting.append(token)
-        text = tokenizer.decode(waiting)
+        text = _text_after(tokenizer, known, waiting)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            waiting.clear()
+            known = waiting or known
+            waiting = []
             yield text
-    yield tokenizer.decode(waiting)
+    yield _text_after(tokenizer, known, waiting)
+
+
+def _context(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    """Return the newest tokens that have a text of whole characters, none if there are none."""
+    special = {*tokenizer.special.values(), tokenizer.delimiter}
+    for count in range(1, min(len(before), CONTEXT) + 1):
+        last = [*before[-count:]]
+        text = "" if special & {*last} else tokenizer.decode(last)
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:
+            return last
+    return []
+
+
+def _text_after(tokenizer: Tokenizer, known: list[int], tokens: list[int]) -> str:
+    """Return what `tokens` add to the text of `known`."""
+    return tokenizer.decode(known + tokens)[len(tokenizer.decode(known)) :]

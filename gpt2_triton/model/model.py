@@ -95,6 +95,7 @@ class Model:
             raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
+        self.drawn = self.dims["V"]  # tokens that `decode` draws among, the first of the vocabulary
         # Llama's rotations
         self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
@@ -280,7 +281,8 @@ class Model:
 
     def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
         v = self.view(len(self.decoding.seq), 1)
-        schedule.sample(self.K, self.A.schedule, v, self.decoding, temperature, top_k, top_p)
+        how = self.drawn, temperature, top_k, top_p
+        schedule.sample(self.K, self.A.schedule, v, self.decoding, *how)
 
     # ---- kernels and graphs ----
 

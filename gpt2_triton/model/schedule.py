@@ -103,17 +103,24 @@ def prefill(K: Kernels, A: Layers, m: ModelView, d: Decoding, sequences: slice) 
 
 
 def sample(
-    K: Kernels, A: Layers, m: ModelView, d: Decoding, temperature: float, top_k: int, top_p: float
+    K: Kernels,
+    A: Layers,
+    m: ModelView,
+    d: Decoding,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
 ) -> None:
-    """Sample the next token of each sequence of d.seq; each sequence's last token goes
-    through the model as one row.
+    """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
+    last token goes through the model as one row.
     """
     A.decode(K, m, d)
     # separately: each of the head's 3144 programs would have to normalise its input again
     A.final_norm(K, m)
     logits = d.logits[: len(d.seq)]
     K.decode_matmul(logits, m.a.lnf, m.head_w, None, None, None, None)
-    K.sample_token(d.seq, logits, m.V, temperature, top_k, top_p)
+    K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)
 
 
 def roll_scales(K: Kernels, m: ModelView) -> None:

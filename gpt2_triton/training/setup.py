@@ -22,13 +22,13 @@ from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import get_tokenizer, look_in
+from gpt2_triton.data.tokenizer import get_tokenizer, identity, look_in
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import same_on_all_ranks
 from gpt2_triton.files import expand
-from gpt2_triton.inference import hellaswag
+from gpt2_triton.inference import hellaswag, sample
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
 from gpt2_triton.model.launchers import Kernels
@@ -143,8 +143,12 @@ def _open_shards(config: Config, split: str) -> list[Shard]:
 
 
 def _explicit(config: Config) -> dict[str, Any]:
-    """Return the configuration with the tokens of a step, which a resume may not change."""
-    return config.replace(train={"total_batch_tokens": config.train.step_tokens}).to_dict()
+    """Return the configuration with the tokens of a step, and a tokenizer's file by its hash:
+    a resume may change neither.
+    """
+    made = {"total_batch_tokens": config.train.step_tokens}
+    tokenizer = {"tokenizer": identity(config.data.tokenizer)}
+    return config.replace(train=made, data=tokenizer).to_dict()
 
 
 def to_save(config: Config, data: Data) -> dict[str, Any]:
@@ -185,6 +189,8 @@ def build_model(
     if fitting is not config:
         start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
     model = Model(fitting, K, group.device, group=group)
+    if config.sample.every:
+        sample.limit(model, get_tokenizer(config.data.tokenizer))
     if data.hellaswag:
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
@@ -242,7 +248,7 @@ def open_log(
     }
     log = Logger(run_dir, config, step, about, group.size)
     if start.checkpoint is None:
-        source_files.keep(start.beside, run_dir)
+        source_files.keep(start.beside, run_dir, config.data.tokenizer)
     for note in start.notes:
         log.info(note)
     if model.has_fp8:

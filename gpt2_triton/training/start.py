@@ -10,6 +10,7 @@ from typing import Literal
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
@@ -28,6 +29,7 @@ def starting(
     """
     from gpt2_triton import device
     from gpt2_triton.data.shards import require_tokenizer
+    from gpt2_triton.data.tokenizer import identity, located
     from gpt2_triton.training import cpu_time
 
     if config.train.precision == "fp8":
@@ -47,10 +49,26 @@ def starting(
             "log.wandb_project or WANDB_PROJECT: "
             f"W&B refuses {' '.join(wrong)} in {project!r}; {todo}"
         )
+    tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
+    require_rows(config, tokenizer)
     for split in (config.data.train, config.data.val):
-        require_tokenizer(split, config.data.tokenizer)
+        require_tokenizer(split, tokenizer, identity(tokenizer))
     with creating_run_dir(name, run_dir) as path:
         yield path
+
+
+def require_rows(config: Config, tokenizer: str) -> None:
+    """Raise ConfigError if a tokenizer's file has more tokens than the model has rows."""
+    from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
+
+    if tokenizer in NAMES:
+        return
+    tokens, rows = get_tokenizer(tokenizer).vocab_size, config.model.vocab_size
+    if rows < tokens:
+        has = f"the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}"
+        raise ConfigError(f"model.vocab_size: {has}; set model.vocab_size to {tokens}")
+    for note in vocabulary_note(config, tokens):
+        print_line(note)
 
 
 def check_run_dir(run_dir: Path | None, resume: Resume) -> None:

@@ -21,6 +21,7 @@ from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line
 from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.tokenizer import located
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
@@ -92,7 +93,8 @@ class Trainer:
         # in use on this GPU before the model is built
         self.bytes_before = used_bytes(self.group.device)
         with self.watchdog.phase("loading"):
-            config, notes = setup.choose_precision(config, found)
+            tokenizer = {"tokenizer": located(config.data.tokenizer, run_dir)}
+            config, notes = setup.choose_precision(config.replace(data=tokenizer), found)
             self.data = open_data(config, run_dir, self.control)
             start = restore(found, config, self.data)
             start.notes.extend(notes)

@@ -67,9 +67,9 @@ def test_a_run_keeps_the_files_for_its_exports_and_for_runs_that_start_from_it(t
 
 
 def test_a_new_run_has_no_files_of_an_earlier_start(theirs, tmp_path):
-    source_files.keep(theirs, tmp_path / "run")
+    source_files.keep(theirs, tmp_path / "run", "gpt2")
     assert (tmp_path / "run" / "source" / "config.json").exists()
-    source_files.keep(None, tmp_path / "run")
+    source_files.keep(None, tmp_path / "run", "gpt2")
     assert not (tmp_path / "run" / "source").exists()
 
 

@@ -26,7 +26,7 @@ from gpt2_triton.data.shards import (
     token_dtype,
     write_shard,
 )
-from gpt2_triton.data.tokenizer import get_tokenizer, with_delimiter
+from gpt2_triton.data.tokenizer import encode_rest, get_tokenizer, keep, record_of, with_delimiter
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import FULL, free_space, sha256, write_json
 
@@ -39,17 +39,24 @@ ShardRecords = dict[str, dict[str, Any]]  # {"tokens": ..., "sha256": ...} of ea
 Place = dict[str, Any]
 
 
+class Piece(NamedTuple):
+    """Text, or tokens, of one document."""
+
+    content: str | np.ndarray
+    follows: bool = False  # a document after another: the delimiter comes first
+    rest: bool = False  # the document has text before this
+
+
 class Batch(NamedTuple):
     """Text that one process tokenises at a time, or tokens."""
 
     split: str  # of its shards; the batches of a split follow each other
     state: Any  # of the source before this batch, for JSON
-    # whether the delimiter comes first, and text or tokens
-    pieces: Sequence[tuple[bool, str | np.ndarray]]
+    pieces: Sequence[Piece]
 
     @property
     def characters(self) -> int:
-        return sum(len(text) for _, text in self.pieces)
+        return sum(len(piece.content) for piece in self.pieces)
 
 
 class Source(Protocol):
@@ -74,16 +81,19 @@ def build(
 ) -> bool:
     """Write the shards of `source` into out_dir; return False if they are there already.
 
-    recipe            everything that determines the bytes; shards.json records it
+    recipe            everything that determines the bytes; shards.json records it, with the
+                      hash of a tokenizer's file
     expected_tokens   an estimate, to check the space on the disk
 
     DataError if out_dir has other shards, or a preparation begun with another recipe.
     """
+    tokenizer = recipe["tokenizer"]
+    recipe = recipe | record_of(tokenizer)
     with disk_errors(out_dir):
         if not is_done(out_dir, recipe):
             with _locked(out_dir):
                 if not is_done(out_dir, recipe):  # by a process that held the lock
-                    _build(source, recipe, out_dir, expected_tokens, workers)
+                    _build(source, tokenizer, recipe, out_dir, expected_tokens, workers)
                     return True
                 _remove(out_dir, LOCK)
         print_line(f"{out_dir} is prepared already")
@@ -104,20 +114,23 @@ def build_splits(
 
 
 def _build(
-    source: Source, recipe: dict[str, Any], out_dir: Path, expected_tokens: int, workers: int
+    source: Source,
+    tokenizer: str,
+    recipe: dict[str, Any],
+    out_dir: Path,
+    expected_tokens: int,
+    workers: int,
 ) -> None:
-    tokenizer = get_tokenizer(recipe["tokenizer"])  # the workers find it in tiktoken's cache
+    dtype = token_dtype(get_tokenizer(tokenizer).vocab_size)  # workers find it in tiktoken's cache
     shards, places = _resume(recipe, out_dir)
     done = count_tokens(shards)
-    require_space(
-        out_dir, max(0, expected_tokens - done) * token_dtype(tokenizer.vocab_size).itemsize
-    )
+    require_space(out_dir, max(0, expected_tokens - done) * dtype.itemsize)
     _record_progress(out_dir, recipe, shards, places)
     start = places[-1] or {"state": None, "skip": 0}
     before = start["state"] or 0 if source.unit == "characters" else done
     title = f"preparing {source.name}"
     with paired_map(workers) as run, Progress(title, source.size, source.unit, before) as progress:
-        encode = functools.partial(tokenize, recipe["tokenizer"], recipe.get("endoftext", False))
+        encode = functools.partial(tokenize, tokenizer, recipe.get("endoftext", False))
         tokenised = run(encode, source.batches(start["state"]))
         for name, tokens, place in _cut(source, shards, tokenised, start["skip"], progress):
             write_shard(out_dir / name, tokens)
@@ -134,6 +147,7 @@ def _build(
     for split in ("train", "val"):
         names = [name for name in shards if name.startswith(split)]
         shards |= balance_last_two(out_dir, names, recipe["shard_tokens"])
+    keep(tokenizer, out_dir)
     write_json(out_dir / RECORD, recipe | {"shards": shards})
     _remove(out_dir, PROGRESS, LOCK)
 
@@ -141,9 +155,12 @@ def _build(
 def tokenize(tokenizer: str, special: bool, batch: Batch) -> np.ndarray:
     """Return the tokens of a batch, as its tokenizer's `encode` does."""
     coder, parts = get_tokenizer(tokenizer), []
-    for delimited, text in batch.pieces:
-        tokens = coder.encode(text, special) if isinstance(text, str) else text
-        parts.append(with_delimiter(coder, tokens) if delimited else tokens)
+    for piece in batch.pieces:
+        tokens = piece.content
+        if isinstance(tokens, str):
+            encode = functools.partial(encode_rest, coder) if piece.rest else coder.encode
+            tokens = encode(tokens, special)
+        parts.append(with_delimiter(coder, tokens) if piece.follows else tokens)
     return np.concatenate(parts)
 
 

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.build import PROGRESS, SHARD_TOKENS, Batch, ShardRecords, count_tokens
+from gpt2_triton.data.prepare.build import (
+    PROGRESS,
+    SHARD_TOKENS,
+    Batch,
+    Piece,
+    ShardRecords,
+    count_tokens,
+)
 from gpt2_triton.data.prepare.documents import Reading
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
 from gpt2_triton.data.shards import RECORD, read_record
@@ -120,13 +127,13 @@ class _Documents:
             self._open(place),
             not self._how.endoftext and self._recipe["tokenizer"] != "bytes",
         )
-        pieces: list[tuple[bool, str]] = []
+        pieces: list[Piece] = []
         size = 0
         texts = documents.texts_of_rows(self._rows(dataset, before), self._how.field, self.notes)
         for n, (where, _, text) in enumerate(texts, before + 1):
             # as llm.c tokenises FineWeb, or as `prepare text` does
             parts = [text] if as_is else documents.clean(where, text, self._how, self.notes)
-            pieces += [(True, part) for part in parts if part]
+            pieces += [Piece(part, follows=True) for part in parts if part]
             size += sum(map(len, parts))
             if size >= build.BATCH_CHARS:
                 documents.require_all(self.notes, self._strict)

@@ -18,19 +18,22 @@ from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import contents
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.shards import RECORD, read_record
-from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer, special_names
+from gpt2_triton.data.tokenizer import get_tokenizer, label, special_names
+from gpt2_triton.data.tokenizer_file import CONFIG, END_OF_TEXT, FILE
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
 
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
+TOKENIZER = {FILE, CONFIG}
 ENDINGS = (
     f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 )
-OURS = {RECORD, PROGRESS, "metrics.jsonl"}  # where _is_written
+OURS = {RECORD, PROGRESS, "metrics.jsonl", *TOKENIZER}  # where _is_written
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 PIECE = 4096  # characters of a sample that follow each other
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
-MARKUP = re.compile(r"<\|\w+\|>")  # what special tokens look like
+# what special tokens look like: Llama 3's and GPT-2's, then names of other tokenizers
+MARKUP = re.compile(r"<\|\w+\|>|<｜[^<>｜]{1,40}｜>|</?s>|<(?:unk|pad|bos|eos|mask)>|<\w+_of_turn>")
 
 Notes = dict[str, list[Any]]  # {what: [count, first place]}, for JSON
 
@@ -79,14 +82,19 @@ def special_tokens(notes: Notes, tokenizer: str) -> dict[str, int]:
 def report(notes: Notes, tokenizer: str) -> None:
     """Print which special tokens were found, what only looks like some, and what was left out."""
     special = special_tokens(notes, tokenizer)
-    ordinary = {what: count for what, count in markup(notes).items() if what not in special}
+    other = {what: count for what, count in markup(notes).items() if what not in special}
+    ordinary = {what: count for what, count in other.items() if what.endswith(("|>", "｜>"))}
     for title, found in (
         ("special tokens", special),
-        (f"ordinary text, no special tokens of {tokenizer}", ordinary),
+        (f"ordinary text, no special tokens of {label(tokenizer)}", ordinary),
     ):
         if found:
             listed = ", ".join(f"{what} {count:,}" for what, count in found.items())
             print_line(f"{title}: {textwrap.shorten(listed, 300, placeholder=' ...')}")
+    report_left_out(notes)
+
+
+def report_left_out(notes: Notes) -> None:
     if what := left_out(notes):
         print_line(f"left out: {what}")
 
@@ -177,11 +185,8 @@ def _is_written(folder: str, names: set[str]) -> bool:
     """Return whether a folder is a run, a model of transformers or shards; a user's text
     may have one of the names.
     """
-    known = {"metrics.jsonl", "config.yaml"} <= names or {
-        "config.json",
-        "generation_config.json",
-    } <= names
-    return known or any(
+    sets = ({"metrics.jsonl", "config.yaml"}, {"config.json", "generation_config.json"}, TOKENIZER)
+    return any(known <= names for known in sets) or any(
         "shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names
     )
 
@@ -312,7 +317,8 @@ def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
     """Split a document, given in parts, into pieces of at least `size`
     characters, the last one shorter.
 
-    The pieces have the tokens of the whole: no token of any tokenizer lies across a cut.  After
+    The pieces have the tokens of the whole: no token lies across a cut, unless a tokenizer's file
+    has a token of several words.  After
     other characters, GPT-2's pattern matches no whitespace.  Llama 3's matches line ends, but
     not after a letter or a digit.
     """

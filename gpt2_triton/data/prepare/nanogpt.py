@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2_triton.console import Progress, command_line
 from gpt2_triton.data.prepare import build
-from gpt2_triton.data.prepare.build import Batch, ShardRecords
+from gpt2_triton.data.prepare.build import Batch, Piece, ShardRecords
 from gpt2_triton.data.tokenizer import GPT2Tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import sha256
@@ -78,4 +78,4 @@ class _Tokens:
                     f"GPT-2 has {GPT2Tokenizer.vocab_size:,}"
                 )
                 raise DataError(f"{self.name}/{split}.bin: {what}; give other files")
-            yield Batch(split, number, [(False, tokens)])
+            yield Batch(split, number, [Piece(tokens)])

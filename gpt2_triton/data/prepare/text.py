@@ -12,14 +12,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_triton.console import Progress
+from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare import build, documents
-from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, ShardRecords
+from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Piece, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.tokenizer import END_OF_TEXT, get_tokenizer
+from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer_file import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
+FEW_BYTES = 2.5  # a token of GPT-2, of another language than English
 SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
 # part of a document: the parts of one follow each other and have the same key
 Text = tuple[Any, str]
@@ -45,12 +47,26 @@ class MeasuredText(NamedTuple):
             read += "special"  # an earlier version took only END_OF_TEXT for a token
         return hashlib.sha256(read.encode()).hexdigest()
 
+    def texts(self) -> Iterator[Text]:
+        """Yield the documents in parts."""
+        for i, (path, _) in enumerate(self.files):
+            for n, text in documents.read(path, self.how, {}):
+                yield (i, n), text
+
     def count_tokens(self, tokenizer: str) -> int:
         """Return the number of tokens: of a text that is longer than the sample, about."""
-        encode = get_tokenizer(tokenizer).encode
-        tokens = sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
         sampled = sum(map(len, self.sample))
+        tokens = self._sampled_tokens(tokenizer)
         return round(self.characters * tokens / sampled) if sampled else self.characters
+
+    def bytes_per_token(self, tokenizer: str) -> float:
+        """Return the bytes of the sample for each of its tokens."""
+        sampled = sum(len(piece.encode(errors="replace")) for piece in self.sample)
+        return sampled / max(1, self._sampled_tokens(tokenizer))
+
+    def _sampled_tokens(self, tokenizer: str) -> int:
+        encode = get_tokenizer(tokenizer).encode
+        return sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
 
 
 def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
@@ -98,6 +114,10 @@ def prepare_text(
     files, digests, characters, _, notes, how = measured
     documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
+    each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
+    if each < FEW_BYTES:
+        todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"
+        print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
     rows = [
         {"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)
     ]
@@ -109,14 +129,7 @@ def prepare_text(
     if special.keys() - {END_OF_TEXT}:
         recipe |= {"special": special}
 
-    def texts() -> Iterator[Text]:
-        return (
-            ((i, n), text)
-            for i, (path, _) in enumerate(files)
-            for n, text in documents.read(path, how, {})
-        )
-
-    return prepare_texts(texts, characters, recipe, out_dir, _processes(files, workers))
+    return prepare_texts(measured.texts, characters, recipe, out_dir, _processes(files, workers))
 
 
 def _processes(files: list[File], workers: int) -> int:
@@ -163,7 +176,9 @@ class _Texts:
     def batches(self, state: int | None) -> Iterator[Batch]:
         """Yield batches from `state` on; the text before it is read and dropped."""
         found, characters = False, 0
-        for split, parts in itertools.groupby(_split(self._texts(), self._cut), key=itemgetter(0)):
+        for split, parts in itertools.groupby(
+            split_documents(self._texts(), self._cut), key=itemgetter(0)
+        ):
             for pieces in _batches((key, text) for _, key, text in parts):
                 batch = Batch(split, characters, pieces)
                 if found := found or characters == (state or 0):
@@ -176,7 +191,7 @@ class _Texts:
             )
 
 
-def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
+def split_documents(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
     """Yield (split, key, text): the first `cut` characters of the documents
     for train, the rest for val.
 
@@ -193,17 +208,17 @@ def _split(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any, str]]:
         cut = max(0, cut - len(text))
 
 
-def _batches(texts: Iterable[Text]) -> Iterator[list[tuple[bool, str]]]:
+def _batches(texts: Iterable[Text]) -> Iterator[list[Piece]]:
     """Yield batches of BATCH_CHARS characters or more; the delimiter precedes
     each document but the first.
     """
-    batch: list[tuple[bool, str]] = []
+    batch: list[Piece] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
         for i, piece in enumerate(
             documents.split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)
         ):
-            batch.append((number > 0 and i == 0, piece))
+            batch.append(Piece(piece, follows=number > 0 and i == 0, rest=i > 0))
             size += len(piece)
             if size >= build.BATCH_CHARS:
                 yield batch

@@ -1,0 +1,195 @@
+"""Tokenizers in Hugging Face's tokenizer.json, through the library `tokenizers`.
+
+A name is the path of such a file or of its folder.  PATH#TOKEN also names the token that ends a
+text.  Without it tokenizer_config.json beside the file names one, else special_tokens_map.json,
+else the file has END_OF_TEXT.  Nothing is guessed.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2_triton.errors import DataError
+from gpt2_triton.files import expand
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+NAMES_OF_TOKENS = (CONFIG, "special_tokens_map.json")  # files that may name the end of a text
+END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which has no bytes
+SPACE = "▁"  # in the tokens of sentencepiece
+IDENTITY = "sha256:"  # begins the name of a tokenizer by its content
+READ = ("normalizer", "pre_tokenizer")  # steps of the file that decide which tokens a text has
+
+
+class FileTokenizer:
+    """The tokenizer of one file; data/tokenizer.py's Tokenizer says what its members are."""
+
+    def __init__(self, name: str):
+        # threads would compete with the processes of `prepare`
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import Tokenizer
+
+        self.name = name
+        self.file, token = _parse(name)
+        self._content = _read(self.file)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(self.file))
+        except Exception as error:  # the library raises Exception itself
+            todo = (
+                "update the package tokenizers, or save it again by transformers' save_pretrained"
+            )
+            raise DataError(
+                f"{self.file}: the library tokenizers refuses it: {error}; {todo}"
+            ) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"{self.file}: a tokenizer without tokens; give another file")
+        self.vocab_size = max(vocabulary.values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: id for id, token in added.items() if token.special}
+        self.end = token or _named_end(self.file.parent) or END_OF_TEXT
+        if self.end not in vocabulary:
+            wrong = (
+                f"{self.file}: no token {self.end}"
+                if token
+                else f"{self.file}: names no end of text"
+            )
+            raise DataError(f"{wrong}; write {self.file}#TOKEN with the token that ends a text")
+        self.eot = self.delimiter = vocabulary[self.end]
+        self.special: Mapping[str, int] = special | {self.end: self.eot}
+        self.begin = self._begin()
+
+    def _begin(self) -> int | None:
+        """Return the special token that the file puts before every text; None without one."""
+        first = self._tokenizer.encode("a").ids[:1]
+        return first[0] if first and first[0] in self.special.values() else None
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A hash of what decides the tokens of a text; the form of the file does not change it."""
+        model = dict(self._content["model"])
+        merges = model.get("merges") or []
+        model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+        added = [[token["id"], token["content"]] for token in self._content.get("added_tokens", [])]
+        parts = [model, sorted(added), *(self._content.get(step) for step in READ)]
+        return IDENTITY + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
+        self._tokenizer.encode_special_tokens = not special
+        whole = HALF.sub("?", text)
+        [found] = self._tokenizer.encode_batch_fast([whole], add_special_tokens=False)
+        return np.array(found.ids, np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if i < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def token_bytes(self) -> list[bytes]:
+        steps = json.dumps(self._content.get("decoder"), ensure_ascii=False)
+        if "ByteLevel" in steps:
+            byte_of = {character: b for b, character in byte_spelling().items()}
+        elif SPACE in steps:
+            byte_of = {}
+        else:
+            raise DataError(f"{self.file}: its tokens have no bytes of their own")
+        added = self._tokenizer.get_added_tokens_decoder()
+        tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
+        return [
+            token.encode() if i in added else _bytes_of(token, byte_of)
+            for i, token in enumerate(tokens)
+        ]
+
+
+def _bytes_of(token: str, byte_of: dict[str, int]) -> bytes:
+    """Return the bytes of a token in GPT-2's spelling, or without `byte_of` in sentencepiece's."""
+    if byte_of:
+        return bytes(byte_of[character] for character in token)
+    if len(token) == 6 and token.startswith("<0x"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(SPACE, " ").encode()
+
+
+def byte_spelling() -> dict[int, str]:
+    """Return the character of each byte in GPT-2's files, in the order of GPT-2's first 256
+    tokens.
+    """
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+# ---- the files ----
+
+
+def _parse(name: str) -> tuple[Path, str]:
+    """Return the file that a name means, and the token that it names as the end of a text."""
+    path, token = Path(expand(name)), ""
+    if not path.exists() and "#" in name:
+        where, _, token = name.rpartition("#")
+        path = Path(expand(where))
+    return (path / FILE if path.is_dir() else path), token
+
+
+def is_there(name: str) -> bool:
+    """Return whether the file of a name exists."""
+    return _parse(name)[0].is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        todo = f"give gpt2, llama3, bytes, or a {FILE} or its folder"
+        raise DataError(f"tokenizer {file}: cannot read: {error.strerror}; {todo}") from None
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON: {error}; copy it again") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise DataError(f"{file}: no {FILE} of Hugging Face: it has no model; give another file")
+    return content
+
+
+def _named_end(folder: Path) -> str:
+    """Return the end of a text that the files beside a tokenizer name, "" for none."""
+    for name in NAMES_OF_TOKENS:
+        token = _object(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return ""
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one if it is missing or another thing."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def stem(name: str) -> str:
+    """Return the name of the folder of a tokenizer, or of its file unless that is FILE."""
+    file = _parse(name)[0].absolute()
+    return re.sub(r"[^\w-]+", "-", file.parent.name if file.name == FILE else file.stem)
+
+
+def copy(tokenizer: FileTokenizer, folder: Path) -> None:
+    """Copy a tokenizer into a folder, with a tokenizer_config.json that names its end of text."""
+    if tokenizer.file.resolve() == (folder / FILE).resolve():
+        return
+    shutil.copyfile(tokenizer.file, folder / FILE)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | _object(
+        tokenizer.file.parent / CONFIG
+    )
+    text = json.dumps(config | {"eos_token": tokenizer.end}, indent=2, ensure_ascii=False)
+    (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")

@@ -1,0 +1,65 @@
+"""The command `tokenizer`: a byte-level BPE of one's own text."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from gpt2_triton.commands import tools
+from gpt2_triton.commands.app import main
+from gpt2_triton.data.tokenizer import get_tokenizer, identity
+from tests.support.tokenizer_files import HARD
+
+
+@pytest.fixture
+def greek(tmp_path, monkeypatch):
+    """A text of random Greek words, each several times."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    words = ["".join(draw.choices("αβγδεζηθικλμνξοπρστυφχψω", k=6)) for _ in range(300)]
+    (tmp_path / "my.txt").write_text(" ".join(draw.choices(words, k=6000)))
+    return tmp_path
+
+
+def test_a_tokenizer_is_trained_on_a_text(greek, capsys):
+    assert main(tools, ["tokenizer", "my.txt", "--vocab", "600", "--out", "tok"]) == 0
+    out = capsys.readouterr().out
+    [own, gpt2] = [line for line in out.splitlines() if "tokens" in line]
+    assert own.startswith("600 tokens, ") and " bytes per token on " in own
+    assert float(own.split()[2]) > 2 * float(gpt2.split()[-1])
+    assert "next: " in out and "--data.tokenizer tok" in out
+    coder = get_tokenizer(str(greek / "tok"))
+    assert (coder.vocab_size, coder.end) == (600, "<|endoftext|>")
+    for text in HARD:
+        assert coder.decode(coder.encode(text)) == text
+
+
+def test_a_text_without_enough_pairs_says_so(greek, capsys):
+    (greek / "my.txt").write_text("abcd " * 200)
+    assert main(tools, ["tokenizer", "my.txt"]) == 0
+    assert "no more pairs that occur twice (16,384 were asked for)" in capsys.readouterr().out
+
+
+def test_a_directory_that_is_there_is_kept(greek, capsys):
+    (greek / "tok").mkdir()
+    (greek / "tok" / "mine").touch()
+    assert main(tools, ["tokenizer", "my.txt", "--out", "tok"]) == 2
+    assert "tok is there already; choose another" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_equal_texts_give_equal_files(greek):
+    for name in ("a", "b"):
+        command = [sys.executable, "-m", "gpt2_triton", "tokenizer", "my.txt", "--out", name]
+        subprocess.run(command, check=True)
+    files = [(greek / name / "tokenizer.json").read_bytes() for name in ("a", "b")]
+    assert files[0] == files[1] and identity(str(greek / "a")) == identity(str(greek / "b"))
+
+
+def test_few_bytes_of_gpt2s_tokens_are_told(greek, capsys):
+    assert main(tools, ["prepare", "text", "my.txt", "--out", "data/shards"]) == 0
+    assert "note: GPT-2's tokens have 1." in capsys.readouterr().out
+    (greek / "my.txt").write_text("It was the best of times. " * 300)
+    assert main(tools, ["prepare", "text", "my.txt", "--out", "data/english"]) == 0
+    assert "note:" not in capsys.readouterr().out

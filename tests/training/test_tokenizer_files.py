@@ -1,0 +1,115 @@
+"""A run on any tokenizer.json: from text to an export, also on a machine without the file."""
+
+import shutil
+
+import pytest
+
+import gpt2_triton
+from gpt2_triton.checkpoint import sources
+from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.format import list_steps
+from gpt2_triton.data.prepare import text
+from gpt2_triton.data.shards import map_tokens, read_record, require_tokenizer
+from gpt2_triton.data.tokenizer import get_tokenizer, identity
+from gpt2_triton.errors import CheckpointError, ConfigError, DataError
+from tests.support.tiny import tiny_config
+from tests.support.tokenizer_files import PROSE, byte_level, sentencepiece
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text(PROSE * 4 + "<|endoftext|>" + PROSE * 8)
+    return tmp_path
+
+
+def prepared(folder, tokenizer):
+    measured = text.measure_text([folder / "my.txt"], 1)
+    return text.prepare_text(measured, folder / "shards", str(tokenizer), 0.2, 1)
+
+
+def config_of(shards, tokenizer, **sections):
+    data = {"train": f"{shards}/train_*.bin", "val": f"{shards}/val_*.bin"}
+    model = {"vocab_size": get_tokenizer(str(tokenizer)).vocab_size}
+    data["tokenizer"] = str(tokenizer)
+    return tiny_config(data=data, **{"model": model, "train": {"steps": 2}} | sections)
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_shards_are_the_tokens_of_the_documents(here, kind):
+    tokenizer = kind(here / "tok")
+    shards = prepared(here, tokenizer)
+    coder = get_tokenizer(str(tokenizer))
+    tokens = [*map_tokens(shards / "train_000000.bin"), *map_tokens(shards / "val_000000.bin")]
+    assert (
+        tokens.count(coder.eot) == 1
+        and coder.decode(tokens[:20]) == PROSE[: len(coder.decode(tokens[:20]))]
+    )
+    record = read_record(shards / "shards.json")
+    assert record["tokenizer"] == identity(str(tokenizer)) == identity(str(shards))
+    assert record["end_of_text"] == coder.end
+
+
+def test_shards_of_another_tokenizer_are_refused(here):
+    shards = prepared(here, byte_level(here / "tok"))
+    other = sentencepiece(here / "other")
+    with pytest.raises(DataError, match="made with another tokenizer, sha256:.*, not .*other; "):
+        require_tokenizer(f"{shards}/*.bin", str(other), identity(str(other)))
+    with pytest.raises(DataError, match=f"or take a model with data.tokenizer {shards}"):
+        require_tokenizer(f"{shards}/*.bin", "gpt2")
+
+
+@pytest.mark.slow
+def test_a_run_carries_its_tokenizer(here):
+    tokenizer = byte_level(here / "tok")
+    shards = prepared(here, tokenizer)
+    config = config_of(shards, tokenizer, checkpoint={"every": 1, "keep": 0})
+    run = gpt2_triton.train(config, here / "run")
+    with gpt2_triton.load(run) as model:
+        expected = model.generate("it was", 8)
+    shutil.rmtree(tokenizer)
+    get_tokenizer.cache_clear()
+    (here / "run").rename(here / "moved")
+    with gpt2_triton.load(here / "moved") as model:
+        assert model.generate("it was", 8) == expected
+    again = config.replace(train={"steps": 3})
+    assert gpt2_triton.train(again, here / "moved", resume=True).state == "done"
+    export(str(here / "moved"), here / "out", "hf", "fp32")
+    assert identity(str(here / "out")) == identity(str(shards))
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(here / "out")
+    ids = get_tokenizer(str(here / "out")).encode(PROSE, special=True).tolist()
+    assert theirs.encode(PROSE) == ids and theirs.eos_token == "<|im_end|>"
+    [*_, (_, step)] = list_steps(here / "moved" / "checkpoints")
+    shutil.copytree(step, here / "step")
+    assert sources.load_weights(str(here / "step")).config.data.tokenizer == str(here / "step")
+    shutil.rmtree(here / "moved" / "source")
+    (step / "tokenizer.json").unlink()
+    get_tokenizer.cache_clear()
+    with pytest.raises(CheckpointError, match="its tokenizer .* is not there; restore the run's"):
+        gpt2_triton.load(step)
+
+
+@pytest.mark.slow
+def test_another_tokenizer_is_no_resume_and_no_start(here):
+    shards = prepared(here, byte_level(here / "tok"))
+    config = config_of(shards, here / "tok")
+    gpt2_triton.train(config, here / "run")
+    other = byte_level(here / "other", vocab=300)
+    with pytest.raises(DataError, match="made with another tokenizer"):
+        gpt2_triton.train(config.replace(data={"tokenizer": str(other)}), here / "run", resume=True)
+    small = config.replace(model={"vocab_size": 256})
+    with pytest.raises(ConfigError, match="has 345 tokens, got 256; set model.vocab_size to 345"):
+        gpt2_triton.train(small, here / "new")
+
+
+@pytest.mark.slow
+def test_no_token_beyond_the_tokenizers_is_drawn(here):
+    """Of a model with more rows, whose weights are random."""
+    tokenizer = byte_level(here / "tok")
+    shards = prepared(here, tokenizer)
+    config = config_of(shards, tokenizer, model={"vocab_size": 2000}, train={"steps": 1})
+    run = gpt2_triton.train(config, here / "run")
+    with gpt2_triton.load(run) as model:
+        model.generate("it", 40, temperature=5.0)
+        assert model._model.drawn == 345
+        assert model._model.decoding.seq[0, 0] < 345
