@@ -35,6 +35,17 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
+def dot_added_in_fp32(a, b, acc):
+    """Return acc + a @ b of fp8 operands, where tensor cores sum no more than a @ b."""
+    if _WIDEN:
+        acc = dot(a, b, acc)
+    else:
+        # without a limit of its terms Triton would let tensor cores add the product to acc
+        acc += tl.dot(a, b, max_num_imprecise_acc=a.shape[1])
+    return acc
+
+
+@triton.jit
 def exp_relative_tile(z, factor, reference, target, j, V):
     """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target
     and in the padding.  reference and target belong to the tile's rows, j are the tile's columns.

@@ -43,7 +43,7 @@ from gpt2_triton.kernels.blocks import (
     store_block,
 )
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import activation, dactivation, dot
+from gpt2_triton.kernels.device_math import activation, dactivation, dot, dot_added_in_fp32
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
@@ -161,8 +161,8 @@ def _matmul_kernel(
 @triton.jit
 def _matmul_dw_kernel(
     out_desc, part_desc, dout_desc, inp_desc, dout_scale_ptr, inp_scale_ptr, N, K, whole_tiles,
-    k_parts, steps, part_steps, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    k_parts, steps, part_steps, ACC: tl.constexpr, CUT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write whole tiles of out[N, K] (+)= dout.T @ inp, and the partial sums of the
     others to part[k_part][tile].
@@ -190,7 +190,9 @@ def _matmul_dw_kernel(
         for step in range(first, first + count):
             r = step * BLOCK_K
             if dout_scale_ptr is not None:
-                acc = dot(load_block(dout_desc, [n, r]), load_block(inp_desc, [k, r]).T, acc)
+                dout = load_block(dout_desc, [n, r])
+                inp = load_block(inp_desc, [k, r]).T
+                acc = dot_added_in_fp32(dout, inp, acc) if CUT else dot(dout, inp, acc)
             else:
                 acc = dot(load_transposed(dout_desc, [r, n]), load_block(inp_desc, [r, k]), acc)
         if dout_scale_ptr is not None:
@@ -391,16 +393,19 @@ def _multiply_dw(
     operands, scales = zip(*map(fp8_matmul.dw_operands, douts, inps))
     dtype = dtype_name(operands[0][0])
     row = _dw_row(N, K, R, dtype)
+    kernel = hopper.takes("matmul_dw", N, K, dtype)
+    cut = not kernel and dtype == "fp8" and tuning.cuts_fp8_sums()
+    if cut:
+        row["BLOCK_N"] //= 2  # registers hold a product beside the sum
     split = split_tiles(
         [(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel()
     )
-    kernel = hopper.takes("matmul_dw", N, K, dtype)
     if kernel and dtype == "fp8":
         hopper_fp8_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), scales, split, acc)
     elif kernel:
         hopper_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), split, acc)
     else:
-        _launch_dw(dws[0], scratch, *operands[0], *scales[0], split, acc, row)
+        _launch_dw(dws[0], scratch, *operands[0], *scales[0], split, acc, row | dict(CUT=cut))
     for dw, grid in zip(dws, split.grids):
         first = max(split.whole_tiles, grid.first)
         if (count := grid.first + grid.tiles - first) <= 0:

@@ -48,6 +48,14 @@ def has_tma() -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
+def cuts_fp8_sums() -> bool:
+    """Return whether tensor cores may cut sums of fp8 products: Ada's and Hopper's (fp8.md)."""
+    if INTERPRET:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch in (89, 90)
+
+
 @functools.cache
 def is_hopper() -> bool:
     """Return True on the GPUs that kernels/hopper is for (sm_90: H100, H200)."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpt2_triton import kernels as K
-from gpt2_triton.kernels import classifier, e4m3, fp8
+from gpt2_triton.kernels import classifier, e4m3, fp8, hopper
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.classifier import classifier_fwd_scratch
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS, to_e4m3, to_e5m2, token_at
@@ -345,6 +345,20 @@ def test_long_sums_of_one_sign_are_not_biased(depth, rng):
     K.matmul_add(added, res, a, w, b)
     for out in (plain, added.double() - b.double() - res.double()):
         assert abs((out.double() * want).sum() / (want * want).sum() - 1) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True])
+def test_long_sums_of_dw_of_one_sign_are_not_biased(portable, monkeypatch, rng):
+    """Tensor cores alone would sum 16,384 terms; partial sums make the error of 128 or 256."""
+    if portable:
+        monkeypatch.setattr(hopper, "takes", lambda *_: None)
+    rows, N = 1 << 14, 256
+    dout, inp = (operand(rows, N, 16.0, value=rng(rows, N).abs()) for _ in range(2))
+    dw, scratch = poisoned(N, N), poisoned(max(1, matmul_dw_scratch(rows, "fp8", (N, N))))
+    K.matmul_dw(dw, scratch, dout, inp, False)
+    want = dequantised(dout).T @ dequantised(inp)
+    assert abs((dw.double() * want).sum() / (want * want).sum() - 1) < 2e-3
 
 
 # whole tiles: six; 153, so that some of 132 programs have a second one
