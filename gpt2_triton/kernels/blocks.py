@@ -76,8 +76,10 @@ def _inside(first, SIZE: tl.constexpr, end, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _places(x, at, TRANSPOSED: tl.constexpr):
-    """Return pointers to the elements of a block, and which of them are inside the tensor."""
+def _places(x, at, TRANSPOSED: tl.constexpr = False, REPEAT: tl.constexpr = False):
+    """Return pointers to the elements of a block, and which of them are inside the tensor; with
+    REPEAT a row past the end is the last row.
+    """
     row: tl.constexpr = x.row
     column: tl.constexpr = len(at) - 1
     first = x.base
@@ -85,9 +87,14 @@ def _places(x, at, TRANSPOSED: tl.constexpr):
         first += tl.cast(at[dimension], tl.int64) * x.strides[dimension]
     # 32 bits suffice inside a block and along a row: a loop over a row's blocks adds
     # one such number to each pointer
-    rows = first + tl.arange(0, x.block_shape[row]) * x.strides[row]
+    offsets = tl.arange(0, x.block_shape[row])
+    if REPEAT and not x.whole[row]:
+        offsets = tl.minimum(offsets, x.shape[row] - 1 - at[row])
+        inside_rows = tl.full((x.block_shape[row],), True, tl.int1)
+    else:
+        inside_rows = _inside(at[row], x.block_shape[row], x.shape[row], x.whole[row])
+    rows = first + offsets * x.strides[row]
     columns = at[column] + tl.arange(0, x.block_shape[column])
-    inside_rows = _inside(at[row], x.block_shape[row], x.shape[row], x.whole[row])
     inside_columns = _inside(at[column], x.block_shape[column], x.shape[column], x.whole[column])
     if TRANSPOSED:
         places = rows[None, :] + columns[:, None]
@@ -107,7 +114,20 @@ def load_block(x, at):
         block = x.load(at)
         block = block.reshape(block.numel // block.shape[-1], block.shape[-1])
     else:
-        places, inside = _places(x, at, False)
+        places, inside = _places(x, at)
+        block = tl.load(places, mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def load_rows(x, at):
+    """Return load_block's block, but rows past the tensor's end hold any of its rows, for the
+    operand of a product that stores nothing there: masks would take time in the product's loop.
+    """
+    if isinstance(x, tl.tensor_descriptor):
+        block = load_block(x, at)
+    else:
+        places, inside = _places(x, at, REPEAT=True)
         block = tl.load(places, mask=inside, other=0.0)
     return block
 
@@ -120,7 +140,7 @@ def load_transposed(x, at):
     if isinstance(x, tl.tensor_descriptor):
         block = load_block(x, at).T
     else:
-        places, inside = _places(x, at, True)
+        places, inside = _places(x, at, TRANSPOSED=True)
         block = tl.load(places, mask=inside, other=0.0)
     return block
 
@@ -144,5 +164,5 @@ def store_block(x, at, block):
     if isinstance(x, tl.tensor_descriptor):
         x.store(at, block.reshape(x.block_shape))
     else:
-        places, inside = _places(x, at, False)
+        places, inside = _places(x, at)
         tl.store(places, block, mask=inside)

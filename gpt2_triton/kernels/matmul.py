@@ -38,6 +38,7 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
+    load_rows,
     load_transposed,
     rounded,
     store_block,
@@ -125,7 +126,7 @@ def tile_product(
     for k in range(0, K, BLOCK_K):
         a = load_block(a_desc, [m, k])
         if W_IS_NK:
-            w = load_block(w_desc, [n, k]).T
+            w = load_rows(w_desc, [n, k]).T
         else:
             w = load_block(w_desc, [k, n])
         acc = dot(a, w, acc)
