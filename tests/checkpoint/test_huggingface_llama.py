@@ -207,5 +207,5 @@ def test_other_models_are_refused(tmp_path, change, named):
     (out / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=named):
         huggingface.read(str(out))
-    with pytest.raises(ConfigError, match="not model.arch llama"):
+    with pytest.raises(ConfigError, match="no model.arch llama"):
         export(weights, tmp_path / "llmc", "llmc", "fp32")
