@@ -74,7 +74,8 @@ WITHIN = {
     "model.llama.schedule": LAYERS,
     "model.arena": "errors",
     "model.tables": "model.arena config.values",
-    "model.sharding": "model.tables",
+    "model.optimizers": "",
+    "model.sharding": "model.optimizers model.tables",
     "model.cuda": "",
     "model.communicator": "distributed model.launchers model.muon model.sharding "
     "model.side_stream model.tables",

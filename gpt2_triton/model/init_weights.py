@@ -31,7 +31,7 @@ def init_weights(
             low = (
                 None
                 if s.master_low is None
-                else s.master_low[p.moment :][first - p.first : stop - p.first]
+                else s.master_low[p.states["low"] :][first - p.first : stop - p.first]
             )
             K.normal_init(w, low, seed, first, std[e.init])
         elif e.init == "one":

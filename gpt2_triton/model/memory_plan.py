@@ -24,6 +24,7 @@ from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.fp8 import scale_count
 from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.optimizers import named
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
     WINDOW,
@@ -74,7 +75,7 @@ def dimensions(
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
-    d |= flat_buffer_sizes(d, training, master, config.optim.name == "muon")
+    d |= flat_buffer_sizes(d, training, master, named(config.optim.name))
     shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]

@@ -68,8 +68,8 @@ def matrix_classes(
     L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
     layer, before = sharding.buckets(dims)[1], 0
     share = layer.padded // ranks if zero else layer.length
-    shard = sharding.owned_shards(dims, rank)[1]
-    moments, grads = (shard.moment, shard.grad) if zero else (layer.start, layer.start)
+    states = sharding.state_starts(dims)[1]
+    grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
     for rows, columns, count in shapes:
         size, c = rows * columns * count, min(rows, columns)
         parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
@@ -79,14 +79,15 @@ def matrix_classes(
         )
         n, at = len(part), before + part.start  # in the layer's bucket
         within = at - (rank * share if zero else 0)  # in this rank's shard of it
-        moment = (moments + within, share if zero else layer.padded, n)
+        stride = share if zero else layer.padded
+        m, low = ((states[name] + within, stride, n) for name in ("m", "low"))
         gradient = (grads + within, share if zero == 2 else layer.padded, n)
         owned = whole[rank::ranks]
         k = len(owned)
         yield MatrixClass(
             w=_layers(state.params, L, layer.start + at, layer.padded, n),
-            low=None if state.master_low is None else _layers(state.master_low, L, *moment),
-            m=_layers(state.m, L, *moment),
+            low=None if state.master_low is None else _layers(state.master_low, L, *low),
+            m=_layers(state.m, L, *m),
             g=_layers(sharding.reduced_gradients(state), L, *gradient),
             x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),

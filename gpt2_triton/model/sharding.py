@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gpt2_triton.model.optimizers import ADAMW, OPTIMIZERS, Optimizer
 from gpt2_triton.model.tables import State
 
 # divides a shard's length: shards begin at sectors (128 bytes of bf16) and whole Philox calls
@@ -36,6 +37,7 @@ class Bucket(NamedTuple):
     start: int  # offset in the padded parameters
     padded: int  # elements there
     decay: bool
+    optimizer: Optimizer
 
 
 class Shard(NamedTuple):
@@ -45,11 +47,14 @@ class Shard(NamedTuple):
     first: int  # flat index
     length: int
     param: int  # offset in `params`
-    moment: int  # in `m` and `low`
-    # in `v`; None for the layers' matrices with Muon, which has no second moments
-    second: int | None
+    states: dict[str, int]  # in the buffer of each of the optimizer's states, and in "low"
     grad: int  # in `grads`, at stage 2 in `reduced`
     decay: bool
+    optimizer: Optimizer
+
+    def of(self, buffer: Tensor, state: str) -> Tensor:
+        """Return this shard's part of the buffer of a state."""
+        return buffer[self.states[state] :][: self.length]
 
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
@@ -59,7 +64,8 @@ def buckets(dims: dict[str, int]) -> list[Bucket]:
     decays = [True] * (L + 1) + [False]
     padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
-    return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays)]
+    optimizers = [ADAMW, *[OPTIMIZERS[dims["optimizer"]]] * L, ADAMW]
+    return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays, optimizers)]
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
@@ -75,37 +81,41 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
 
 
 def flat_buffer_sizes(
-    dims: dict[str, int], training: bool, master: bool, muon: bool = False
+    dims: dict[str, int], training: bool, master: bool, optimizer: Optimizer = ADAMW
 ) -> dict[str, int]:
-    """Return the elements of the flat buffers; Nx: a shard of the largest
-    bucket from each other rank.
+    """Return the elements of the flat buffers, and the number of the layers' optimizer; Nx: a shard
+    of the largest bucket from each other rank.
     """
-    all_buckets, zero = buckets(dims), dims["zero"]
+    number = dict(optimizer=OPTIMIZERS.index(optimizer))
+    all_buckets, zero = buckets(dims | number), dims["zero"]
     full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
     own = full // dims["ranks"]
-    moments = own if zero else full
+    share = dims["ranks"] if zero else 1  # of the optimizer's states
     grads = (
         full
         if zero < 2
         else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
     )
-    out = dict(Nf=full, Nt=moments, Nm=moments * master, Ng=grads, Nr=own * (zero == 2))
+    out = dict(Nf=full, Nm=full // share * master, Ng=grads, Nr=own * (zero == 2))
+    for size, state in (("Nt", "m"), ("Nv", "v")):
+        out[size] = sum(b.padded for b in all_buckets if state in b.optimizer.states) // share
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
-    out["Nv"] = moments - muon * _layers_in_moments(dims)
-    out["No"] = muon * sum(b.length for b in all_buckets[1:-1])
-    return {name: n * (training or name == "Nf") for name, n in out.items()}
+    out["No"] = sum(b.length for b in all_buckets if b.optimizer.matrices)
+    return {name: n * (training or name == "Nf") for name, n in out.items()} | number
 
 
-def _layers_in_moments(dims: dict[str, int]) -> int:
-    """Return how many elements of a rank's `m` belong to the layers' buckets."""
-    return sum(b.padded for b in buckets(dims)[1:-1]) // (dims["ranks"] if dims["zero"] else 1)
-
-
-def _second(dims: dict[str, int], bucket: int, moment: int) -> int | None:
-    """Return the offset in `v` of the element at `moment` in `m`; None: `v` does not have it."""
-    if not dims["No"] or bucket == 0:
-        return moment
-    return moment - _layers_in_moments(dims) if bucket == dims["L"] + 1 else None
+def state_starts(dims: dict[str, int]) -> list[dict[str, int]]:
+    """Return where each bucket begins in the buffers of its optimizer's states, and in "low": at
+    stage 0 the whole bucket, else a rank's shard of it.
+    """
+    share = dims["ranks"] if dims["zero"] else 1
+    ends = dict[str, int]()
+    starts = []
+    for b in buckets(dims):
+        found = {state: ends.get(state, 0) for state in (*b.optimizer.states, "low")}
+        ends |= {state: start + b.padded // share for state, start in found.items()}
+        starts.append(found)
+    return starts
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
@@ -115,16 +125,14 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     out = []
     own = 0  # offset of this bucket's shard among the rank's shards
     zero = dims["zero"]
-    for i, b in enumerate(buckets(dims)):
+    for i, (b, starts) in enumerate(zip(buckets(dims), state_starts(dims))):
         part = b.padded // dims["ranks"]
         begin = min(rank * part, b.length)
         offset = b.start + rank * part
         n = min(part, b.length - begin)
-        moment = own if zero else offset
+        states = {state: at + (0 if zero else rank * part) for state, at in starts.items()}
         grad = own if zero == 2 else offset
-        out.append(
-            Shard(i, b.first + begin, n, offset, moment, _second(dims, i, moment), grad, b.decay)
-        )
+        out.append(Shard(i, b.first + begin, n, offset, states, grad, b.decay, b.optimizer))
         own += part
     return out
 
@@ -138,23 +146,13 @@ def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
         # the order in which the next forward pass needs them
         return [shards[0], shards[-1], *shards[1:-1]]
     out: list[Shard] = []
-    for i, b in enumerate(buckets(dims)):
+    for i, (b, starts) in enumerate(zip(buckets(dims), state_starts(dims))):
         last = out[-1] if out else None
         if last and last.bucket and last.decay == b.decay and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            out.append(
-                Shard(
-                    i,
-                    b.first,
-                    b.length,
-                    b.start,
-                    b.start,
-                    _second(dims, i, b.start),
-                    b.start,
-                    b.decay,
-                )
-            )
+            whole = Shard(i, b.first, b.length, b.start, starts, b.start, b.decay, b.optimizer)
+            out.append(whole)
     return out
 
 

@@ -69,10 +69,9 @@ def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
         return {}
     shards = sharding.owned_shards(dims, rank)
     spans = {"shares": [[p.first, p.length] for p in shards]}
-    if dims["No"]:
-        spans["second_shares"] = [
-            [_first("v", p, dims), p.length] for p in shards if p.second is not None
-        ]
+    with_v = [p for p in shards if "v" in p.states]
+    if len(with_v) < len(shards):
+        spans["second_shares"] = [[_first("v", p, dims), p.length] for p in with_v]
     return spans
 
 
@@ -144,16 +143,23 @@ def state_digest(s: State, dims: dict[str, int]) -> str:
 
 def _elements(name: str, dims: dict[str, int]) -> int:
     """Return the elements of a checkpoint's tensor."""
-    return dims["N"] - (dims["No"] if name == "v" else 0)
+    return sum(_lengths(name, dims))
 
 
 def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:
     """Return the index of a shard's first element in a checkpoint's tensor."""
-    return p.first - (dims["N"] - _elements(name, dims) if p.bucket == dims["L"] + 1 else 0)
+    begin = p.first - sharding.buckets(dims)[p.bucket].first
+    return sum(_lengths(name, dims)[: p.bucket]) + begin
+
+
+def _lengths(name: str, dims: dict[str, int]) -> list[int]:
+    """Return how many elements of a checkpoint's tensor each bucket has."""
+    buckets = sharding.buckets(dims)
+    return [b.length if name in ("params", "low", *b.optimizer.states) else 0 for b in buckets]
 
 
 def _start(name: str, p: sharding.Shard) -> int | None:
     """Return the offset of a shard in the buffer of this tensor; None if
     the buffer does not have it.
     """
-    return {"params": p.param, "v": p.second}.get(name, p.moment)
+    return p.param if name == "params" else p.states.get(name)

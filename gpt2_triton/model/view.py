@@ -10,6 +10,7 @@ from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.model_view import ModelView, Observer, UpdateSpan
+from gpt2_triton.model.optimizers import ADAMW
 from gpt2_triton.model.tables import State, matrix_shapes, param_views
 from gpt2_triton.operands import TokenRows
 
@@ -98,14 +99,13 @@ def _update_spans(
     state: State, dims: dict[str, int], rank: int, config: Config
 ) -> Iterator[UpdateSpan]:
     for p in sharding.updated_shards(dims, rank):
-        if p.second is None:
+        if p.optimizer.matrices:
             continue
-        own = slice(p.moment, p.moment + p.length)
-        v = state.v[p.second : p.second + p.length]
+        m, v = (p.of(getattr(state, name), name) for name in ADAMW.states)
         o = config.optim
-        low = None if state.master_low is None else state.master_low[own]
+        low = None if state.master_low is None else p.of(state.master_low, "low")
         w = state.params[p.param : p.param + p.length]
         g = sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
         decay = config.embed_decay if p.bucket == 0 else config.weight_decay if p.decay else 0.0
         lr_factor = (o.adamw_lr or o.lr) / o.lr * (o.embed_lr if p.bucket == 0 else 1.0)
-        yield UpdateSpan(p.bucket, w, state.m[own], v, low, g, p.first, decay, lr_factor)
+        yield UpdateSpan(p.bucket, w, m, v, low, g, p.first, decay, lr_factor)

@@ -20,6 +20,7 @@ from gpt2_triton.model import sharding
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
+from gpt2_triton.model.optimizers import named
 from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
@@ -226,12 +227,12 @@ def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, re
 @pytest.mark.parametrize("ranks", (1, 2, 3, 7))
 def test_second_moments_are_those_of_embedding_norms_and_biases(ranks, zero):
     dims = SIZES | dict(ranks=ranks, zero=zero if ranks > 1 else 0)
-    dims |= sharding.flat_buffer_sizes(dims, True, True, muon=True)
+    dims |= sharding.flat_buffer_sizes(dims, True, True, named("muon"))
     for rank in range(ranks):
         end = 0
-        for p in (p for p in sharding.owned_shards(dims, rank) if p.second is not None):
-            assert p.bucket in (0, 4) and p.second >= end
-            end = p.second + p.length
+        for p in (p for p in sharding.owned_shards(dims, rank) if "v" in p.states):
+            assert p.bucket in (0, 4) and p.states["v"] >= end
+            end = p.states["v"] + p.length
         assert end <= dims["Nv"]
 
 

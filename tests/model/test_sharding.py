@@ -30,7 +30,7 @@ def test_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
     shards = [sharding.owned_shards(dims, rank) for rank in range(ranks)]
     assert are_all_parameters(spans := [p for own in shards for p in own])
     for p in spans:
-        assert p.param + p.length <= dims["Nf"] and p.moment + p.length <= dims["Nt"]
+        assert p.param + p.length <= dims["Nf"] and p.states["m"] + p.length <= dims["Nt"]
         assert p.grad + p.length <= (dims["Nr"] if zero == 2 else dims["Ng"])
         assert p.first % 4 == 0 or not p.length  # whole Philox calls: kernels/philox.py
     updated = [
@@ -91,5 +91,6 @@ def test_flat_buffer_sizes_shrink_with_the_stage(ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_received_holds_one_shard_of_the_largest_bucket_from_each_peer(sizes, ranks):
     dims = sizes | dict(ranks=ranks, zero=1)
+    dims |= sharding.flat_buffer_sizes(dims, True, True)
     largest = max(b.padded for b in sharding.buckets(dims))
-    assert sharding.flat_buffer_sizes(dims, True, True)["Nx"] * ranks == largest * (ranks - 1)
+    assert dims["Nx"] * ranks == largest * (ranks - 1)
