@@ -23,11 +23,11 @@ quickstart: .venv/installed
 	$(BIN)/python -m gpt2_triton plot $(RUN) -o loss.png
 
 test: lint # lint and the fast tests: five minutes on two cores
-	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2 -m "not slow"
+	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2
 
 test-all: lint
-	$(BIN)/python -m pytest --durations=10 tests/gpu # first and alone: they measure memory and time
-	$(BIN)/python -m pytest --durations=10 --ignore tests/gpu -n 2 --dist worksteal
+	$(BIN)/python -m pytest --durations=10 -m "" tests/gpu # first and alone: they measure memory and time
+	$(BIN)/python -m pytest --durations=10 -m "" --ignore tests/gpu -n 2 --dist worksteal
 	$(MAKE) test-installed
 
 test-installed: .venv/torch # kernels, quickstart and own with the torch and Triton that `pip install .` chooses
