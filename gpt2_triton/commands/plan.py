@@ -27,13 +27,13 @@ class Report(NamedTuple):
 
     fits: bool
     verdict: list[str]  # whether the run fits; tokens, time, batches, parameters
-    choices: list[str]  # memory by recompute level and ZeRO stage
+    choices: list[str]  # memory by recompute level and ZeRO stage; none for a CPU
     buffers: list[str]
 
     def text(self, buffers: bool) -> str:
         """Return the verdict first, and the buffers if they are asked for."""
         end = ["", *self.buffers] if buffers else ["", "--buffers also prints each buffer"]
-        return "\n".join([*self.verdict, "", *self.choices, *end])
+        return "\n".join([*self.verdict, *self.choices, *end])
 
 
 def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Report:
@@ -56,7 +56,7 @@ def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Repor
         *notes,
         *vocabulary_note(config),
     ]
-    return Report(fits, verdict, _choices(found), _buffers(found.plan))
+    return Report(fits, verdict, _choices(found) if gpu.architecture else [], _buffers(found.plan))
 
 
 def _work(config: Config, shape: StepShape) -> list[str]:
@@ -95,7 +95,7 @@ def _choices(found: Forecast) -> list[str]:
     """Return the memory by recompute level, and on several GPUs by ZeRO stage;
     an arrow marks the run's.
     """
-    lines = [f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
+    lines = ["", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for level, (nbytes, most) in found.levels.items():
         arrow = "  <-" if level == found.config.memory.recompute else ""
         lines.append(f"{level:<16}{format_bytes(nbytes):>12}{most:>28,}{arrow}")

@@ -158,7 +158,7 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
     assert "\nfits the GPU 4090 of 23.50 GiB\nmemory " in out
     assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
     assert (out := capsys.readouterr().out).startswith("own text: 10,750 characters, on the CPU; ")
-    assert "\nfits this machine of " in out and "that fits" not in out
+    assert "\nfits this machine of " in out and "largest train.batch_size" not in out
     assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
     printed = yaml.safe_load(own_yaml := capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
