@@ -5,7 +5,7 @@ contract of a launcher says which fields it reads and which it writes.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,6 +44,52 @@ class Fp8:
 
 
 Operand = Tensor | Fp8
+UNUSED: Any = None  # in the place of a tensor that no launch of the tuple touches
+
+
+class Norm(NamedTuple):
+    """A LayerNorm of rows with C channels; an RMSNorm has neither b nor mean."""
+
+    w: Tensor  # [C]
+    b: Tensor | None = None
+    mean: Tensor = UNUSED  # fp32 [R], of the forward pass
+    rstd: Tensor = UNUSED
+    dw: Tensor = UNUSED
+    db: Tensor = UNUSED
+    eps: float = 1e-5
+
+
+class Linear(NamedTuple):
+    """A linear layer, inp @ w.T + b; w is [out, in]."""
+
+    w: Operand
+    b: Tensor | None = None
+    dw: Tensor = UNUSED
+    db: Tensor = UNUSED
+
+
+class Rope(NamedTuple):
+    """Rotary positions (kernels/rope.py); row r of a batch is at position r % T."""
+
+    table: Tensor  # fp32 [positions, HS], cosines and sines
+    T: int
+    columns: int  # that are rotated, the first ones: the heads of q and k
+
+
+class Dropout(NamedTuple):
+    """Dropout, with probability p, of what joins the residual stream at point i."""
+
+    step_key: Tensor
+    i: int
+    p: float
+
+
+class Branch(NamedTuple):
+    """What the backward pass writes for the branch that ends at a point of the residual stream."""
+
+    db: Tensor | None = None  # gradient of its bias; None at x[0], where no branch ends
+    dout: Tensor | None = None  # gradient of its output; None: that is dx, or dx in fp8
+    dropout: Dropout | None = None
 
 
 class TokenRows(NamedTuple):

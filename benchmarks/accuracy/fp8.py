@@ -30,6 +30,7 @@ from benchmarks.accuracy.comparison import (
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
+from gpt2_triton.operands import Branch, Norm
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -175,18 +176,15 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
 
 def norms(R: int, C: int) -> Iterator[Comparison]:
     x, dout, w, b = randn(R, C), randn(R, C), randn(C), randn(C)
-    (mean, rstd), (dw, db, dbias), scratch = (
-        empty32(2, R),
-        empty32(3, C),
-        empty32(K.layernorm_bwd_scratch(R, C, storage())),
-    )
+    mean, rstd = empty32(2, R)
+    dw, db, dbias = empty32(3, C)
+    norm = Norm(w, b, mean, rstd, dw, db)
+    scratch = empty32(K.layernorm_bwd_scratch(R, C, storage()))
     out, again, plain = operand(R, C, 16.0), operand(R, C, 16.0), empty(R, C)
     dx = operand(R, C, 16.0, value=empty(R, C))
-    K.layernorm_fwd(out, mean, rstd, x, w, b)
-    K.layernorm_fwd(dataclasses.replace(operand(R, C, 16.0), value=plain), mean, rstd, x, w, b)
-    K.layernorm_bwd(
-        dx, None, dw, db, dbias, again, scratch, dout, x, w, b, mean, rstd, None, None, False
-    )
+    K.layernorm_fwd(out, norm, x)
+    K.layernorm_fwd(dataclasses.replace(operand(R, C, 16.0), value=plain), norm, x)
+    K.layernorm_bwd(dx, norm, Branch(dbias), again, scratch, dout, x, None, False)
     wide = x.double().requires_grad_()
     want = F.layer_norm(wide, (C,), w.double(), b.double())
     yield from of_operand("fp8 layernorm", "out", out, want.detach())

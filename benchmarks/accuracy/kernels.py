@@ -24,7 +24,7 @@ from benchmarks.accuracy.comparison import (
 )
 from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
-from gpt2_triton.operands import TokenRows
+from gpt2_triton.operands import Branch, Dropout, Norm, TokenRows
 
 F32 = torch.float32
 
@@ -32,11 +32,11 @@ F32 = torch.float32
 def layernorm(s: Sizes) -> Iterator[Comparison]:
     (x, dout), w, b = randn(2, s.R, s.C), 1 + randn(s.C, scale=0.1), randn(s.C, scale=0.1)
     out, again, dx = empty(3, s.R, s.C)
-    (mean, rstd), (dw, db, dbias) = empty32(2, s.R), empty32(3, s.C)
-    K.layernorm_fwd(out, mean, rstd, x, w, b)
-    K.layernorm_bwd(
-        dx, None, dw, db, dbias, again, scratch(s), dout, x, w, b, mean, rstd, None, None, False
-    )
+    mean, rstd = empty32(2, s.R)
+    dw, db, dbias = empty32(3, s.C)
+    norm = Norm(w, b, mean, rstd, dw, db)
+    K.layernorm_fwd(out, norm, x)
+    K.layernorm_bwd(dx, norm, Branch(dbias), again, scratch(s), dout, x, None, False)
     ours = dict(out=out, dx=dx, dw=dw, db=db, dbias=dbias)
     yield from compare(
         lambda x, w, b: F.layer_norm(x, (s.C,), w, b), (x, w, b), dout, ours, "layernorm"
@@ -177,9 +177,10 @@ def dropout(s: Sizes) -> Iterator[Comparison]:
     """Drop a quarter; elements of ones show which."""
     x, res, kept = randn(s.R, s.C), randn(s.R, s.C), torch.ones_like(empty(s.R, s.C))
     step_key = torch.tensor([3, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-    K.dropout(kept, None, step_key, 1, 0.25)
+    quarter = Dropout(step_key, 1, 0.25)
+    K.dropout(kept, None, quarter)
     out, mask = x.clone(), kept > 0
-    K.dropout(out, res, step_key, 1, 0.25)
+    K.dropout(out, res, quarter)
     share = mask.double().mean()
     deviation = (0.25 / 0.75 / mask.numel()) ** 0.5  # of the share, relative
     yield Comparison(

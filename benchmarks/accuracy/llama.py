@@ -19,6 +19,7 @@ from benchmarks.accuracy.comparison import (
     scratch,
 )
 from gpt2_triton.model.llama import rope
+from gpt2_triton.operands import Linear, Norm, Rope
 
 EPS = 1e-5
 NARROW, WIDE = 4, 48  # sequences: above 16 they go through tensor cores
@@ -27,8 +28,9 @@ NARROW, WIDE = 4, 48  # sequences: above 16 they go through tensor cores
 def rmsnorm(s: Sizes) -> Iterator[Comparison]:
     (x, dout), w = randn(2, s.R, s.C), 1 + randn(s.C, scale=0.1)
     (out, again, dx), rstd, dw = empty(3, s.R, s.C), empty32(s.R), empty32(s.C)
-    K.rmsnorm_fwd(out, rstd, x, w, EPS)
-    K.rmsnorm_bwd(dx, dw, again, scratch(s), dout, x, w, rstd, None, False)
+    norm = Norm(w, rstd=rstd, dw=dw, eps=EPS)
+    K.rmsnorm_fwd(out, norm, x)
+    K.rmsnorm_bwd(dx, norm, again, scratch(s), dout, x, None, False)
     ours = dict(out=out, dx=dx, dw=dw)
     yield from compare(lambda x, w: F.rms_norm(x, (s.C,), w, EPS), (x, w), dout, ours, "rmsnorm")
     yield same("rmsnorm", "out again", again, out)
@@ -43,7 +45,7 @@ def rotated_product(s: Sizes) -> Iterator[Comparison]:
         empty(s.R, 3 * s.C),
     )
     table = torch.from_numpy(rope.table(s.T, HS, 5e5, 1.0)).to(DEVICE)
-    K.matmul_rope(out, x, w, table, s.T, 2 * s.C)
+    K.matmul_rope(out, x, w, Rope(table, s.T, 2 * s.C))
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         qk, v = F.linear(x, w).split([2 * s.C, s.C], 1)
@@ -97,7 +99,7 @@ def decoded_rows(s: Sizes) -> Iterator[Comparison]:
             randn(s.C),
         )
         res, out = randn(count, 4 * s.C), empty(count, 4 * s.C)
-        K.decode_matmul(out, x, w, b, lnw, lnb, res, "gelu")
+        K.decode_matmul(out, x, Linear(w, b), Norm(lnw, lnb), res, "gelu")
 
         def function(
             x: Tensor, w: Tensor, b: Tensor, lnw: Tensor, lnb: Tensor, res: Tensor

@@ -53,6 +53,7 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.table_file import Row
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
+from gpt2_triton.operands import Rope
 
 
 @triton.jit
@@ -325,11 +326,11 @@ def _launch_dkdv(
 
 @contract(
     "dqkv[B*T,D] dbias[D]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] "
-    "qkv[B*T,D] out[B*T,C] lse[B,NH,T]"
+    "qkv[B*T,D] out[B*T,C] lse[B,NH,T] rope.table[Tr,HS]?"
 )
 def attention_bwd(
     dqkv: Operand, dbias: Tensor | None, delta: Tensor, scratch: Tensor,
-    dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool, rope: Tensor | None = None,
+    dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool, rope: Rope | None = None,
 ) -> None:  # fmt: skip
     """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.  With
     `rope`, q and k of qkv are rotated, and dqkv is the gradient before the rotation.
@@ -338,10 +339,11 @@ def attention_bwd(
     not write: dQ reads out anyway.
     """
     C, part = out.shape[1], scratch if dbias is not None else None
-    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, rope)
+    table = None if rope is None else rope.table
+    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, table)
     if dbias is not None:
         column_sums(dbias[:C], None, None, scratch, rows, acc)
-    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, rope)
+    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, table)
     if dbias is not None:
         column_sums(dbias[C:], None, None, scratch, rows, acc)
 

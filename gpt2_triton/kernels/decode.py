@@ -29,7 +29,9 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, activation, dot
+from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
+from gpt2_triton.operands import Linear, Norm, Operand, Rope
 
 NARROW = 16
 FIELDS = tl.constexpr(5)  # of a row of seq
@@ -211,18 +213,26 @@ def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, D, BLOCK: tl.constexpr):
 
 
 @contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]?")
-def decode_embed(x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor | None) -> None:
+def decode_embed(x: Tensor, seq: Tensor, wte: Operand, wpe: Tensor | None) -> None:
     """x = wte[token] (+ wpe[row])."""
     B, C = x.shape
-    _decode_embed_kernel[(B,)](x, seq, wte, wpe, C, BLOCK_C=next_power_of_2(C), num_warps=4)
+    _decode_embed_kernel[(B,)](x, seq, full(wte), wpe, C, BLOCK_C=next_power_of_2(C), num_warps=4)
 
 
-@contract("out[B,N] <- x[B,K] w[N,K] b[N]? lnw[K]? lnb[K]? res[B,N]?")
+@contract("out[B,N] <- x[B,K] layer.w[N,K] layer.b[N]? norm.w[K]? norm.b[K]? res[B,N]?")
 def decode_matmul(
-    out: Tensor, x: Tensor, w: Tensor, b: Tensor | None, lnw: Tensor | None, lnb: Tensor | None,
-    res: Tensor | None, act: str = "", eps: float = 1e-5,
-) -> None:  # fmt: skip
-    """out = res + act(norm(x) @ w.T + b).  None leaves out b, the norm (lnw, lnb) or res."""
+    out: Tensor,
+    x: Operand,
+    layer: Linear,
+    norm: Norm | None = None,
+    res: Tensor | None = None,
+    act: str = "",
+) -> None:
+    """out = res + act(norm(x) @ w.T + b) of bf16 or fp32; None leaves out the norm or res."""
+    x = full(x)
+    w = full(layer.w)
+    b = layer.b
+    lnw, lnb, eps = (None, None, 0.0) if norm is None else (norm.w, norm.b, norm.eps)
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW:
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
@@ -238,16 +248,17 @@ def decode_matmul(
     _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, **row)
 
 
-@contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5]")
+@contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5] rope.table[Tr,HS]?")
 def decode_attention(
-    att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Tensor | None = None
+    att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Rope | None = None
 ) -> None:
     """cache[row] = k, v; att = attention of q over the cache up to this row."""
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
+    table = None if rope is None else rope.table
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, rope, T, NH, HS, LOG2E.value / math.sqrt(HS),
+        att, cache, qkv, seq, table, T, NH, HS, LOG2E.value / math.sqrt(HS),
         GROUP=C // cache.shape[3], BLOCK_D=next_power_of_2(HS), **row,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.philox import DROPOUT, step_seed, words_at
 from gpt2_triton.kernels.step_io import ROW, STEP
 from gpt2_triton.kernels.tuning import flat_block
+from gpt2_triton.operands import Dropout
 
 SITES = tl.constexpr(256)  # Philox's purpose is DROPOUT + SITES * i
 
@@ -58,9 +59,10 @@ def _dropout_kernel(
     tl.store(x_ptr + at, x, mask=at < n)
 
 
-@contract("x[R,C]+ <- res[R,C]? step_key[4]")
-def dropout(x: Tensor, res: Tensor | None, step_key: Tensor, i: int, p: float) -> None:
-    """Write x = mask(x) (+ res); x joins the residual stream at point i.  C is a multiple of 8."""
+@contract("x[R,C]+ <- res[R,C]? dropout.step_key[4]")
+def dropout(x: Tensor, res: Tensor | None, dropout: Dropout) -> None:
+    """Write x = mask(x) (+ res).  C is a multiple of 8."""
+    step_key, i, p = dropout
     n = x.numel()
     block = flat_block(n, 1024)
     _dropout_kernel[(triton.cdiv(n, block),)](

@@ -28,6 +28,7 @@ from gpt2_triton.kernels.e4m3 import quantise, record_bits, row_maxima
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import PLANNED_SMS, dtype_name, next_power_of_2, num_sms, tuned
+from gpt2_triton.operands import Branch, Norm
 
 
 @triton.jit
@@ -151,88 +152,97 @@ def _layernorm_bwd_kernel(
         tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
 
 
-@contract("out[R,C] mean[R] rstd[R] <- x[R,C] w[C] b[C]")
-def layernorm_fwd(
-    out: Operand, mean: Tensor, rstd: Tensor, x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5
-) -> None:
-    """Write out = layernorm(x); mean and rstd in fp32.  An Fp8 out gets rows, and its
+@contract("out[R,C] norm.mean[R] norm.rstd[R] <- x[R,C] norm.w[C] norm.b[C]")
+def layernorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
+    """Write out = layernorm(x), and the norm's mean and rstd.  An Fp8 out gets rows, and its
     value unless that is None.
     """
-    _launch_fwd(out, mean, rstd, x, w, b, eps)
+    _launch_fwd(out, norm, x)
 
 
-@contract("out[R,C] rstd[R] <- x[R,C] w[C]")
-def rmsnorm_fwd(out: Operand, rstd: Tensor, x: Tensor, w: Tensor, eps: float) -> None:
-    """Write out = x / sqrt(mean(x^2) + eps) * w; rstd in fp32."""
-    _launch_fwd(out, None, rstd, x, w, None, eps)
+@contract("out[R,C] norm.rstd[R] <- x[R,C] norm.w[C]")
+def rmsnorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
+    """Write out = x / sqrt(mean(x^2) + eps) * w, and the norm's rstd."""
+    _launch_fwd(out, norm, x)
 
 
-def _launch_fwd(
-    out: Operand,
-    mean: Tensor | None,
-    rstd: Tensor,
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    eps: float,
-) -> None:
+def _launch_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
     R, C = x.shape
     plain, (out8, *scaling) = (
         (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     )
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
-        plain, out8, mean, rstd, x, w, b, *scaling, R, C, eps, BLOCK_C=next_power_of_2(C), **row
-    )
+        plain, out8, norm.mean, norm.rstd, x, norm.w, norm.b, *scaling, R, C, norm.eps,
+        BLOCK_C=next_power_of_2(C), **row,
+    )  # fmt: skip
 
 
 @contract(
-    "dx[R,C]+ dbranch[R,C]? dw[C]+ db[C]+ dbias[C]?+ ln[R,C]? scratch[*] <-"
-    "dout[R,C] x[R,C] w[C] b[C] mean[R] rstd[R] more[R,C]? step_key[4]?"
+    "dx[R,C]+ norm.dw[C]+ norm.db[C]+ branch.db[C]?+ branch.dout[R,C]? ln[R,C]? scratch[*] <-"
+    "dout[R,C] x[R,C] norm.w[C] norm.b[C] norm.mean[R] norm.rstd[R] more[R,C]?"
+    "branch.dropout.step_key[4]?"
 )
 def layernorm_bwd(
-    dx: Operand, dbranch: Tensor | None, dw: Tensor, db: Tensor, dbias: Tensor | None,
-    ln: Operand | None, scratch: Tensor, dout: Tensor, x: Tensor, w: Tensor, b: Tensor,
-    mean: Tensor, rstd: Tensor, more: Operand | None, step_key: Tensor | None, acc: bool,
-    i: int = 0, p: float = 0.0,
-) -> None:  # fmt: skip
-    """dx = (more +) gradient through the norm; dw, db, dbias (+)= column sums; ln: out
-    again; dbranch: masked dx.
+    dx: Operand,
+    norm: Norm,
+    branch: Branch,
+    ln: Operand | None,
+    scratch: Tensor,
+    dout: Tensor,
+    x: Tensor,
+    more: Operand | None,
+    acc: bool,
+) -> None:
+    """dx = (more +) gradient through the norm; the norm's dw and db and the branch's db (+)=
+    column sums; the branch's dout: dx, masked; ln: the norm's output again.
     """
-    programs = _launch_bwd(
-        dx, dbranch, ln, scratch, dout, x, w, b, mean, rstd, more, step_key, i, p
-    )
-    column_sums(dw, db, dbias, scratch, programs, acc)
+    programs = _launch_bwd(dx, norm, branch, ln, scratch, dout, x, more)
+    column_sums(norm.dw, norm.db, branch.db, scratch, programs, acc)
 
 
-@contract("dx[R,C]+ dw[C]+ ln[R,C]? scratch[*] <- dout[R,C] x[R,C] w[C] rstd[R] more[R,C]?")
+@contract(
+    "dx[R,C]+ norm.dw[C]+ ln[R,C]? scratch[*] <-dout[R,C] x[R,C] norm.w[C] norm.rstd[R] more[R,C]?"
+)
 def rmsnorm_bwd(
-    dx: Operand, dw: Tensor, ln: Operand | None, scratch: Tensor,
-    dout: Tensor, x: Tensor, w: Tensor, rstd: Tensor, more: Operand | None, acc: bool,
-) -> None:  # fmt: skip
-    """dx = (more +) gradient through the norm; dw (+)= column sums; ln, if
+    dx: Operand,
+    norm: Norm,
+    ln: Operand | None,
+    scratch: Tensor,
+    dout: Tensor,
+    x: Tensor,
+    more: Operand | None,
+    acc: bool,
+) -> None:
+    """dx = (more +) gradient through the norm; the norm's dw (+)= column sums; ln, if
     given, is the recomputed out.
     """
-    programs = _launch_bwd(dx, None, ln, scratch, dout, x, w, None, None, rstd, more, None)
-    column_sums(dw, None, None, scratch, programs, acc)
+    programs = _launch_bwd(dx, norm, Branch(), ln, scratch, dout, x, more)
+    column_sums(norm.dw, None, None, scratch, programs, acc)
 
 
 def _launch_bwd(
-    dx: Operand, dbranch: Tensor | None, ln: Operand | None, scratch: Tensor, dout: Tensor,
-    x: Tensor, w: Tensor, b: Tensor | None, mean: Tensor | None, rstd: Tensor, more: Operand | None,
-    step_key: Tensor | None, i: int = 0, p: float = 0.0,
-) -> int:  # fmt: skip
+    dx: Operand,
+    norm: Norm,
+    branch: Branch,
+    ln: Operand | None,
+    scratch: Tensor,
+    dout: Tensor,
+    x: Tensor,
+    more: Operand | None,
+) -> int:
     """Launch the backward kernel; return the number of its programs, and so of
     the rows of partial sums.
     """
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
+    step_key, i, p = branch.dropout or (None, None, 0.0)
     row = _bwd_row(R, C, dtype_name(x))
     programs = min(row.pop("PER_SM") * num_sms(), scratch.numel() // (3 * C))
     _layernorm_bwd_kernel[(programs,)](
-        full(dx), dbranch, ln, scratch, dout, x, w, b, mean, rstd,
-        None if more is None else full(more), *dx8, ln_scale, step_key, i if p else None, R, C,
+        full(dx), branch.dout, ln, scratch, dout, x, norm.w, norm.b, norm.mean, norm.rstd,
+        None if more is None else full(more), *dx8, ln_scale, step_key, i, R, C,
         DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
     return programs

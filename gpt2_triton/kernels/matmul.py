@@ -64,6 +64,7 @@ from gpt2_triton.kernels.tuning import (
     programs,
     tuned,
 )
+from gpt2_triton.operands import Rope
 
 
 @triton.jit
@@ -288,8 +289,10 @@ def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     _launch(out, inp, w, b)
 
 
-@contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]")
-def matmul_act(out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor, act: str) -> None:
+@contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]?")
+def matmul_act(
+    out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor | None, act: str
+) -> None:
     """Write pre = inp @ w.T + b and out = act(pre as stored); in fp8, which has
     gelu alone, `pre` holds bytes of gelu'(pre).
     """
@@ -306,14 +309,11 @@ def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
         swiglu(out, pre)
 
 
-@contract("out[R,N] <- inp[R,K] w[N,K] rope[Tr,HS]")
-def matmul_rope(
-    out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int
-) -> None:
-    """Write out = inp @ w.T, and rotate the heads in its first columns;
-    row r is at position r % T.
-    """
-    _launch(out, inp, w, epilogue="rope", rope=rope, T=T, rotated_columns=rotated_columns)
+@contract("out[R,N] <- inp[R,K] w[N,K] rope.table[Tr,HS]")
+def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Rope) -> None:
+    """Write out = inp @ w.T, and rotate the heads in its first columns."""
+    table, T, columns = rope
+    _launch(out, inp, w, epilogue="rope", rope=table, T=T, rotated_columns=columns)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]?")

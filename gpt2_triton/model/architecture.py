@@ -16,10 +16,13 @@ from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.gpt2 import buffers as gpt2_buffers
 from gpt2_triton.model.gpt2 import names as gpt2_names
 from gpt2_triton.model.gpt2 import schedule as gpt2_schedule
+from gpt2_triton.model.gpt2 import wiring as gpt2_wiring
 from gpt2_triton.model.llama import buffers as llama_buffers
 from gpt2_triton.model.llama import names as llama_names
 from gpt2_triton.model.llama import rope
 from gpt2_triton.model.llama import schedule as llama_schedule
+from gpt2_triton.model.llama import wiring as llama_wiring
+from gpt2_triton.model.model_view import Cut, Wiring
 from gpt2_triton.model.schedule import Layers
 from gpt2_triton.model.tables import param_entries
 
@@ -29,6 +32,7 @@ class Architecture(NamedTuple):
     Acts: type
     Fp8Buffers: type
     schedule: Layers
+    wire: Callable[[Cut], Wiring]  # builds what its launches take
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
     # writes what Acts holds for a whole run
     fill: Callable[[Any, ModelConfig], None] = lambda a, m: None
@@ -44,6 +48,7 @@ GPT2 = Architecture(
     gpt2_buffers.Acts,
     gpt2_buffers.Fp8Buffers,
     gpt2_schedule,
+    gpt2_wiring.wire,
     gpt2_names.by_name,
 )
 LLAMA = Architecture(
@@ -51,6 +56,7 @@ LLAMA = Architecture(
     llama_buffers.Acts,
     Fp8Operands,
     llama_schedule,
+    llama_wiring.wire,
     llama_names.by_name,
     _fill_rope,
 )

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.schedule import roll_scales
-from gpt2_triton.model.tables import State
+from gpt2_triton.model.tables import State, Tensors
 from gpt2_triton.operands import Fp8
 
 WEIGHTS = ("qkvw", "attprojw", "fcw", "fcprojw")
@@ -53,7 +52,7 @@ def place(name: str, layer: int) -> tuple[str, int]:
 
 
 def place_operands(
-    K: Kernels, w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
+    w: Any, a: Any, q: Any, s: State, dims: Mapping[str, int], record: bool
 ) -> list[list[Any]]:
     """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8
     weights, then the head's.
@@ -69,6 +68,10 @@ def place_operands(
             columns = q.dout8t if name[0] == "d" else q.ln8t
         return Fp8(rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value)
 
+    def weight(name: str, rows: Tensors, columns: Tensors, values: Tensors) -> list[Fp8]:
+        forms = zip(rows, columns, values, strict=True)
+        return [operand(name, l, *parts) for l, parts in enumerate(forms)]
+
     a.ln = [operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i]) for i in range(2 * L)]
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
@@ -79,14 +82,11 @@ def place_operands(
         operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx)
         for i, dx in enumerate(a.dx[1:])
     ]
-    if hasattr(q, "slope"):  # GPT-2 keeps gelu' in the place of GELU's input
-        a.fch = q.slope
-    for name in WEIGHTS:
-        tensors = zip(
-            getattr(q, f"{name}8"), getattr(q, f"{name}8t"), getattr(w, name), strict=True
-        )
-        setattr(w, name, [operand(name, l, *forms) for l, forms in enumerate(tensors)])
-    weights = [[getattr(w, name)[l] for name in WEIGHTS] for l in range(L)]
+    w.qkvw = weight("qkvw", q.qkvw8, q.qkvw8t, w.qkvw)
+    w.attprojw = weight("attprojw", q.attprojw8, q.attprojw8t, w.attprojw)
+    w.fcw = weight("fcw", q.fcw8, q.fcw8t, w.fcw)
+    w.fcprojw = weight("fcprojw", q.fcprojw8, q.fcprojw8t, w.fcprojw)
+    weights = [[*layer] for layer in zip(w.qkvw, w.attprojw, w.fcw, w.fcprojw, strict=True)]
     if ("wte", L) not in index:
         return [*weights, []]
     a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf)

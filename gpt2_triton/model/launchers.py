@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gpt2_triton.operands import Fp8, Operand, TokenRows
+from gpt2_triton.operands import Branch, Dropout, Fp8, Linear, Norm, Operand, Rope, TokenRows
 
 
 class Kernels(Protocol):
@@ -57,7 +57,7 @@ class Kernels(Protocol):
         out: Operand,
         lse: Tensor,
         acc: bool,
-        rope: Tensor | None = None,
+        rope: Rope | None = None,
     ) -> None: ...
 
     # classifier.py
@@ -91,18 +91,15 @@ class Kernels(Protocol):
     ) -> None: ...
 
     # decode.py
-    def decode_embed(self, x: Tensor, seq: Tensor, wte: Tensor, wpe: Tensor | None) -> None: ...
+    def decode_embed(self, x: Tensor, seq: Tensor, wte: Operand, wpe: Tensor | None) -> None: ...
     def decode_matmul(
         self,
         out: Tensor,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        lnw: Tensor | None,
-        lnb: Tensor | None,
-        res: Tensor | None,
+        x: Operand,
+        layer: Linear,
+        norm: Norm | None = None,
+        res: Tensor | None = None,
         act: str = "",
-        eps: float = 1e-05,
     ) -> None: ...
     def decode_attention(
         self,
@@ -111,14 +108,12 @@ class Kernels(Protocol):
         qkv: Tensor,
         seq: Tensor,
         NH: int,
-        rope: Tensor | None = None,
+        rope: Rope | None = None,
     ) -> None: ...
     def cache_fill(self, cache: Tensor, qkv: Tensor) -> None: ...
 
     # dropout.py
-    def dropout(
-        self, x: Tensor, res: Tensor | None, step_key: Tensor, i: int, p: float
-    ) -> None: ...
+    def dropout(self, x: Tensor, res: Tensor | None, dropout: Dropout) -> None: ...
 
     # embedding.py
     def embedding_fwd(self, x: Tensor, ids: Tensor, wte: Operand, wpe: Tensor | None) -> None: ...
@@ -143,48 +138,28 @@ class Kernels(Protocol):
     ) -> None: ...
 
     # layernorm.py
-    def layernorm_fwd(
-        self,
-        out: Operand,
-        mean: Tensor,
-        rstd: Tensor,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor,
-        eps: float = 1e-05,
-    ) -> None: ...
-    def rmsnorm_fwd(self, out: Operand, rstd: Tensor, x: Tensor, w: Tensor, eps: float) -> None: ...
+    def layernorm_fwd(self, out: Operand, norm: Norm, x: Tensor) -> None: ...
+    def rmsnorm_fwd(self, out: Operand, norm: Norm, x: Tensor) -> None: ...
     def layernorm_bwd(
         self,
         dx: Operand,
-        dbranch: Tensor | None,
-        dw: Tensor,
-        db: Tensor,
-        dbias: Tensor | None,
+        norm: Norm,
+        branch: Branch,
         ln: Operand | None,
         scratch: Tensor,
         dout: Tensor,
         x: Tensor,
-        w: Tensor,
-        b: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
         more: Operand | None,
-        step_key: Tensor | None,
         acc: bool,
-        i: int = 0,
-        p: float = 0.0,
     ) -> None: ...
     def rmsnorm_bwd(
         self,
         dx: Operand,
-        dw: Tensor,
+        norm: Norm,
         ln: Operand | None,
         scratch: Tensor,
         dout: Tensor,
         x: Tensor,
-        w: Tensor,
-        rstd: Tensor,
         more: Operand | None,
         acc: bool,
     ) -> None: ...
@@ -192,12 +167,10 @@ class Kernels(Protocol):
     # matmul.py
     def matmul(self, out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None: ...
     def matmul_act(
-        self, out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor, act: str
+        self, out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor | None, act: str
     ) -> None: ...
     def matmul_swiglu(self, out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None: ...
-    def matmul_rope(
-        self, out: Tensor, inp: Operand, w: Operand, rope: Tensor, T: int, rotated_columns: int
-    ) -> None: ...
+    def matmul_rope(self, out: Tensor, inp: Operand, w: Operand, rope: Rope) -> None: ...
     def matmul_add(
         self, out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor | None
     ) -> None: ...

@@ -178,7 +178,7 @@ class Model:
         first row's index in the step.
         """
         self.state.batch.copy_(packed, non_blocking=True)
-        if self.train_view.dropout:
+        if self.config.model.dropout:
             self.state.step_key[self.K.step_io.ROW.value].copy_(
                 self._first_rows[micro], non_blocking=True
             )
@@ -258,9 +258,8 @@ class Model:
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]
-            self.K.decode_matmul(
-                chunk, v.a.lnf[b * T + t : b * T + t + n], v.head_w, None, None, None, None
-            )
+            rows = slice(b * T + t, b * T + t + n)
+            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head)
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
 

@@ -11,7 +11,17 @@ from torch import Tensor
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.tables import Recompute, State
-from gpt2_triton.operands import Fp8, TokenRows
+from gpt2_triton.operands import (
+    UNUSED,
+    Branch,
+    Dropout,
+    Fp8,
+    Linear,
+    Norm,
+    Operand,
+    Rope,
+    TokenRows,
+)
 
 
 class UpdateSpan(NamedTuple):
@@ -43,30 +53,68 @@ class Observer:
         """Look at a MatrixClass before its update."""
 
 
+class Embedding(NamedTuple):
+    """The tokens' vectors, and where GPT-2 has them the positions'."""
+
+    wte: Operand
+    wpe: Tensor | None
+    dwte: Tensor  # with the rows of an untied head behind it
+    dwpe: Tensor | None
+
+
+class Layer(NamedTuple):
+    """The linear layers of a layer of the model."""
+
+    qkv: Linear
+    attproj: Linear
+    fc: Linear
+    fcproj: Linear
+
+
+class Cut(NamedTuple):
+    """What make_view has cut out of the arena for a model's wire()."""
+
+    w: Any  # Params of the architecture
+    g: Any  # the same; without memory in a model that only runs forward
+    a: Any  # its Acts
+    embed_g: Tensor  # the gradients of bucket `embed` as rows of C channels
+    branch_grads: list[Any]  # [i]: of the branch that ends at x[i]; fp8 operands in fp8
+    s: State
+    dims: dict[str, int]
+    dropout: float  # 0 in a view that does not train
+    norm_eps: float
+    q: Any  # its Fp8Buffers; None in bf16
+
+
+class Wiring(NamedTuple):
+    """What the launches of a model's schedule take, layer by layer."""
+
+    embedding: Embedding
+    head: Linear  # its weights are wte, or of their own: untied
+    norms: list[Norm]  # [i]: of x[i]
+    layers: list[Layer]
+    rope: Rope = UNUSED  # Llama's
+    branches: list[Branch] = []  # [i]: the branch that ends at x[i]; GPT-2's, as the next
+    dropouts: list[Dropout | None] = []  # [i]: of what joins the stream at x[i]
+
+
 @dataclasses.dataclass
 class ModelView:
     """The schedule's view for B sequences of T tokens."""
 
     w: Any  # Params of the architecture
     g: Any
-    head_w: Any  # the output head: w.wte, or w.lmhead of an untied one
-    head_g: Any
-    # the gradients of bucket `embed` as rows: Llama's wte, and lmhead behind it
-    embed_g: Tensor  # None in a model that only runs forward
     a: Any  # its Acts
+    net: Wiring  # of the three, by the architecture's wire()
     s: State
     ids: Tensor
     targets: Tensor
     tokens: TokenRows
     # [i]: the gradient of the branch that ends at x[i], an operand of products
-    branch_grads: list[Any]
-    branch_bias_grads: list[Tensor | None]  # [i]: the bias gradient of this branch
-    dropout: float  # 0 in a view that does not train
+    branch_grads: list[Operand]
     L: int
     NH: int
     activation: str  # of the MLP
-    norm_eps: float
-    rotated_columns: int  # of qkv, in a model with rotary positions
     V: int
     T: int
     R: int

@@ -58,7 +58,7 @@ def block(K: Kernels, A: Layers, m: ModelView, acc: bool = False) -> None:
 
 
 def head(K: Kernels, A: Layers, m: ModelView, acc: bool) -> None:
-    """losses += cross entropy; dx = gradient at x[2L]; head_g (+)= that of head_w, to
+    """losses += cross entropy; dx = gradient at x[2L]; head.dw (+)= that of head.w, to
     which embed_bwd adds ks * lnf.
     """
     a = m.a
@@ -66,16 +66,16 @@ def head(K: Kernels, A: Layers, m: ModelView, acc: bool) -> None:
     if not acc:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
-    K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
     for r in m.head_chunks():
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
-        K.classifier_fwd(p, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(
             a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc
         )
-        K.classifier_dx(a.dln[r], p, m.head_w, a.rs[r], a.ks[r], m.targets[r])
-        K.matmul_dw(m.head_g, a.scratch, p, lns, acc or r.start > 0)
+        K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], m.targets[r])
+        K.matmul_dw(m.net.head.dw, a.scratch, p, lns, acc or r.start > 0)
     A.final_norm_bwd(K, m, acc)
     m.observe.tensors(dx=2 * m.L)
 
@@ -85,9 +85,9 @@ def head_loss(K: Kernels, A: Layers, m: ModelView) -> None:
     a = m.a
     A.final_norm(K, m)
     cast_head(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.head_w, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
     for r in m.head_chunks():
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.head_w, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(
             a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False
         )
@@ -119,7 +119,7 @@ def sample(
     # separately: each of the head's 3144 programs would have to normalise its input again
     A.final_norm(K, m)
     logits = d.logits[: len(d.seq)]
-    K.decode_matmul(logits, m.a.lnf, m.head_w, None, None, None, None)
+    K.decode_matmul(logits, m.a.lnf, m.net.head)
     K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)
 
 

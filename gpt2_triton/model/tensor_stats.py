@@ -50,6 +50,7 @@ class StatsRecorder(Observer):
         self._K = K
         self._view = view
         self._scales = scales(dims)
+        self._named = vars(view.a) | vars(view.w)
         self._weights = {field.name for field in dataclasses.fields(A.Params)}
         s = view.s
         self.buffers = (s.act_stats, s.par_stats, *([s.fp8_stats] if self._scales else []))
@@ -76,7 +77,7 @@ class StatsRecorder(Observer):
         return self
 
     def _tensor(self, name: str, i: int) -> Any:
-        found = getattr(self._view.w if name in self._weights else self._view.a, name)
+        found = self._named[name]
         return found[i] if isinstance(found, list) else found
 
     def tensors(self, **entries: int) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.fp8 import place_operands
-from gpt2_triton.model.model_view import ModelView, Observer, UpdateSpan
+from gpt2_triton.model.model_view import Cut, ModelView, Observer, UpdateSpan
 from gpt2_triton.model.optimizers import ADAMW
 from gpt2_triton.model.tables import State, matrix_shapes, param_views
 from gpt2_triton.operands import TokenRows
@@ -28,39 +29,37 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
     d = model.dims | dict(B=B, T=T, R=B * T, Rc=min(model.dims["Rc"], B * T))
     starts = [b.start for b in sharding.buckets(d)]
     training = state.grads is not None
-    g = param_views(A.Params, state.grads, d, sharding.grad_offsets(d)) if training else None
+    # without gradients, shapes without memory stand in their place
+    grads = state.grads if training else torch.empty(d["Nf"], device="meta")
+    g = param_views(A.Params, grads, d, sharding.grad_offsets(d) if training else starts)
     w = param_views(A.Params, state.params, d, starts)
     a = carve(A.Acts, plan.buffers, model.arena, d)
     weights: list[list[Any]] = [[]] * (d["L"] + 1)
+    q = carve(A.Fp8Buffers, plan.buffers, model.arena, d) if fp8 else None
     if fp8:
-        operands = carve(A.Fp8Buffers, plan.buffers, model.arena, d)
-        weights = place_operands(model.K, w, a, operands, state, d, train)
+        weights = place_operands(w, a, q, state, d, train)
     again = [weights[l] if redo.ln else [] for l, redo in enumerate(model.recompute)]
-    biases = zip(getattr(g, "attprojb", ()), getattr(g, "fcprojb", ()))
     branch_grads = a.dx if a.dbranch is None else [a.dbranch] * d["S"]
-    if not fp8 and getattr(a, "dmid", None) is not None:
+    if not fp8 and a.dmid is not None:
         branch_grads = [(branch_grads[0], a.dmid)[i % 2] for i in range(d["S"])]
         a.dx = branch_grads if a.dbranch is None else a.dx
+    dropout, eps = config.model.dropout if train else 0.0, config.model.norm_eps
+    embed_g = grads[: d["Ne"]].view(-1, d["C"])
+    net = A.wire(Cut(w, g, a, embed_g, branch_grads, state, d, dropout, eps, q))
     shapes = matrix_shapes(A.Params, d) if d["No"] else []
     return ModelView(
         w=w,
         g=g,
-        head_w=getattr(w, "lmhead", w.wte),
-        head_g=getattr(g, "lmhead", getattr(g, "wte", None)),
-        embed_g=state.grads[: d["Ne"]].view(-1, d["C"]) if training else state.grads,
         a=a,
+        net=net,
         s=state,
         observe=Observer(),
         fp8=fp8,
         fp8_weights=weights,
         fp8_again=again,
         **_batch_parts(state.batch, d),
-        dropout=config.model.dropout if train else 0.0,
-        branch_bias_grads=[None, *(b for pair in biases for b in pair)],
         branch_grads=branch_grads,
         activation=config.model.activation,
-        norm_eps=config.model.norm_eps,
-        rotated_columns=d["C"] + d["Ckv"],
         L=d["L"],
         NH=d["NH"],
         V=d["V"],

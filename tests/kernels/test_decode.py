@@ -7,6 +7,7 @@ import torch
 
 from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
+from gpt2_triton.operands import Linear, Norm
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
@@ -53,14 +54,13 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
     given = [
-        b if bias else None,
-        lnw if norm else None,
-        lnb if norm else None,
+        Linear(w, b if bias else None),
+        Norm(lnw, lnb) if norm else None,
         added if res else None,
     ]
     out = poisoned(B, N, dtype=dtype)
-    kernels.decode_matmul(out, x, w, *given, act)
-    [want] = exact("decode_matmul", [out], x, w, *given, act)
+    kernels.decode_matmul(out, x, *given, act)
+    [want] = exact("decode_matmul", [out], x, *given, act)
     # the activation's input is rounded too: a square has twice the error of its root
     assert error(out, want) < (2 if act == "relu2" else 1) * tolerance(dtype)
 
@@ -68,7 +68,7 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res
 def test_decode_matmul_gives_fp32_logits_of_bf16_weights(rng):
     x, w = rng(2, 64, dtype=torch.bfloat16), rng(128, 64, dtype=torch.bfloat16)
     out = poisoned(2, 128)
-    kernels.decode_matmul(out, x, w, None, None, None, None)
+    kernels.decode_matmul(out, x, Linear(w))
     assert error(out, x.double() @ w.double().T) < 1e-6  # bf16 would be 1e-3
 
 
@@ -105,10 +105,11 @@ def test_decode_bits_do_not_depend_on_the_batch(rng):
     """
     x, w, lnw, lnb = rng(16, 64), rng(48, 64), rng(64), rng(64)
     whole = poisoned(16, 48)
-    kernels.decode_matmul(whole, x, w, None, lnw, lnb, None)
+    kernels.decode_matmul(whole, x, Linear(w), Norm(lnw, lnb))
     for n, first in itertools.product((1, 5), (0, 11)):
         part = poisoned(n, 48)
-        kernels.decode_matmul(part, x[first : first + n].contiguous(), w, None, lnw, lnb, None)
+        rows = x[first : first + n].contiguous()
+        kernels.decode_matmul(part, rows, Linear(w), Norm(lnw, lnb))
         if INTERPRET:  # numpy's products of different shapes may sum in different orders
             assert error(part, whole[first : first + n]) < 1e-6
         else:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt2_triton.kernels.dropout import dropout
+from gpt2_triton.operands import Dropout
 from tests.conftest import DEVICE
 from tests.support.helpers import error, require_same_bits
 from tests.support.philox import dropout_factors
@@ -20,7 +21,7 @@ def key(row=0, step=3):
 def kept(R, C, p, i=1, **place):
     """Return dropout of ones."""
     x = torch.ones(R, C, device=DEVICE)
-    dropout(x, None, key(**place), i, p)
+    dropout(x, None, Dropout(key(**place), i, p))
     return x
 
 
@@ -34,7 +35,7 @@ def test_dropout_equals_philox_in_numpy(rng, R, C, row, i, p, dtype):
     want = x.double() * dropout_factors([3, *KEY[1:3], row], R, C, i, p).to(DEVICE)
     for residual in (None, res):
         got = x.clone()
-        dropout(got, residual, key(row), i, p)
+        dropout(got, residual, Dropout(key(row), i, p))
         assert error(got, want if residual is None else want + res.double()) < (
             1e-7 if dtype.itemsize == 4 else 4e-3
         )
@@ -61,7 +62,7 @@ def test_dropout_gives_the_same_bits_and_writes_only_its_output():
     def run(outputs, dtype):
         x = outputs(33, 48, dtype=dtype)
         x.copy_(torch.ones_like(x))
-        dropout(x, torch.ones_like(x), key(), 1, 0.3)
+        dropout(x, torch.ones_like(x), Dropout(key(), 1, 0.3))
         return [x]
 
     for dtype in (torch.float32, torch.bfloat16):

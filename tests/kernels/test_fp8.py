@@ -20,6 +20,7 @@ from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
 from gpt2_triton.kernels.tuning import is_hopper
+from gpt2_triton.operands import Branch, Norm
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error, exact, in_pairs, poisoned
@@ -244,11 +245,12 @@ def test_layernorm_writes_fp8_alone_and_beside_bf16(rng):
             poisoned(R),
             poisoned(R),
         )
-        K.layernorm_fwd(out, mean, rstd, x, w, b)
+        K.layernorm_fwd(out, Norm(w, b, mean, rstd), x)
         results.append((bits(out.rows), out.amax, mean, rstd))
     plain = poisoned(R, C, dtype=BF16)
-    K.layernorm_fwd(plain, mean, rstd, x, w, b)
-    close_to_rounded(out, exact("layernorm_fwd", [plain, mean, rstd], x, w, b)[0])
+    norm = Norm(w, b, mean, rstd)
+    K.layernorm_fwd(plain, norm, x)
+    close_to_rounded(out, exact("layernorm_fwd", [plain, norm], x)[0])
     assert torch.equal(value, plain)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
@@ -257,15 +259,16 @@ def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
     x, w, b, dout, dx = (rng(*s, dtype=BF16) for s in ((R, C), (C,), (C,), (R, C), (R, C)))
     mean, rstd = poisoned(R), poisoned(R)
     forward = operand(R, C, 16.0)
-    K.layernorm_fwd(forward, mean, rstd, x, w, b)
+    K.layernorm_fwd(forward, Norm(w, b, mean, rstd), x)
     results = []
     for quantised in (False, True):
         value = dx.clone()
         out = dataclasses.replace(operand(R, C, 8.0), value=value) if quantised else value
         ln = operand(R, C, 16.0) if quantised else poisoned(R, C, dtype=BF16)
         sums = [poisoned(C) for _ in range(3)]
+        norm, branch = Norm(w, b, mean, rstd, *sums[:2]), Branch(sums[2])
         scratch = poisoned(layernorm_bwd_scratch(R, C, "bf16"))
-        K.layernorm_bwd(out, None, *sums, ln, scratch, dout, x, w, b, mean, rstd, out, None, False)
+        K.layernorm_bwd(out, norm, branch, ln, scratch, dout, x, out, False)
         results.append((value, *sums))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert torch.equal(bits(ln.rows), bits(forward.rows)) and not ln.amax.any()

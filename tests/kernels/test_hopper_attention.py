@@ -10,6 +10,7 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
+from gpt2_triton.operands import Rope
 from tests.support.gluon_simulator import NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
 
@@ -138,9 +139,9 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
     forward(out, lse, qkv, 1)
     want_out, want_lse = exact("attention_fwd", [out, lse], qkv)
     assert error(out, want_out) < 2 * EPS[BF16] and (lse - want_lse).abs().max() < 1e-5
-    _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=rope)
+    _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=Rope(rope, T, 0))
     want, _, want_delta = exact(
-        "attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope
+        "attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, Rope(rope, T, 0)
     )
     for got, expected in zip(
         *(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True
@@ -162,9 +163,9 @@ def test_dk_and_dv_of_spans_have_the_bits_of_the_whole_sequence(rng, monkeypatch
     out, lse = poisoned(T, NH * HS, dtype=BF16), poisoned(1, NH, T)
     forward(out, lse, qkv, 1)
     whole, spans = poisoned(*qkv.shape, dtype=BF16), poisoned(*qkv.shape, dtype=BF16)
-    backward(1, whole, dout, qkv, out, lse, rope=rope)
+    backward(1, whole, dout, qkv, out, lse, rope=Rope(rope, T, 0))
     monkeypatch.setattr(attention_dkdv, "LONGEST", 128)
-    backward(2, spans, dout, qkv, out, lse, rope=rope)
+    backward(2, spans, dout, qkv, out, lse, rope=Rope(rope, T, 0))
     assert torch.equal(spans, whole)
 
 

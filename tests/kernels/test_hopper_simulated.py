@@ -27,6 +27,7 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
+from gpt2_triton.operands import Rope
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -108,7 +109,7 @@ def test_matmul_rope_matches_float64(rng, seed):
     rope, out = rng(96, 64), poisoned(416, 320, dtype=BF16)
     with simulated(hopper_matmul, seed):
         launch(out, a, w, epilogue="rope", rope=rope)
-    assert error(out, exact("matmul_rope", [out], a, w, rope, 96, 192)[0]) < EPS[BF16]
+    assert error(out, exact("matmul_rope", [out], a, w, Rope(rope, 96, 192))[0]) < EPS[BF16]
 
 
 @seeds
@@ -243,7 +244,7 @@ def test_fp8_matmul_rope_matches_float64(rng, seed):
     with simulated(fp8_matmul, seed):
         fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, rope, 96, 192)
     operands = a.double() / a_scale.double(), w.double() / w_scale.double()
-    assert error(out, exact("matmul_rope", [out], *operands, rope, 96, 192)[0]) < EPS[BF16]
+    assert error(out, exact("matmul_rope", [out], *operands, Rope(rope, 96, 192))[0]) < EPS[BF16]
 
 
 @seeds

@@ -5,8 +5,10 @@ import functools
 import pytest
 import torch
 
+from gpt2_triton.kernels.contract import LAUNCHERS
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
+from gpt2_triton.operands import Branch, Dropout, Norm
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
 
@@ -32,12 +34,14 @@ def draw(rng, R, C, dtype):
 
 def forward(x, w, b):
     out, mean, rstd = poisoned(*x.shape, dtype=x.dtype), poisoned(len(x)), poisoned(len(x))
-    layernorm_fwd(out, mean, rstd, x, w, b)
+    layernorm_fwd(out, Norm(w, b, mean, rstd), x)
     return out, mean, rstd
 
 
 def exact_forward(x, w, b):
-    return exact("layernorm_fwd", [poisoned(*x.shape), *poisoned(2, len(x))], x, w, b)
+    norm = Norm(w, b, poisoned(len(x)), poisoned(len(x)))
+    out, written = exact("layernorm_fwd", [poisoned(*x.shape), norm], x)
+    return out, written.mean, written.rstd
 
 
 def scratch(R, C, dtype):
@@ -51,17 +55,19 @@ def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p
     added = rng(R, C, dtype=dtype) if more == "another" else dx if more else None
     dw, db, dbias = (rng(C) if acc else poisoned(C) for _ in range(3))
     dbranch, ln = (poisoned(R, C, dtype=dtype) if wanted else None for wanted in (p, with_ln))
-    outputs = [dx, dbranch, dw, db, dbias if with_dbias else None, ln]
-    inputs, key = (
-        [dout, x, w, b, mean, rstd],
-        torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE),
-    )
-    want = exact("layernorm_bwd", outputs, None, *inputs, added, key, acc, 4, p)
-    layernorm_bwd(*outputs, scratch(R, C, dtype), *inputs, added, key, acc, 4, p)
+    key = torch.tensor([3, 5, 7, 2 * R], dtype=torch.int32, device=DEVICE)
+    dropout = Dropout(key, 4, p) if p else None
+    branch = Branch(dbias if with_dbias else None, dbranch, dropout)
+    outputs = [dx, Norm(w, b, mean, rstd, dw, db), branch, ln]
+    want = exact("layernorm_bwd", outputs, None, dout, x, added, acc)
+    layernorm_bwd(*outputs, scratch(R, C, dtype), dout, x, added, acc)
+    written = LAUNCHERS["layernorm_bwd"].contract
+    want = written.outputs([*want, None])
     one = tolerance(dtype)  # sums are of unrounded values in both dtypes
-    limits = dict(dx=one, dbranch=one, dw=SUMS, db=SUMS, dbias=SUMS, ln=one)
-    for (name, limit), got, expected in zip(limits.items(), outputs, want, strict=True):
-        assert got is None or error(got, expected) < limit, name
+    sums = dict.fromkeys(("norm.dw", "norm.db", "branch.db"), SUMS)
+    limits = {"dx": one, "branch.dout": one, "ln": one} | sums
+    for name, got in written.outputs([*outputs, None]).items():
+        assert error(got, want[name]) < limits[name], name
 
 
 @dtypes
@@ -119,14 +125,12 @@ def run_all(R, C, dtype, outputs):
     sizes = (R, C), (R, C), (C,), (C,)
     x, dout, w, b = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in sizes)
     out, mean, rstd = outputs(R, C, dtype=dtype), outputs(R), outputs(R)
-    layernorm_fwd(out, mean, rstd, x, w, b)
-    dx, ln, (dw, db, dbias) = (
-        outputs(R, C, dtype=dtype),
-        outputs(R, C, dtype=dtype),
-        (outputs(C) for _ in range(3)),
-    )
+    dx, ln = outputs(R, C, dtype=dtype), outputs(R, C, dtype=dtype)
+    dw, db, dbias = (outputs(C) for _ in range(3))
+    norm = Norm(w, b, mean, rstd, dw, db)
+    layernorm_fwd(out, norm, x)
     slots = outputs(layernorm_bwd_scratch(R, C, dtype_name(x)))
-    layernorm_bwd(dx, None, dw, db, dbias, ln, slots, dout, x, w, b, mean, rstd, None, None, False)
+    layernorm_bwd(dx, norm, Branch(dbias), ln, slots, dout, x, None, False)
     return out, ln, mean, rstd, dx, dw, db, dbias
 
 

@@ -6,6 +6,7 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
+from gpt2_triton.operands import Norm, Rope
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
@@ -33,10 +34,10 @@ def test_matmul_rope_rotates_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
     T, K, D = 7, 48, (NH + 2 * NKV) * HS
     inp, w, rope = rng(2 * T, K, dtype=dtype), rng(D, K, dtype=dtype), table(T, HS)
     out, again = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=dtype)
-    given = T, (NH + NKV) * HS
-    kernels.matmul_rope(out, inp, w, rope, *given)
-    assert error(out, exact("matmul_rope", [out], inp, w, rope, *given)[0]) < tolerance(dtype)
-    kernels.matmul_rope(again, inp, w, rope, *given)
+    given = Rope(rope, T, (NH + NKV) * HS)
+    kernels.matmul_rope(out, inp, w, given)
+    assert error(out, exact("matmul_rope", [out], inp, w, given)[0]) < tolerance(dtype)
+    kernels.matmul_rope(again, inp, w, given)
     assert torch.equal(out, again)
 
 
@@ -52,8 +53,10 @@ def test_attention_in_groups_matches_float64(rng, dtype, NH, NKV, HS, T):
     assert (lse - exact_lse).abs().max() < 1e-5
     scratch = poisoned(attention_bwd_scratch(B, T, C, HS, dtype_name(out)))
     dqkv, delta = poisoned(B * T, D, dtype=dtype), poisoned(B, NH, T)
-    kernels.attention_bwd(dqkv, None, delta, scratch, dout, qkv, out, lse, False, rope)
-    want, *_ = exact("attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, rope)
+    kernels.attention_bwd(dqkv, None, delta, scratch, dout, qkv, out, lse, False, Rope(rope, T, 0))
+    want, *_ = exact(
+        "attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, Rope(rope, T, 0)
+    )
     for got, expected in zip(
         *(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True
     ):
@@ -71,8 +74,8 @@ def test_decode_attention_rotates_and_shares_keys_as_training_does(rng, dtype, N
     )
     seq = torch.tensor([[1, 8, 0, 0, 0], [2, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     att = poisoned(2, C, dtype=dtype)
-    want, exact_cache = exact("decode_attention", [att, cache], qkv, seq, NH, rope)
-    kernels.decode_attention(att, cache, qkv, seq, NH, rope)
+    want, exact_cache = exact("decode_attention", [att, cache], qkv, seq, NH, Rope(rope, T, 0))
+    kernels.decode_attention(att, cache, qkv, seq, NH, Rope(rope, T, 0))
     assert error(att, want) < tolerance(dtype)
     assert error(cache, exact_cache) < tolerance(dtype)
 
@@ -112,14 +115,16 @@ def test_matmul_swiglu_keeps_its_input_and_has_the_bits_of_a_pass(rng, dtype):
 def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
     x, dout, w = ((rng(*shape) * 2 + 0.5).to(dtype) for shape in ((R, C), (R, C), (C,)))
     out, rstd, dx, dw = poisoned(R, C, dtype=dtype), poisoned(R), rng(R, C, dtype=dtype), rng(C)
-    kernels.rmsnorm_fwd(out, rstd, x, w, 1e-5)
-    wants = exact("rmsnorm_fwd", [out, rstd], x, w, 1e-5)
-    wants += exact("rmsnorm_bwd", [dx, dw, None], None, dout, x, w, wants[1], dx, acc)[:2]
+    norm = Norm(w, rstd=rstd, dw=dw)
+    kernels.rmsnorm_fwd(out, norm, x)
+    want_out, wide = exact("rmsnorm_fwd", [out, norm], x)
+    want_dx, written, _ = exact("rmsnorm_bwd", [dx, wide, None], None, dout, x, dx, acc)
+    wants = want_out, wide.rstd, want_dx, written.dw
     ln, scratch = (
         poisoned(R, C, dtype=dtype),
         poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x))),
     )
-    kernels.rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, dx, acc)
+    kernels.rmsnorm_bwd(dx, norm, ln, scratch, dout, x, dx, acc)
     for got, want in zip((out, rstd, dx, dw), wants, strict=True):
         assert error(got, want) < tolerance(dtype)
     assert torch.equal(ln, out)

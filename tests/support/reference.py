@@ -68,70 +68,53 @@ def mask(x, step_key, i, p):
     return x * dropout_factors(step_key.tolist(), *x.shape, i, p).to(x)
 
 
-def dropout(x, res, step_key, i, p):
+def dropout(x, res, dropout):
     """x = mask(x) (+ res)"""
-    x.copy_(mask(x, step_key, i, p) + (0 if res is None else res))
+    x.copy_(mask(x, *dropout) + (0 if res is None else res))
 
 
 # ---- layernorm ----
 
 
-def layernorm_fwd(out, mean, rstd, x, w, b, eps=1e-5):
-    mean.copy_(x.mean(-1))
-    rstd.copy_((x.var(-1, unbiased=False) + eps).rsqrt())
-    out.copy_((x - mean[:, None]) * rstd[:, None] * w + b)
+def layernorm_fwd(out, norm, x):
+    norm.mean.copy_(x.mean(-1))
+    norm.rstd.copy_((x.var(-1, unbiased=False) + norm.eps).rsqrt())
+    out.copy_((x - norm.mean[:, None]) * norm.rstd[:, None] * norm.w + norm.b)
 
 
-def layernorm_bwd(
-    dx,
-    dbranch,
-    dw,
-    db,
-    dbias,
-    ln,
-    scratch,
-    dout,
-    x,
-    w,
-    b,
-    mean,
-    rstd,
-    more,
-    step_key,
-    acc,
-    i=None,
-    p=0.0,
-):
-    """dx = (more +) gradient through the norm; dbranch: dx, masked; dbias: its column
-    sums; ln: the norm's output.
+def layernorm_bwd(dx, norm, branch, ln, scratch, dout, x, more, acc):
+    """dx = (more +) gradient through the norm; the branch's dout: dx, masked, and its
+    column sums; ln: the norm's output.
     """
-    xhat = (x - mean[:, None]) * rstd[:, None]
-    g = dout * w
-    grad = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    rstd = norm.rstd[:, None]
+    xhat = (x - norm.mean[:, None]) * rstd
+    g = dout * norm.w
+    grad = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     dx.copy_(grad if more is None else more + grad)
-    _give(dw, (dout * xhat).sum(0), acc)
-    _give(db, dout.sum(0), acc)
-    branch = mask(dx, step_key, i, p) if p else dx
-    if dbranch is not None:
-        dbranch.copy_(branch)
-    if dbias is not None:
-        _give(dbias, branch.sum(0), acc)
+    _give(norm.dw, (dout * xhat).sum(0), acc)
+    _give(norm.db, dout.sum(0), acc)
+    masked = dx if branch.dropout is None else mask(dx, *branch.dropout)
+    if branch.dout is not None:
+        branch.dout.copy_(masked)
+    if branch.db is not None:
+        _give(branch.db, masked.sum(0), acc)
     if ln is not None:
-        ln.copy_(xhat * w + b)
+        ln.copy_(xhat * norm.w + norm.b)
 
 
-def rmsnorm_fwd(out, rstd, x, w, eps):
-    rstd.copy_((x.square().mean(-1) + eps).rsqrt())
-    out.copy_(x * rstd[:, None] * w)
+def rmsnorm_fwd(out, norm, x):
+    norm.rstd.copy_((x.square().mean(-1) + norm.eps).rsqrt())
+    out.copy_(x * norm.rstd[:, None] * norm.w)
 
 
-def rmsnorm_bwd(dx, dw, ln, scratch, dout, x, w, rstd, more, acc):
-    xhat, y = x * rstd[:, None], dout * rstd[:, None] * w
+def rmsnorm_bwd(dx, norm, ln, scratch, dout, x, more, acc):
+    rstd = norm.rstd[:, None]
+    xhat, y = x * rstd, dout * rstd * norm.w
     grad = y - xhat * (xhat * y).mean(-1, keepdim=True)
     dx.copy_(grad if more is None else more + grad)
-    _give(dw, (dout * xhat).sum(0), acc)
+    _give(norm.dw, (dout * xhat).sum(0), acc)
     if ln is not None:
-        ln.copy_(xhat * w)
+        ln.copy_(xhat * norm.w)
 
 
 def rotated(x, rope, positions, back=False):
@@ -160,11 +143,11 @@ def matmul_add(out, res, inp, w, b):
     out.copy_(res + (inp @ w.T + (0 if b is None else b)))
 
 
-def matmul_rope(out, inp, w, rope, T, rotated_columns):
-    y, n = inp @ w.T, rotated_columns
-    out.copy_(
-        torch.cat([rotated(y[:, :n].contiguous(), rope, torch.arange(len(y)) % T), y[:, n:]], 1)
-    )
+def matmul_rope(out, inp, w, rope):
+    table, T, n = rope
+    y = inp @ w.T
+    q_and_k = rotated(y[:, :n].contiguous(), table, torch.arange(len(y)) % T)
+    out.copy_(torch.cat([q_and_k, y[:, n:]], 1))
 
 
 def swiglu(out, pre):
@@ -246,7 +229,7 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope=No
     )
     d = [t.transpose(1, 2).reshape(B * T, -1) for t in (ds @ k, *dkv)]
     if rope is not None:
-        d[:2] = (rotated(t, rope, torch.arange(B * T) % T, back=True) for t in d[:2])
+        d[:2] = (rotated(t, rope.table, torch.arange(B * T) % T, back=True) for t in d[:2])
     dqkv.copy_(torch.cat(d, 1))
     if dbias is not None:
         _give(dbias, dqkv.sum(0), acc)
@@ -259,15 +242,13 @@ def decode_embed(x, seq, wte, wpe):
     x.copy_(wte[seq[:, 0].long()] + (0 if wpe is None else wpe[seq[:, 1].long()]))
 
 
-def decode_matmul(out, x, w, b, lnw, lnb, res, act="", eps=1e-5):
-    """out = res + act(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without lnb"""
-    if lnw is not None:
-        x = (
-            F.rms_norm(x, x.shape[1:], lnw, eps)
-            if lnb is None
-            else F.layer_norm(x, x.shape[1:], lnw, lnb, eps)
-        )
-    y = x @ w.T if b is None else x @ w.T + b
+def decode_matmul(out, x, layer, norm=None, res=None, act=""):
+    """out = res + act(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without b"""
+    if norm is not None and norm.b is None:
+        x = F.rms_norm(x, x.shape[1:], norm.w, norm.eps)
+    elif norm is not None:
+        x = F.layer_norm(x, x.shape[1:], norm.w, norm.b, norm.eps)
+    y = x @ layer.w.T if layer.b is None else x @ layer.w.T + layer.b
     y = ACTIVATIONS[act](y) if act else y
     out.copy_(y if res is None else res + y)
 
@@ -278,7 +259,7 @@ def decode_attention(att, cache, qkv, seq, NH, rope=None):
     for b, row in enumerate(seq[:, 1].tolist()):
         q, k, v = (t[None].contiguous() for t in qkv[b].split([C, Ckv, Ckv]))
         if rope is not None:
-            q, k = (rotated(t, rope, torch.tensor([row])) for t in (q, k))
+            q, k = (rotated(t, rope.table, torch.tensor([row])) for t in (q, k))
         cache[b, row] = torch.cat([k, v])
         k, v = cache[b, : row + 1].view(row + 1, 2, -1, C // NH).permute(1, 2, 0, 3)
         k, v = (t.repeat_interleave(C // Ckv, 0) for t in (k, v))

@@ -12,71 +12,69 @@ from gpt2_triton.operands import Operand
 
 def embed(K: Kernels, m: ModelView) -> None:
     # x[0] = wte[ids]
-    K.embedding_fwd(m.a.x[0], m.ids, m.w.wte, None)
+    K.embedding_fwd(m.a.x[0], m.ids, m.net.embedding.wte, None)
     m.observe.tensors(x=0)
 
 
 def qkv(K: Kernels, m: ModelView, l: int) -> None:
     # q and k of a row are rotated to its position
-    w = m.w
     a = m.a
     i = 2 * l
-    K.rmsnorm_fwd(a.ln[i], a.rstd[i], a.x[i], w.lnw[i], m.norm_eps)
-    K.matmul_rope(a.qkv[l], a.ln[i], w.qkvw[l], a.rope, m.T, m.rotated_columns)
+    K.rmsnorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
+    K.matmul_rope(a.qkv[l], a.ln[i], m.net.layers[l].qkv.w, m.net.rope)
 
 
 def layer(K: Kernels, m: ModelView, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the
     backward pass runs it again.
     """
-    w = m.w
     a = m.a
+    net = m.net.layers[l]
     i = 2 * l
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     qkv(K, m, l)
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
-    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], w.attprojw[l], None)
+    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], net.attproj.w, None)
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = silu(gate) * value, fch = (gate, value) = fc(ln[i+1])
-    K.rmsnorm_fwd(a.ln[i + 1], a.rstd[i + 1], a.x[i + 1], w.lnw[i + 1], m.norm_eps)
-    K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], w.fcw[l])
+    K.rmsnorm_fwd(a.ln[i + 1], m.net.norms[i + 1], a.x[i + 1])
+    K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc.w)
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
 def last_product(K: Kernels, m: ModelView, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
-    K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.w.fcprojw[l], None)
+    K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj.w, None)
 
 
 def final_norm(K: Kernels, m: ModelView) -> None:
-    a, i = m.a, 2 * m.L
-    K.rmsnorm_fwd(a.lnf, a.rstd[i], a.x[i], m.w.lnw[i], m.norm_eps)
+    i = 2 * m.L
+    K.rmsnorm_fwd(m.a.lnf, m.net.norms[i], m.a.x[i])
     m.observe.tensors(lnf=m.L)
 
 
 def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
-    w = m.w
     a = m.a
-    eps = m.norm_eps
-    K.decode_embed(a.x[0], d.seq, w.wte, None)
-    for l in range(m.L):
+    norms = m.net.norms
+    K.decode_embed(a.x[0], d.seq, m.net.embedding.wte, None)
+    for l, net in enumerate(m.net.layers):
         i = 2 * l
-        # the arguments after the bias: norm of the input, residual
-        K.decode_matmul(a.qkv[l], a.x[i], w.qkvw[l], None, w.lnw[i], None, None, eps=eps)
-        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, a.rope)
-        K.decode_matmul(a.x[i + 1], a.att[l], w.attprojw[l], None, None, None, a.x[i])
-        K.decode_matmul(a.fch[l], a.x[i + 1], w.fcw[l], None, w.lnw[i + 1], None, None, eps=eps)
+        # the arguments after the layer: norm of the input, residual
+        K.decode_matmul(a.qkv[l], a.x[i], net.qkv, norms[i])
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, m.net.rope)
+        K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
+        K.decode_matmul(a.fch[l], a.x[i + 1], net.fc, norms[i + 1])
         K.swiglu(a.fcg[l], a.fch[l])
-        K.decode_matmul(a.x[i + 2], a.fcg[l], w.fcprojw[l], None, None, None, a.x[i + 1])
+        K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
 
 
 def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
     # dx[i] = dx[i+1] + dln through the norm of x[i]
-    g, a = m.g, m.a
+    a = m.a
     more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
-    K.rmsnorm_bwd(a.dx[i], g.lnw[i], ln, a.scratch, a.dln, a.x[i], m.w.lnw[i], a.rstd[i], more, acc)
+    K.rmsnorm_bwd(a.dx[i], m.net.norms[i], ln, a.scratch, a.dln, a.x[i], more, acc)
 
 
 def final_norm_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
@@ -89,13 +87,13 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
     dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is
     written before dW reads dx[i+1].
     """
-    w = m.w
-    g = m.g
     a = m.a
     acc_layer = acc and not m.grads_sharded
     for l in reversed(range(m.L)):
         m.comm.wait_grad_buffer(l)
-        i, redo = 2 * l, m.recompute[l]
+        net = m.net.layers[l]
+        redo = m.recompute[l]
+        i = 2 * l
         dfch = a.dfch[l] if m.fp8 else a.fch[l]  # in bf16 the gradient replaces fch
         cast(K, m.fp8_again[l])
         if redo.block:
@@ -103,30 +101,39 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
         elif redo.gelu:
             K.swiglu(a.fcg[l], a.fch[l])
         # through fcproj, SwiGLU, fc and the norm of x[i+1]
-        K.matmul_dx(a.dfcg, a.dx[i + 2], w.fcprojw[l])
+        K.matmul_dx(a.dfcg, a.dx[i + 2], net.fcproj.w)
         K.swiglu_bwd(dfch, a.dfcg, a.fch[l])
-        K.matmul_dx(a.dln, dfch, w.fcw[l])
+        K.matmul_dx(a.dln, dfch, net.fc.w)
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw_pair(
-            g.fcprojw[l], g.fcw[l], a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
+            net.fcproj.dw, net.fc.dw, a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
         )
         # through attproj, attention, qkv and the norm of x[i]
-        K.matmul_dx(a.datt, a.dx[i + 1], w.attprojw[l])
+        K.matmul_dx(a.datt, a.dx[i + 1], net.attproj.w)
         if redo.qkv:
             qkv(K, m, l)
         K.attention_bwd(
-            a.dqkv[l], None, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc, a.rope
+            a.dqkv[l],
+            None,
+            a.delta,
+            a.scratch,
+            a.datt,
+            a.qkv[l],
+            a.att[l],
+            a.lse[l],
+            acc,
+            m.net.rope,
         )
-        K.matmul_dx(a.dln, a.dqkv[l], w.qkvw[l])
+        K.matmul_dx(a.dln, a.dqkv[l], net.qkv.w)
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
         # before the last products, which hide the transfer of wte's gradient, the largest of all
         if l == 0:
             embed_bwd(K, m, acc)
         K.matmul_dw_pair(
-            g.attprojw[l],
-            g.qkvw[l],
+            net.attproj.dw,
+            net.qkv.dw,
             a.scratch,
             a.dx[i + 1],
             a.att[l],
@@ -138,19 +145,11 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
 
 
 def embed_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
-    # g.wte[id] += dx and head_g[target] += ks * lnf; the head has
-    # overwritten head_g, which may be g.wte
+    # g.wte[id] += dx and head.dw[target] += ks * lnf; the head has overwritten head.dw,
+    # which may be g.wte
     a = m.a
-    if m.head_g is not m.g.wte and not acc:
+    dwte = m.net.embedding.dwte
+    if m.net.head.dw is not m.g.wte and not acc:
         K.fill(m.g.wte, 0.0)
-    K.embedding_bwd(
-        m.embed_g,
-        None,
-        a.scratch,
-        a.dx[0],
-        a.lnf,
-        a.ks,
-        m.tokens,
-        acc,
-    )
+    K.embedding_bwd(dwte, None, a.scratch, a.dx[0], a.lnf, a.ks, m.tokens, acc)
     m.comm.reduce_grads(NOT_A_LAYER)
