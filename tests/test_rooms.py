@@ -60,6 +60,7 @@ WITHIN = {
     "kernels.dw_split": "",
     "data.shards": "errors console files",
     "data.loader": "data.shards data.packing errors",
+    "data.mixture": "data.loader data.shards errors",
     "data.packing": "",
     "data.tokenizer": "errors files data.tokenizer_file",
     "data.tokenizer_file": "errors files",

@@ -159,11 +159,13 @@ def as_text(value: Any, none: str = "null") -> str:
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:
-    """Return size and hash of each file by name."""
-    return {
-        row["name"]: f"{row['bytes']:,} bytes, {(row.get('blocks') or row['sha256'])[:8]}"
-        for row in rows
-    }
+    """Return size and hash of each file by name; of a mixture also its source and share."""
+    found = {}
+    for row in rows:
+        name = f"source {row['source']}: {row['name']}" if "source" in row else row["name"]
+        share = f", share {row['share']}" if "share" in row else ""
+        found[name] = f"{row['bytes']:,} bytes, {(row.get('blocks') or row['sha256'])[:8]}{share}"
+    return found
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -84,6 +84,7 @@ def perplexity(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
+    from gpt2_triton.data.mixture import sources
     from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
     from gpt2_triton.data.tokenizer import identity
@@ -94,8 +95,9 @@ def perplexity(
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, stored, _ = load_weights(checkpoint)
     if not shards:
-        shards = (pattern_of(config.data.val, "val", config.data.tokenizer),)
-        print_line(f"data.val of the run: {shards[0]}")
+        tokenizer, patterns = config.data.tokenizer, sources(config.data.val)
+        shards = tuple(pattern_of(source.pattern, "val", tokenizer) for source in patterns)
+        print_line(f"data.val of the run: {' '.join(shards)}")
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
     V, T = config.model.vocab_size, config.train.seq_len

@@ -143,10 +143,26 @@ def train(
             initial_weights(settings)  # refuses other sizes
     if not plan:
         print(settings.to_yaml().rstrip())
+        _print_sources(settings)
         return 0
     report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
+
+
+def _print_sources(config: Config) -> None:
+    """Print as comments what the run reads of each source of a mixture; DataError without it."""
+    from gpt2_triton.data.mixture import Mixture, sources
+    from gpt2_triton.data.shards import open_shards
+
+    found = sources(config.data.train)
+    if len(found) == 1:
+        return
+    V, T = config.model.vocab_size, config.train.seq_len
+    parts = [(source, open_shards(source.pattern, V, T)) for source in found]
+    samples = config.train.steps * config.train.step_tokens // T
+    for line in Mixture(parts, T, config.data.seed).describe(samples):
+        print(f"# {line}")
 
 
 command = make_app("train", "Train a model from a recipe or a YAML file.")

@@ -26,6 +26,7 @@ from gpt2_triton.config.values import (
     RECOMPUTE_LEVELS,
     SIZE_KEYS,
     SIZES,
+    check_mixture,
     check_recompute,
     check_tokenizer,
     whole_number,
@@ -39,6 +40,7 @@ NullIsNone = BeforeValidator(lambda value: None if value == "null" else value)
 OptionalInt = Annotated[int | None, NullIsNone]
 OptionalFloat = Annotated[float | None, NullIsNone]
 OptionalText = Annotated[str | None, NullIsNone]
+Patterns = Annotated[str, BeforeValidator(check_mixture)]
 TokenizerName = Annotated[str, AfterValidator(check_tokenizer)]
 Tags = Annotated[
     str | None,
@@ -214,11 +216,14 @@ class ModelConfig(ConfigSection):
 
 class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
-    train: str = free(
-        "data/fineweb10B/train_*.bin", "training shards: path, pattern or builtin", min_length=1
+    train: Patterns = free(
+        "data/fineweb10B/train_*.bin",
+        "training shards: path, pattern or builtin; several sources as PATTERN=WEIGHT,... or, "
+        "in YAML, a list of {path, weight}",
+        min_length=1,
     )
-    val: str = free(
-        "data/fineweb10B/val_*.bin", "validation shards: path, pattern or builtin", min_length=1
+    val: Patterns = free(
+        "data/fineweb10B/val_*.bin", "validation shards, as data.train", min_length=1
     )
     tokenizer: TokenizerName = kept(
         "gpt2",

@@ -5,8 +5,9 @@ pydantic puts the text of a ValueError raised here into the message about the ke
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from typing import Any
 
 # llm.c's names of sizes: layers, channels, heads, longest sequence.  GPT-3's
 # attention is dense, as in llm.c.
@@ -72,6 +73,22 @@ def check_tokenizer(value: str) -> str:
         return f"./{value}"
     guess = closest(value, TOKENIZERS)
     raise ValueError(f"must be {', '.join(TOKENIZERS)}, or a tokenizer.json or its folder{guess}")
+
+
+def check_mixture(value: Any) -> Any:
+    """Return data.train or data.val as PATH=WEIGHT,... of a list of {path, weight}; another value
+    as it is.
+    """
+    if not isinstance(value, list):
+        return value
+    parts = []
+    for row in value:
+        if not isinstance(row, Mapping) or row.keys() != {"path", "weight"} or not value:
+            raise ValueError("must be a pattern, or a list of {path: PATTERN, weight: NUMBER}")
+        if "," in str(row["path"]):
+            raise ValueError(f"no path of a mixture may have a comma, as {row['path']} does")
+        parts.append(f"{row['path']}={row['weight']}")
+    return ",".join(parts)
 
 
 def whole_number(text: str) -> int | None:

@@ -15,6 +15,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,19 @@ import torch
 from gpt2_triton.data.packing import pack_batch, packed_size
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.errors import DataError
+
+
+class Samples(Protocol):
+    """What a Prefetcher reads: a TrainLoader, or a mixture of several."""
+
+    seq_len: int
+
+    def batch(self, first_sample: int, count: int) -> np.ndarray:
+        """Return global samples, int32 [count, seq_len + 1]."""
+
+    def place(self, sample: int) -> str:
+        """Return SHARD:TOKEN, where a global sample begins."""
+
 
 # ---- samples ----
 
@@ -100,6 +114,7 @@ class TrainLoader:
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, seed: int, shifted: bool = False):
         self.windows = Windows(shards, seq_len)
+        self.seq_len = seq_len
         self.seed = seed
         self.shifted = shifted
 
@@ -107,16 +122,20 @@ class TrainLoader:
         """Return global samples first_sample ... first_sample + count - 1,
         int32 [count, seq_len + 1].
         """
-        return self.windows.read(*self._windows(first_sample, count))
+        return self.samples(np.arange(first_sample, first_sample + count))
+
+    def samples(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the samples of these numbers, int64 [count], as int32 [count, seq_len + 1]."""
+        return self.windows.read(*self._windows(numbers))
 
     def place(self, sample: int) -> str:
         """Return SHARD:TOKEN, where a global sample begins."""
-        return self.windows.place(*self._windows(sample, 1))
+        return self.windows.place(*self._windows(np.array([sample])))
 
-    def _windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray | int]:
+    def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
         """Return the windows of these samples, and their phases."""
-        n, samples = self.windows.n, np.arange(first_sample, first_sample + count, dtype=np.uint64)
-        epoch, index = np.divmod(samples, np.uint64(n))
+        n = self.windows.n
+        epoch, index = np.divmod(numbers.astype(np.uint64), np.uint64(n))
         phases = self._phases(epoch) if self.shifted else 0
         return permute(index, epoch, n, self.seed), phases
 
@@ -179,7 +198,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        loader: TrainLoader,
+        loader: Samples,
         micro_batch: int,
         accumulation: int,
         vocab_size: int,
@@ -194,7 +213,7 @@ class Prefetcher:
         self._accumulation = accumulation
         self._rank = rank
         self._ranks = ranks
-        size = packed_size(micro_batch * loader.windows.seq_len, vocab_size + head_row)
+        size = packed_size(micro_batch * loader.seq_len, vocab_size + head_row)
         self._buffers = [
             torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)
         ]

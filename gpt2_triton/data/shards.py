@@ -64,6 +64,7 @@ class Shard:
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
         self.path, self.vocab_size = Path(path), vocab_size
+        self.mixed: dict[str, Any] = {}  # of a mixture: source and share, for the fingerprint
         try:
             self.dtype, self.count, self._state = read_header(self.path)
         except OSError as error:
@@ -132,7 +133,8 @@ class Shard:
         blocks = self._hash(
             [(HEADER_BYTES + size * first, size * BLOCK_TOKENS) for first in firsts]
         )
-        return {"name": self.path.name, "bytes": self._state.st_size, "blocks": blocks}
+        found = {"name": self.path.name, "bytes": self._state.st_size, "blocks": blocks}
+        return found | self.mixed
 
     def fingerprint_of_ends(self) -> dict[str, Any]:
         """Return the fingerprint in checkpoints of version 0.1: the sha256 of the header
@@ -141,7 +143,8 @@ class Shard:
         size = self._state.st_size
         first = max(HEADER_BYTES, size - EDGE_BYTES)
         places = [(HEADER_BYTES, min(EDGE_BYTES, size - HEADER_BYTES)), (first, size - first)]
-        return {"name": self.path.name, "bytes": size, "sha256": self._hash(places)}
+        found = {"name": self.path.name, "bytes": size, "sha256": self._hash(places)}
+        return found | self.mixed
 
     def _hash(self, places: Sequence[tuple[int, int]]) -> str:
         """Return the sha256 of the header and of the tokens at (start, length), in

@@ -6,8 +6,9 @@ files therefore equal the files of an unbroken run, except for times (ms, tok_s,
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gpt2_triton import device
@@ -134,12 +135,21 @@ class Logger:
         self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
         self.info(f"{self._at(step)} | stats: {summary}")
 
-    def validation(self, step: int, loss: float, fp8_loss: float | None = None) -> None:
-        """Log a validation loss, and in an fp8 run also the loss of the forward pass in fp8."""
+    def validation(
+        self,
+        step: int,
+        loss: float,
+        fp8_loss: float | None = None,
+        by_source: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Log a validation loss, in an fp8 run also the loss of the forward pass in fp8, and the
+        loss of each source of several.
+        """
         record, also = {"step": step, "val_loss": loss}, ""
         if fp8_loss is not None:
             record["val_loss_fp8"], also = fp8_loss, f", in fp8 {fp8_loss:.4f}"
-        self._write(record)
+        self._write(record | {f"val_loss_{name}": value for name, value in by_source.items()})
+        also += "".join(f", {name} {value:.4f}" for name, value in by_source.items())
         self.info(f"{self._at(step)} | val loss {loss:.4f}{also}")
 
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from gpt2_triton.checkpoint.format import best_step, list_steps
 from gpt2_triton.checkpoint.load import latest_checkpoint, open_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
-from gpt2_triton.data.loader import Prefetcher, TrainLoader
+from gpt2_triton.data.loader import Prefetcher, Samples
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.model.model import Model
 
@@ -39,7 +39,7 @@ def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
 
 
 def find_non_finite_losses(
-    model: Model, loader: TrainLoader, batches: Prefetcher, first_sample: int, control: ControlGroup
+    model: Model, loader: Samples, batches: Prefetcher, first_sample: int, control: ControlGroup
 ) -> str:
     """Compute a step's losses again; tell how many are not finite, and where the
     first is.  All ranks call it.

@@ -3,7 +3,7 @@ to start from, model, log.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
-from gpt2_triton.data.loader import TrainLoader, ValidationLoader
+from gpt2_triton.data.mixture import Mixture, Source, Validation, sources
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer, identity, look_in
@@ -44,15 +44,23 @@ from gpt2_triton.training.run_state import RunState
 class Data(NamedTuple):
     """The data of a run."""
 
-    train: TrainLoader
-    validation: ValidationLoader | None  # None if eval.every is 0
+    train: Mixture
+    validation: Validation | None  # None if eval.every is 0
     hellaswag: Questions | None  # None if eval.hellaswag_every is 0
 
     @property
     def shards(self) -> dict[str, Sequence[Shard]]:
         """Map the key of state.json that holds fingerprints to the shards."""
-        validation = {"validation_data": self.validation.windows.shards} if self.validation else {}
-        return {"data": self.train.windows.shards} | validation
+        found: dict[str, Sequence[Shard]] = {"data": self.train.shards}
+        if self.validation:
+            found["validation_data"] = self.validation.shards
+        return found
+
+    def describe(self, samples: int) -> Iterator[str]:
+        """Yield a line for each of several sources: what a run of so many samples reads."""
+        yield from self.train.describe(samples)
+        if self.validation:
+            yield from self.validation.describe()
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what identifies the data on every machine."""
@@ -108,11 +116,11 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     for directory in (run_dir, *([Path(where)] if where else [])):
         look_in(config.data.tokenizer, directory)
     with same_on_all_ranks():
-        train = TrainLoader(
-            _open_shards(config, "train"), T, config.data.seed, config.data.windows == "shifted"
+        train = Mixture(
+            open_sources(config, "train"), T, config.data.seed, config.data.windows == "shifted"
         )
         validation = (
-            ValidationLoader(_open_shards(config, "val"), T, config.eval.tokens)
+            Validation(open_sources(config, "val"), T, config.eval.tokens)
             if config.eval.every
             else None
         )
@@ -122,10 +130,8 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         # a missing tokenizer fails now, not at the first sample
         get_tokenizer(config.data.tokenizer)
     if validation and control.rank == 0:
-        trained = {shard.path.resolve() for shard in train.windows.shards}
-        if both := [
-            shard.path for shard in validation.windows.shards if shard.path.resolve() in trained
-        ]:
+        trained = {shard.path.resolve() for shard in train.shards}
+        if both := [shard.path for shard in validation.shards if shard.path.resolve() in trained]:
             todo = (
                 "the validation loss will be too low; narrow data.train, "
                 "or name other files in data.val"
@@ -136,10 +142,16 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     return data
 
 
-def _open_shards(config: Config, split: str) -> list[Shard]:
-    """Open the shards of data.train or data.val; `builtin` ones are written on first use."""
-    pattern = pattern_of(getattr(config.data, split), split, config.data.tokenizer)
-    return open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+def open_sources(config: Config, split: str) -> list[tuple[Source, list[Shard]]]:
+    """Open the shards of each source of data.train or data.val; `builtin` ones are written on
+    first use.
+    """
+    found = []
+    for source in sources(getattr(config.data, split)):
+        pattern = pattern_of(source.pattern, split, config.data.tokenizer)
+        shards = open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+        found.append((source, shards))
+    return found
 
 
 def _explicit(config: Config) -> dict[str, Any]:
@@ -261,12 +273,12 @@ def open_log(
     log.info(f"arena {format_bytes(planned)}{each} on {where}")
     for note in vocabulary_note(config):
         log.info(note)
-    sequences, epochs = (
-        data.train.windows.n,
-        t.steps * t.step_tokens / t.seq_len / data.train.windows.n,
-    )
+    samples = t.steps * t.step_tokens // t.seq_len
+    sequences = sum(loader.windows.n for loader in data.train.loaders)
     log.info(
         f"{sequences:,} training sequences of {t.seq_len:,} tokens; "
-        f"{t.steps:,} steps are {epochs:.3g} epochs"
+        f"{t.steps:,} steps are {samples / sequences:.3g} epochs"
     )
+    for line in data.describe(samples):
+        log.info(line)
     return log

@@ -28,6 +28,7 @@ def starting(
     directory; others yield `run_dir`.
     """
     from gpt2_triton import device
+    from gpt2_triton.data.mixture import sources
     from gpt2_triton.data.shards import require_tokenizer
     from gpt2_triton.data.tokenizer import identity, located
     from gpt2_triton.training import cpu_time
@@ -51,8 +52,8 @@ def starting(
         )
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
     require_rows(config, tokenizer)
-    for split in (config.data.train, config.data.val):
-        require_tokenizer(split, tokenizer, identity(tokenizer))
+    for source in (*sources(config.data.train), *sources(config.data.val)):
+        require_tokenizer(source.pattern, tokenizer, identity(tokenizer))
     with creating_run_dir(name, run_dir) as path:
         yield path
 

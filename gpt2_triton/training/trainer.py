@@ -21,6 +21,7 @@ from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line
 from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.mixture import Validation
 from gpt2_triton.data.tokenizer import located
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -376,14 +377,21 @@ class Trainer:
     def _validate(self, step: int) -> None:
         assert self.data.validation
         with self.watchdog.phase("validating"):
-            given = self.model, self.data.validation, self.control, self.signals.is_requested
-            loss = validation_loss(*given)
+            losses = self._validation_losses(self.data.validation)
+            loss = self.data.validation.mean(losses)
             in_fp8 = None
             if self.model.has_fp8:
-                in_fp8 = validation_loss(*given, fp8=True)
-        self.log.validation(step, loss, in_fp8)
+                found = self._validation_losses(self.data.validation, fp8=True)
+                in_fp8 = self.data.validation.mean(found)
+        by_source = dict(zip(self.data.validation.names, losses, strict=True))
+        self.log.validation(step, loss, in_fp8, by_source if len(losses) > 1 else {})
         if self.config.checkpoint.best == "val_loss":
             self.state.record_validation(step, loss)
+
+    def _validation_losses(self, validation: Validation, fp8: bool = False) -> list[float]:
+        """Return the loss of each source."""
+        given = self.control, self.signals.is_requested, fp8
+        return [validation_loss(self.model, loader, *given) for loader in validation.loaders]
 
     def _answer_hellaswag(self, step: int) -> None:
         assert self.data.hellaswag

@@ -12,7 +12,7 @@ import torch
 import gpt2_triton.model.memory_plan
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
-from gpt2_triton.data.loader import TrainLoader
+from gpt2_triton.data.mixture import Mixture
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.model import Model
 from gpt2_triton.training import trainer
@@ -118,7 +118,7 @@ def bad_data():
     """Samples 4 and 5, of step 3, are replaced by tokens 255, which make the
     gradient NaN at any step.
     """
-    batch, micro_step = TrainLoader.batch, Model.micro_step
+    batch, micro_step = Mixture.batch, Model.micro_step
 
     def marked(self, first, count):
         tokens = batch(self, first, count)
@@ -130,7 +130,7 @@ def bad_data():
             self.K.fill(self.state.grads[:1], math.nan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainLoader, "batch", marked)
+        patch.setattr(Mixture, "batch", marked)
         patch.setattr(Model, "micro_step", poisoned)
         yield
 

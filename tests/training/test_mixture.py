@@ -1,0 +1,106 @@
+"""A run on several sources: equal samples on any number of ranks, a loss of each source, and
+shares that a resume keeps.
+"""
+
+import numpy as np
+import pytest
+
+from gpt2_triton.commands.app import main
+from gpt2_triton.commands.train import app
+from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.shards import write_shard
+from gpt2_triton.errors import CheckpointError
+from gpt2_triton.training import setup, trainer
+from tests.support.loop import final_bytes, records, train
+from tests.support.tiny import merged, tiny_config
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Sources a, of small bytes, and b, of large ones."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(1)
+    for name, low in (("a", 0), ("b", 128)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "val"):
+            tokens = (low + draw.integers(0, 128, 4000)).astype(np.uint16)
+            write_shard(tmp_path / name / f"{split}_0.bin", tokens)
+
+
+def mixed(train="a/train_*.bin=3,b/train_*.bin=1", val="a/val_*.bin=3,b/val_*.bin=1", **sections):
+    base = dict(
+        model=dict(n_layer=1),
+        train=dict(steps=4, total_batch_tokens=64, batch_size=2),
+        checkpoint=dict(every=2, keep=0),
+        eval=dict(every=2, tokens=256),
+        data=dict(train=train, val=val),
+    )
+    return tiny_config(**merged(base, sections))
+
+
+def samples(config, ranks, first, steps):
+    """Return the tokens of each step, of all ranks, in the order of the samples."""
+    reader = setup.Mixture(setup.open_sources(config, "train"), 16, config.data.seed)
+    micro, accumulation = 2, 2 // ranks
+    found = []
+    for step in range(steps):
+        rows = {}
+        for rank in range(ranks):
+            batches = Prefetcher(reader, micro, accumulation, 256, first, rank=rank, ranks=ranks)
+            at = first + 4 * step
+            numbers = batches.first_samples_of_step(at)
+            for number, packed in zip(numbers, batches.step(at), strict=True):
+                rows[number] = packed[: micro * 16].numpy().copy()
+            batches.close()
+        found.append(np.concatenate([rows[number] for number in sorted(rows)]))
+    return np.stack(found)
+
+
+def test_a_resume_on_other_ranks_reads_the_same_samples(data):
+    config = mixed()
+    whole = samples(config, 1, 0, 10)
+    assert np.array_equal(samples(config, 2, 0, 10), whole)
+    assert np.array_equal(samples(config, 2, 4 * 6, 4), whole[6:])
+    share = (whole.reshape(-1, 16)[:, 0] < 128).mean()
+    assert share == 0.75
+
+
+def test_a_run_logs_a_loss_of_each_source(data, tmp_path, capsys):
+    train(mixed(), tmp_path / "run")
+    log = capsys.readouterr().out
+    assert "data.train a: 75.0000% of 4,000 tokens, 0.0482 epochs" in log
+    assert "data.train b: 25.0000% of 4,000 tokens, 0.0161 epochs" in log
+    assert "data.val a: 75.0000% of the loss, from 192 tokens" in log
+    found = [record for record in records(tmp_path / "run") if "val_loss" in record]
+    assert len(found) == 3
+    for record in found:
+        mean = 0.75 * record["val_loss_a"] + 0.25 * record["val_loss_b"]
+        assert record["val_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_a_mixture_resumes_with_its_bytes_and_its_weights(data, tmp_path):
+    again = mixed().replace(train={"steps": 6})
+    train(again, tmp_path / "whole")
+    train(mixed(), tmp_path / "run")
+    train(again, tmp_path / "run", resume=True)
+    assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "whole")
+    other = again.replace(train={"steps": 8}, data={"train": "a/train_*.bin=1,b/train_*.bin=1"})
+    with pytest.raises(CheckpointError, match="is other data than before.*data.allow_changed") as e:
+        trainer.train(other, tmp_path / "run", resume=True)
+    assert "share 3/4" in str(e.value) and "share 1/2" in str(e.value)
+    allowed = other.replace(data={"train": other.data.train, "allow_changed": True})
+    train(allowed, tmp_path / "run", resume=True)
+
+
+def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(mixed().to_yaml())
+    assert main(app, ["mine.yaml", "--print_config"]) == 0
+    out = capsys.readouterr().out
+    assert "train: a/train_*.bin=3,b/train_*.bin=1" in out
+    assert "# data.train b: 25.0000% of 4,000 tokens, 0.0161 epochs" in out
+
+
+def test_wrong_weights_end_with_code_2(data, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(mixed().to_yaml())
+    assert main(app, ["mine.yaml", "--data.train", "a/train_*.bin=0,b/train_*.bin=1"]) == 2
+    assert "weight 0 must be above 0" in capsys.readouterr().err
