@@ -89,11 +89,13 @@ def _epilogue(
         store_block(pre_desc, [m, n], pre)
         acc = activation(pre.to(tl.float32), ACT, pre.dtype)
     elif EPILOGUE == "dact":
-        # "+ 0 * acc" keeps pre in acc's register layout; without it act_out and dpre each compute
-        # GELU's sigmoid, and at 128x256 registers spill
         stored = load_block(pre_desc, [m, n])
-        pre = stored.to(tl.float32) + 0.0 * acc
+        pre = stored.to(tl.float32)
         BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
+        if BY_TMA:
+            # keeps pre in acc's register layout; without it act_out and dpre each compute GELU's
+            # sigmoid, and at 128x256 registers spill
+            pre += 0.0 * acc
         if act_desc is not None and not BY_TMA:  # before the sums, else registers spill
             store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
         # rows past the end are 0 and add nothing to the column sums
