@@ -1,6 +1,4 @@
-"""File writes that a crash cannot leave half done; also fsync, sha256, JSON, free space,
-globs and names of texts.
-"""
+"""File writes that a crash cannot leave half done; also fsync, sha256, JSON, free space, globs."""
 
 import errno
 import glob
@@ -13,10 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.errors import UserError
 
 HASH_BYTES = 1 << 22
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or a quota has no room
+
+
+class FileError(UserError):
+    """A file or a directory is not what is asked for."""
 
 
 def fsync(path: Path) -> None:
@@ -44,13 +46,13 @@ def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> s
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; CheckpointError if there is another thing."""
+    """Return the object in a file; FileError if there is another thing."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); expected a JSON object") from None
+        raise FileError(f"{path}: cannot be read ({error}); expected a JSON object") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+        raise FileError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
 
 
@@ -79,10 +81,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a hidden directory, which one rename makes `path` at the end;
-    ConfigError if `path` has content.
+    FileError if `path` has content.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise ConfigError(f"{path} is there already; choose another, or remove it")
+        raise FileError(f"{path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     hidden.mkdir(parents=True)
     try:
@@ -102,20 +104,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-# text to tokenise; a parquet file is compressed inside
-TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")
-COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-TEXT_SUFFIXES = (
-    ".parquet",
-    *(kind + compression for kind in TEXT_KINDS for compression in ("", *COMPRESSIONS)),
-)
-
-
-def is_text(path: str | Path) -> bool:
-    """Return whether a file of this name is text to tokenise."""
-    return str(path).lower().endswith(TEXT_SUFFIXES)
 
 
 def expand(path: str) -> str:

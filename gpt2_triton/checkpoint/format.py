@@ -20,13 +20,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.files import sha256
+from gpt2_triton.errors import CheckpointError
+from gpt2_triton.files import FileError, read_json, sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state with a value per rank
 STATE, MANIFEST = "state.json", "manifest.json"
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; CheckpointError if there is another thing."""
+    try:
+        return read_json(path)
+    except FileError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def step_path(directory: Path, step: int) -> Path:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files, source_files
+from gpt2_triton.checkpoint.format import read_object
 from gpt2_triton.checkpoint.hf_tokenizer import write_json
 from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
@@ -24,7 +25,6 @@ from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, rou
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError, login_advice
-from gpt2_triton.files import read_json
 
 # weights, and what source_files.py names
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -77,7 +77,7 @@ def read(name: str) -> Weights:
             return file.get_tensor(stored)
 
     path = directory / source_files.CONFIG
-    config = read_json(path)
+    config = read_object(path)
     if how := config.get("quantization_config"):
         kind = how.get("quant_method", "some") if isinstance(how, dict) else how
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _weight_files(directory: Path) -> list[Path]:
     for index in sorted(directory.glob(INDEX))[:1]:
         return [
             directory / Path(part).name
-            for part in sorted(set(read_json(index).get("weight_map", {}).values()))
+            for part in sorted(set(read_object(index).get("weight_map", {}).values()))
         ]
     if (directory / ADAPTER).is_file():
         raise CheckpointError(

@@ -23,13 +23,13 @@ from gpt2_triton.checkpoint.format import (
     best_step,
     fingerprint,
     list_steps,
+    read_object,
     step_path,
     tensors_name,
 )
 from gpt2_triton.checkpoint.stored import StoredTensor, join_shards, whole_tensors
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.files import read_json
 from gpt2_triton.model.tables import Part, Span
 
 # ---- verifying ----
@@ -40,7 +40,7 @@ def verify(step_dir: Path) -> str:
     try:
         if not step_dir.is_dir():
             return "is missing or not a directory"
-        manifest = read_json(step_dir / MANIFEST)
+        manifest = read_object(step_dir / MANIFEST)
         names = [*map(tensors_name, range(len(manifest) - 1)), STATE]
         if len(names) == 1 or manifest.keys() != set(names):
             return f"{MANIFEST}: expected a file for each rank, and {STATE}"
@@ -114,7 +114,7 @@ def best_checkpoint(newest: Path) -> Path | None:
     """Return the checkpoint of the lowest validation loss, not verified; None if the
     state of `newest` names none.
     """
-    step = best_step(read_json(newest / STATE))
+    step = best_step(read_object(newest / STATE))
     return None if step is None else step_path(newest.parent, step)
 
 
@@ -168,7 +168,7 @@ def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
 
 def open_checkpoint(step_dir: Path) -> Checkpoint:
     """Read the state of a step that verifies, and map the files of its ranks."""
-    state = read_json(step_dir / STATE)
+    state = read_object(step_dir / STATE)
     if state.get("format") != FORMAT:
         wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
         raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")

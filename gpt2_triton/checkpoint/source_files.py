@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from gpt2_triton.checkpoint.format import read_object
 from gpt2_triton.console import print_line
 from gpt2_triton.data import tokenizer
-from gpt2_triton.files import new_directory, read_json, remove
+from gpt2_triton.files import new_directory, remove
 
 DIRECTORY = "source"  # in a run's directory
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -36,7 +37,7 @@ def has_tokenizer(directory: Path | None) -> bool:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def ids(directory: Path | None) -> dict[str, Any]:

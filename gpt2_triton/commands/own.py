@@ -17,9 +17,9 @@ from gpt2_triton.config.recipes import OWN, find
 from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
 from gpt2_triton.config.values import check_tokenizer
 from gpt2_triton.console import command_line, print_line
+from gpt2_triton.data.text_names import is_text
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
-from gpt2_triton.files import is_text
 
 if TYPE_CHECKING:
     from gpt2_triton.checkpoint.weights import Weights

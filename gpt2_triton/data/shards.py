@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.console import command_line
-from gpt2_triton.errors import CheckpointError, DataError
-from gpt2_triton.files import expand_glob, is_text, read_json, write_atomic
+from gpt2_triton.data.text_names import is_text
+from gpt2_triton.errors import DataError
+from gpt2_triton.files import FileError, expand_glob, read_json, write_atomic
 
 # magic and version: type of the tokens
 FORMATS: dict[tuple[int, int], np.dtype] = {
@@ -259,5 +260,5 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the record of a preparation; empty if it is missing or damaged."""
     try:
         return read_json(path)
-    except CheckpointError:
+    except FileError:
         return {}

@@ -80,7 +80,7 @@ def scratch_elements(
     """Return the most fp32 elements of scratch that a launch needs; `matrices`:
     (rows, columns, count) in Muon.
     """
-    R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("A") else dtype
+    R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("Q") else dtype
     head = "fp8" if d.get("fp8_head") else dtype
     qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])
     # singly if not on Hopper

@@ -223,7 +223,7 @@ def cast_weights(a8: Fp8, b8: Fp8, c8: Fp8, d8: Fp8) -> None:
         cast_operand(x8)
 
 
-@contract("squares[1]+ <- amax[A,P]")
+@contract("squares[1]+ <- amax[Q,P]")
 def check_amax(squares: Tensor, amax: Tensor) -> None:
     """Set squares to NaN if an amax is not finite: e4m3 has no infinity, so
     losses may be finite then.
@@ -231,7 +231,7 @@ def check_amax(squares: Tensor, amax: Tensor) -> None:
     _check_amax_kernel[(1,)](squares, amax, amax.numel(), BLOCK=1024, num_warps=4)
 
 
-@contract("scale[A]+ history[A,H]+ amax[A,P]+ <- step_out[*]")
+@contract("scale[A]+ history[A,H]+ amax[Q,P]+ <- step_out[*]")
 def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) -> None:
     """Move each tensor's amax into its history, set its scale for the
     next step, and clear its cells.
@@ -240,7 +240,7 @@ def roll_scales(scale: Tensor, history: Tensor, amax: Tensor, step_out: Tensor) 
     skipped step (step_out[APPLY] 0) changes neither scale nor history; neither does an amax that is
     not finite.  A history of zeros does not change the scale.
     """
-    A, steps = history.shape
-    _roll_scales_kernel[(A,)](
+    Q, steps = history.shape
+    _roll_scales_kernel[(Q,)](
         scale, history, amax, step_out, CELLS=amax.shape[1], STEPS=steps, num_warps=1
     )

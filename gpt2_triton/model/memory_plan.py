@@ -80,19 +80,19 @@ def dimensions(
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
-    d["A"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
+    d["Q"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
     d["trains"] = int(training)
-    d["bf16"] = int(d["A"] == 0)
-    d["fp8_head"] = int(d["A"] > 0 and config.fp8.keep_bf16 == "none")
+    d["bf16"] = int(d["Q"] == 0)
+    d["fp8_head"] = int(d["Q"] > 0 and config.fp8.keep_bf16 == "none")
     d["bf16_head"] = 1 - d["fp8_head"]
-    d["dropout"] = int(training and config.model.dropout > 0 and d["A"] == 0)
+    d["dropout"] = int(training and config.model.dropout > 0 and d["Q"] == 0)
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
         entries = list(param_entries(architecture.of(config.model).Params, d))
         d["Sa"] = len(tracked_activations(d))
         d["Sp"] = len(entries)
         d["P"] = K.stats_parts()
-        d["As"] = d["A"]
+        d["As"] = d["Q"]
     d["W"] = K.scratch_elements(d, config.train.dtype, matrices)
     return d
 
@@ -109,11 +109,11 @@ def plan_memory(
     levels, A = recompute_levels(config, training), architecture.of(config.model)
     buffers = [
         b
-        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["A"] else []), Decoding)
+        for table in (State, A.Acts, *([A.Fp8Buffers] if dims["Q"] else []), Decoding)
         for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
     ]
     plan = place_buffers(buffers)
-    if dims["A"]:
+    if dims["Q"]:
         plan.between = _plan_between_steps(A.Acts, plan, dims, dtypes)
         plan.total = max(plan.total, plan.between.total)
     return plan, dims

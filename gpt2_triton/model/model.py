@@ -72,7 +72,7 @@ class Model:
         )
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)
-        self.has_fp8 = self.dims["A"] > 0
+        self.has_fp8 = self.dims["Q"] > 0
         self.recompute = [
             Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)
         ]

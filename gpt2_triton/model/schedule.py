@@ -1,7 +1,7 @@
 """What every model runs: its layers in order, the head, sampling, and the
 update, one launch per line.
 
-K is the kernel package (or tests/support/reference.py, to check the mathematics), A the
+K is the kernel package (or tests/support/reference.py, to check the mathematics), layers the
 schedule of the model's layers, such as gpt2/schedule.py, and m a ModelView: w parameters, g
 gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.
 tables.py explains the names.
@@ -46,23 +46,23 @@ def cast_head(K: Kernels, operands: list[Fp8]) -> None:
         K.cast_operand(x8)
 
 
-def block(K: Kernels, A: Layers, m: ModelView, acc: bool = False) -> None:
+def block(K: Kernels, layers: Layers, m: ModelView, acc: bool = False) -> None:
     for l in range(m.L):
         m.comm.wait_params(l)
         if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
             cast(K, m.fp8_weights[l])
             m.observe.tensors(qkvw=l, attprojw=l, fcw=l, fcprojw=l)
-        A.layer(K, m, l)
-        A.last_product(K, m, l)
+        layers.layer(K, m, l)
+        layers.last_product(K, m, l)
         m.observe.tensors(x=2 * l + 2)
 
 
-def head(K: Kernels, A: Layers, m: ModelView, acc: bool) -> None:
+def head(K: Kernels, layers: Layers, m: ModelView, acc: bool) -> None:
     """losses += cross entropy; dx = gradient at x[2L]; head.dw (+)= that of head.w, to
     which embed_bwd adds ks * lnf.
     """
     a = m.a
-    A.final_norm(K, m)
+    layers.final_norm(K, m)
     if not acc:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
@@ -76,14 +76,14 @@ def head(K: Kernels, A: Layers, m: ModelView, acc: bool) -> None:
         )
         K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(m.net.head.dw, a.scratch, p, lns, acc or r.start > 0)
-    A.final_norm_bwd(K, m, acc)
+    layers.final_norm_bwd(K, m, acc)
     m.observe.tensors(dx=2 * m.L)
 
 
-def head_loss(K: Kernels, A: Layers, m: ModelView) -> None:
+def head_loss(K: Kernels, layers: Layers, m: ModelView) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
-    A.final_norm(K, m)
+    layers.final_norm(K, m)
     cast_head(K, m.fp8_weights[m.L])
     K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
     for r in m.head_chunks():
@@ -93,18 +93,18 @@ def head_loss(K: Kernels, A: Layers, m: ModelView) -> None:
         )
 
 
-def prefill(K: Kernels, A: Layers, m: ModelView, d: Decoding, sequences: slice) -> None:
+def prefill(K: Kernels, layers: Layers, m: ModelView, d: Decoding, sequences: slice) -> None:
     """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
-    A.embed(K, m)
+    layers.embed(K, m)
     for l in range(m.L):
-        A.layer(K, m, l)
+        layers.layer(K, m, l)
         K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        A.last_product(K, m, l)
+        layers.last_product(K, m, l)
 
 
 def sample(
     K: Kernels,
-    A: Layers,
+    layers: Layers,
     m: ModelView,
     d: Decoding,
     tokens: int,
@@ -115,9 +115,9 @@ def sample(
     """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
     last token goes through the model as one row.
     """
-    A.decode(K, m, d)
+    layers.decode(K, m, d)
     # separately: each of the head's 3144 programs would have to normalise its input again
-    A.final_norm(K, m)
+    layers.final_norm(K, m)
     logits = d.logits[: len(d.seq)]
     K.decode_matmul(logits, m.a.lnf, m.net.head)
     K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)
@@ -168,7 +168,7 @@ def update_matrices(K: Kernels, m: ModelView) -> None:
     for c in (c for c in m.matrices if len(c.owned)):
         K.muon_normalise(c.next, a.scratch, c.owned)
         x, y = c.next, c.owned
-        # y = p[0] x + (p[1] A + p[2] A A) x with A = x x^T; the last y is c.owned
+        # y = p[0] x + (p[1] gram + p[2] gram gram) x with gram = x x^T; the last y is c.owned
         for p in c.polynomials:
             K.muon_gram(c.gram, x)
             K.muon_poly(c.poly, c.gram, *p[1:])

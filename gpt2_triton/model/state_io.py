@@ -7,8 +7,8 @@ m        N         State.m
 v        N         State.v; with Muon without the elements of the layers' matrices
 low      N         State.master_low
 window   2, Nw     State.window, the same on every rank and saved by rank 0
-scale    A         State.scale, in fp8 only; the same on every rank and saved by rank 0
-history  A, 16     State.history, likewise
+scale    Q         State.scale, in fp8 only; the same on every rank and saved by rank 0
+history  Q, 16     State.history, likewise
 """
 
 import hashlib

@@ -23,7 +23,7 @@ No, Nc     elements of the layers' matrices, and of what a rank orthogonalises a
            once (muon.py); 0 without Muon
 Np, W, Nw  elements of the packed batch (data/packing.py), the scratch, and a row of
            `window`: WINDOW + 1 in training
-A          tensors with an fp8 scale, 0 in bf16 (fp8.py)
+Q          tensors with an fp8 scale, 0 in bf16 (fp8.py)
 Sa, Sp, As activations, parameters and fp8 tensors that have statistics; each has P partial results
 Bd, Bl     sequences that are decoded at once, 0 without decoding; rows of logits
 
@@ -131,11 +131,11 @@ class State:
     # recent losses, norms: outlier.py
     window:     Tensor = buf("2 Nw",   "f32", "embed..between",   "optimizer")
     # of fp8 tensors: kernels/fp8.py
-    scale:      Tensor = buf("A",      "f32", "embed..between",   "optimizer")
+    scale:      Tensor = buf("Q",      "f32", "embed..between",   "optimizer")
     # their amax in the last steps
-    history:    Tensor = buf("A 16",   "f32", "embed..between",   "optimizer")
+    history:    Tensor = buf("Q 16",   "f32", "embed..between",   "optimizer")
     # this step's amax, in 32 cells each
-    amax:       Tensor = buf("A 32",   "i32", "embed..between",   "optimizer")
+    amax:       Tensor = buf("Q 32",   "i32", "embed..between",   "optimizer")
     # see kernels/step_io.py
     step_out:   Tensor = buf("6",      "f32", "embed..between",   "inputs")
     # z-scores of loss and gradient norm
@@ -198,7 +198,7 @@ def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
     """Return (name, index) of every activation in act_stats, in its order;
     dx[i] is the gradient at x[i].
     """
-    hidden = "fcg" if dims["A"] else "fch"  # fp8 runs store GELU's output, not its input
+    hidden = "fcg" if dims["Q"] else "fch"  # fp8 runs store GELU's output, not its input
     counts = {
         "x": dims["S"],
         "qkv": dims["L"],

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import free_space, new_directory, remove, sha256, write_atomic
+from gpt2_triton.files import FileError, free_space, new_directory, remove, sha256, write_atomic
 
 
 def test_write_atomic_replaces_a_file(tmp_path):
@@ -50,7 +49,7 @@ def test_new_directory_failure_leaves_nothing(tmp_path):
 def test_new_directory_refuses_a_taken_place(tmp_path):
     (tmp_path / "x").touch()
     for taken in (tmp_path, tmp_path / "x"):
-        with pytest.raises(ConfigError, match=f"{taken} is there already"), new_directory(taken):
+        with pytest.raises(FileError, match=f"{taken} is there already"), new_directory(taken):
             pass
 
 

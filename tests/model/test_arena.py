@@ -162,7 +162,7 @@ def test_lists_share_the_copies_that_their_level_drops(level):
         bf16=1,
         bf16_head=1,
         dropout=0,
-        A=0,
+        Q=0,
         Sa=0,
         Sp=0,
         As=0,

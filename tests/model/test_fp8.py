@@ -270,7 +270,7 @@ def test_rows_of_the_state_have_the_sizes_of_the_kernels():
         name: State.__dataclass_fields__[name].metadata["spec"].shape
         for name in ("history", "amax")
     }
-    assert shapes == dict(history=f"A {fp8.HISTORY}", amax=f"A {K.AMAX_CELLS}")
+    assert shapes == dict(history=f"Q {fp8.HISTORY}", amax=f"Q {K.AMAX_CELLS}")
     for keep, head in (("none", 2), ("head", 0)):
         assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (
             2 * len(fp8.SCALES) + head,
@@ -313,7 +313,7 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
     stored = whole_tensors("", dict(scale=rows, history=rows[:, None].repeat(1, 16)))
     for keep in ("none", "head"):
         dims = planned(fp8_config(keep=keep))[1]
-        now = dims["A"]
+        now = dims["Q"]
         buffers = dict(scale=torch.zeros(now), history=torch.zeros(now, 16))
         state = State(**dict.fromkeys(State.__dataclass_fields__) | buffers)
         held = state_io.held(state, dims, rank=0)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from gpt2_triton.data.text_names import COMPRESSIONS
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import COMPRESSIONS
 
 READ_BYTES = 1 << 20
 POINTER = b"version https://git-lfs.github.com/"  # stands for a file that Git LFS has not fetched

@@ -18,10 +18,11 @@ from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import contents
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.shards import RECORD, read_record
+from gpt2_triton.data.text_names import COMPRESSIONS, TEXT_KINDS, is_text
 from gpt2_triton.data.tokenizer import get_tokenizer, label, special_names
 from gpt2_triton.data.tokenizer_file import CONFIG, END_OF_TEXT, FILE
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import COMPRESSIONS, TEXT_KINDS, expand_glob, is_text, sha256
+from gpt2_triton.files import expand_glob, sha256
 
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 TOKENIZER = {FILE, CONFIG}
