@@ -99,3 +99,36 @@ class TokenRows(NamedTuple):
     segments: Tensor  # int32 [Ns, 4]
     split_tokens: Tensor  # int32 [Nh, 4]
     T: int  # tokens of a sequence
+
+
+class Step(NamedTuple):
+    """A step's results, its inputs, and the key of its noise; step_io.py names the elements."""
+
+    out: Tensor
+    inp: Tensor
+    key: Tensor
+
+
+class Span(NamedTuple):
+    """A span of the flat buffers that one launch of AdamW updates."""
+
+    w: Tensor
+    m: Tensor
+    v: Tensor
+    low: Tensor | None  # of fp32 masters
+    g: Tensor
+    first: int  # flat index of w[0], a multiple of 4
+    lr_factor: float
+    decay: float
+
+    def part(self, r: slice) -> "Span":
+        """Return some elements, to be read."""
+        return self._replace(w=self.w[r], m=self.m[r], v=self.v[r], g=self.g[r], low=None)
+
+
+class Betas(NamedTuple):
+    """The constants of AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float

@@ -4,6 +4,7 @@ a step stay few and short.
 
 import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -111,6 +112,24 @@ def test_schedules_have_types():
     for path in schedules:
         nodes = list(ast.walk(ast.parse(path.read_text())))
         assert "Any" not in {node.id for node in nodes if isinstance(node, ast.Name)}, path
+
+
+def test_no_code_asks_a_model_what_it_has():
+    """An architecture is wired by its wiring.py; only keys of a configuration are read by name."""
+    asked = [
+        f"{path}: {ast.unparse(node)}"
+        for path in sorted((PACKAGE / "model").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+        if not ast.unparse(node.args[0]).startswith("config.")
+    ]
+    assert asked == []
+
+
+def test_a_launcher_has_at_most_ten_parameters():
+    launchers = importlib.import_module("gpt2_triton.kernels.contract").LAUNCHERS
+    counts = {name: len(inspect.signature(call).parameters) for name, call in launchers.items()}
+    assert len(counts) > 40 and max(counts.values()) <= 10, counts
 
 
 def _constants(path: Path) -> set[str]:

@@ -16,9 +16,11 @@ from benchmarks.accuracy.comparison import (
     same,
     scratch,
 )
+from gpt2_triton.operands import Betas, Span, Step
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
+BETAS = Betas(BETA1, BETA2, EPS)
 LR, MOMENTUM, SCALE = 1e-3, 0.95, 0.2
 
 
@@ -66,7 +68,7 @@ def our_adamw(
         row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
         step_in = torch.tensor(row, dtype=F32, device=DEVICE)
         step_key = torch.tensor([t, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-        K.adamw(w, m, v, low, g, stats, step_in, step_key, 0, DECAY, 1.0, BETA1, BETA2, EPS)
+        K.adamw(Span(w, m, v, low, g, 0, 1.0, DECAY), Step(stats, step_in, step_key), BETAS)
     return m, v
 
 
@@ -197,7 +199,8 @@ def adamw_stats(s: Sizes) -> Iterator[Comparison]:
     )
     corrections = 1 / (1 - BETA1), 1 / (1 - BETA2)
     step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, *corrections, 1, 0, 0, 0, 0)
-    K.parameter_stats(stats, w, m, v, g, step_out, step_in, DECAY, 1.0, BETA1, BETA2, EPS)
+    step = Step(step_out, step_in, row())  # the key is not read
+    K.parameter_stats(stats, Span(w, m, v, None, g, 0, 1.0, DECAY), step, BETAS)
     m2 = BETA1 * m.double() + (1 - BETA1) * g.double()
     v2 = BETA2 * v.double() + (1 - BETA2) * g.double().square()
     update = LR * (m2 * corrections[0] / ((v2 * corrections[1]).sqrt() + EPS) + DECAY * w.double())

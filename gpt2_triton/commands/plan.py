@@ -10,6 +10,7 @@ from gpt2_triton.console import format_bytes, format_count
 from gpt2_triton.model.arena import MemoryPlan
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, Forecast, forecast
+from gpt2_triton.model.rates import rates_line
 from gpt2_triton.training.logger import duration
 
 
@@ -52,7 +53,7 @@ def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Repor
         *_work(config, shape),
         *_time(config, gpu, shape),
         *(_largest_batch(found) if gpu.architecture else []),
-        f"parameters {config.n_params:,}",
+        rates_line(config),
         *notes,
         *vocabulary_note(config),
     ]

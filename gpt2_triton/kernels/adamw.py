@@ -13,13 +13,13 @@ weights.py stores the new w, m and v; m and v may be in bf16.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import adamw_moments, adamw_update
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import dtype_name, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
+from gpt2_triton.operands import Betas, Span, Step
 
 
 @triton.jit(do_not_specialize=["first"])  # an index, not an address: divisibility gains nothing
@@ -48,20 +48,17 @@ def _adamw_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[n] m[n] v[n] low[n]?+ <- g[n] step_out[*] step_in[8] step_key[4]")
-def adamw(
-    w: Tensor, m: Tensor, v: Tensor, low: Tensor | None, g: Tensor, step_out: Tensor,
-    step_in: Tensor, step_key: Tensor, first: int, decay: float, lr_factor: float, beta1: float,
-    beta2: float, eps: float,
-) -> None:  # fmt: skip
-    """Update w, m, v and low in place; `first`, a multiple of 4, is the flat
-    index of w[0] in the model.
-    """
+@contract(
+    "span.w[n] span.m[n] span.v[n] span.low[n]?+ <- span.g[n] step.out[*] step.inp[8] step.key[4]"
+)
+def adamw(span: Span, step: Step, betas: Betas) -> None:
+    """Update the span's w, m, v and low in place."""
+    w, m, v, low, g, first, lr_factor, decay = span
     n = w.numel()
     dtype = dtype_name(w)
     row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
-        w, m, v, low, g, step_out, step_in, step_key, n, first, decay, lr_factor, 1.0 - beta1,
-        1.0 - beta2, eps, STOCHASTIC=stochastic,
+        w, m, v, low, g, step.out, step.inp, step.key, n, first, decay, lr_factor,
+        1.0 - betas.beta1, 1.0 - betas.beta2, betas.eps, STOCHASTIC=stochastic,
         RANDOM=stochastic or "bf16" in (dtype_name(m), dtype_name(v)), **row,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
+from gpt2_triton.operands import Betas, Span, Step
 
 
 @triton.jit
@@ -142,21 +143,19 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
     )
 
 
-@contract("out[5,P] <- w[n] m[n] v[n] g[n] step_out[*] step_in[8]")
-def parameter_stats(
-    out: Tensor, w: Tensor, m: Tensor, v: Tensor, g: Tensor, step_out: Tensor, step_in: Tensor,
-    decay: float, lr_factor: float, beta1: float, beta2: float, eps: float,
-) -> None:  # fmt: skip
+@contract("out[5,P] <- span.w[n] span.m[n] span.v[n] span.g[n] step.out[*] step.inp[8]")
+def parameter_stats(out: Tensor, span: Span, step: Step, betas: Betas) -> None:
     """out = tensor_stats of g, then partial sums of w^2 and of the squared
     update: lr * (...) in adamw.py.
 
     The update is taken before w is rounded.  With fp32 masters, w is the bf16 weight: the decay and
     the ratio of update to weight use rounded weights.
     """
+    w, m, v, _, g, _, lr_factor, decay = span
     n, P = w.numel(), out.shape[1]
-    alphas, block = (1.0 - beta1, 1.0 - beta2), _block(n, 1024)
+    alphas, block = (1.0 - betas.beta1, 1.0 - betas.beta2), _block(n, 1024)
     _parameter_stats_kernel[(P,)](
-        out, w, m, v, None, g, step_out, step_in, n, decay, lr_factor, 0.0, *alphas, eps,
+        out, w, m, v, None, g, step.out, step.inp, n, decay, lr_factor, 0.0, *alphas, betas.eps,
         PARTS=P, BLOCK=block, num_warps=4,
     )  # fmt: skip
 

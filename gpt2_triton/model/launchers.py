@@ -11,7 +11,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gpt2_triton.operands import Branch, Dropout, Fp8, Linear, Norm, Operand, Rope, TokenRows
+from gpt2_triton.operands import (
+    Betas,
+    Branch,
+    Dropout,
+    Fp8,
+    Linear,
+    Norm,
+    Operand,
+    Rope,
+    Span,
+    Step,
+    TokenRows,
+)
 
 
 class Kernels(Protocol):
@@ -26,23 +38,7 @@ class Kernels(Protocol):
     ) -> int: ...
 
     # adamw.py
-    def adamw(
-        self,
-        w: Tensor,
-        m: Tensor,
-        v: Tensor,
-        low: Tensor | None,
-        g: Tensor,
-        step_out: Tensor,
-        step_in: Tensor,
-        step_key: Tensor,
-        first: int,
-        decay: float,
-        lr_factor: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None: ...
+    def adamw(self, span: Span, step: Step, betas: Betas) -> None: ...
 
     # attention.py
     def attention_fwd(self, out: Operand, lse: Tensor, qkv: Tensor) -> None: ...
@@ -261,21 +257,7 @@ class Kernels(Protocol):
     # tensor_stats.py
     def tensor_stats(self, out: Tensor, x: Operand, acc: bool) -> None: ...
     def fp8_stats(self, out: Tensor, x: Fp8, acc: bool) -> None: ...
-    def parameter_stats(
-        self,
-        out: Tensor,
-        w: Tensor,
-        m: Tensor,
-        v: Tensor,
-        g: Tensor,
-        step_out: Tensor,
-        step_in: Tensor,
-        decay: float,
-        lr_factor: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None: ...
+    def parameter_stats(self, out: Tensor, span: Span, step: Step, betas: Betas) -> None: ...
     def muon_stats(
         self,
         out: Tensor,

@@ -13,6 +13,7 @@ from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.tables import Recompute, State
 from gpt2_triton.operands import (
     UNUSED,
+    Betas,
     Branch,
     Dropout,
     Fp8,
@@ -20,22 +21,10 @@ from gpt2_triton.operands import (
     Norm,
     Operand,
     Rope,
+    Span,
+    Step,
     TokenRows,
 )
-
-
-class UpdateSpan(NamedTuple):
-    """A span of the flat buffers that one AdamW launch updates; `first` is its flat index."""
-
-    bucket: int
-    w: Tensor
-    m: Tensor
-    v: Tensor
-    low: Tensor | None  # of fp32 masters
-    g: Tensor
-    first: int
-    decay: float
-    lr_factor: float
 
 
 class Observer:
@@ -46,8 +35,8 @@ class Observer:
         Params, and their indices.
         """
 
-    def adamw(self, span: UpdateSpan) -> None:
-        """Look at an UpdateSpan before its update."""
+    def adamw(self, span: Span) -> None:
+        """Look at a span before its update."""
 
     def muon(self, matrices: MatrixClass) -> None:
         """Look at a MatrixClass before its update."""
@@ -120,10 +109,11 @@ class ModelView:
     R: int
     Rc: int
     recompute: list[Recompute]  # of each layer
-    betas_eps: tuple[float, float, float]
+    step: Step
+    betas: Betas
     comm: Communicator  # to the other ranks
     norm_grads: list[Tensor]  # the gradients that this rank squares and sums for the norm
-    updates: list[UpdateSpan]
+    updates: list[tuple[int, Span]]  # with the number of the span's first bucket
     matrices: list[MatrixClass]  # empty without Muon
     fp8: bool  # some operands are in fp8
     fp8_weights: list[list[Fp8]]  # of each layer, then the head's

@@ -145,12 +145,11 @@ def update(K: Kernels, m: ModelView) -> None:
     K.skip_outliers(s.step_out, s.window, s.z, s.step_in)
     if m.fp8:
         roll_scales(K, m)
-    for p in m.updates:
-        if len(p.w):  # with many ranks the last ranks own no part of a small bucket
-            m.observe.adamw(p)
-            step = s.step_out, s.step_in, s.step_key
-            K.adamw(p.w, p.m, p.v, p.low, p.g, *step, p.first, p.decay, p.lr_factor, *m.betas_eps)
-        m.comm.gather_after_update(p.bucket)
+    for bucket, span in m.updates:
+        if len(span.w):  # with many ranks the last ranks own no part of a small bucket
+            m.observe.adamw(span)
+            K.adamw(span, m.step, m.betas)
+        m.comm.gather_after_update(bucket)
     if m.matrices:
         update_matrices(K, m)
         m.comm.gather_after_update(m.L)  # the last layer's bucket

@@ -30,9 +30,10 @@ from gpt2_triton.model.architecture import Architecture
 from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.model_view import ModelView, Observer, UpdateSpan
+from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.tables import param_entries, tracked_activations
+from gpt2_triton.operands import Span
 
 ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
@@ -96,11 +97,9 @@ class StatsRecorder(Observer):
                     self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc
                 )
 
-    def adamw(self, span: UpdateSpan) -> None:
-        s, p = self._view.s, span
-        for out, r in self._parts(p.first, len(p.w)):
-            parts = p.w[r], p.m[r], p.v[r], p.g[r], s.step_out, s.step_in
-            self._K.parameter_stats(out, *parts, p.decay, p.lr_factor, *self._view.betas_eps)
+    def adamw(self, span: Span) -> None:
+        for out, r in self._parts(span.first, len(span.w)):
+            self._K.parameter_stats(out, span.part(r), self._view.step, self._view.betas)
 
     def muon(self, matrices: MatrixClass) -> None:
         s, c = self._view.s, matrices

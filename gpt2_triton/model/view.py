@@ -10,10 +10,10 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.fp8 import place_operands
-from gpt2_triton.model.model_view import Cut, ModelView, Observer, UpdateSpan
-from gpt2_triton.model.optimizers import ADAMW
+from gpt2_triton.model.model_view import Cut, ModelView, Observer
+from gpt2_triton.model.rates import bucket_rates
 from gpt2_triton.model.tables import State, matrix_shapes, param_views
-from gpt2_triton.operands import TokenRows
+from gpt2_triton.operands import Betas, Span, Step, TokenRows
 
 
 def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
@@ -67,7 +67,8 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         R=d["R"],
         Rc=d["Rc"],
         recompute=model.recompute,
-        betas_eps=(optim.beta1, optim.beta2, optim.eps),
+        step=Step(state.step_out, state.step_in, state.step_key),
+        betas=Betas(optim.beta1, optim.beta2, optim.eps),
         comm=model.comm,
         grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
@@ -96,15 +97,15 @@ def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
 
 def _update_spans(
     state: State, dims: dict[str, int], rank: int, config: Config
-) -> Iterator[UpdateSpan]:
+) -> Iterator[tuple[int, Span]]:
+    """Yield this rank's spans for AdamW, with the number of the first bucket of each."""
+    rates = bucket_rates(config)
     for p in sharding.updated_shards(dims, rank):
         if p.optimizer.matrices:
             continue
-        m, v = (p.of(getattr(state, name), name) for name in ADAMW.states)
-        o = config.optim
+        rate = rates[0 if p.bucket == 0 else 2 if p.bucket == dims["L"] + 1 else 1]
+        m, v = p.of(state.m, "m"), p.of(state.v, "v")
         low = None if state.master_low is None else p.of(state.master_low, "low")
         w = state.params[p.param : p.param + p.length]
         g = sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
-        decay = config.embed_decay if p.bucket == 0 else config.weight_decay if p.decay else 0.0
-        lr_factor = (o.adamw_lr or o.lr) / o.lr * (o.embed_lr if p.bucket == 0 else 1.0)
-        yield UpdateSpan(p.bucket, w, m, v, low, g, p.first, decay, lr_factor)
+        yield p.bucket, Span(w, m, v, low, g, p.first, rate.lr_factor, rate.decay)

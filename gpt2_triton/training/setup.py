@@ -34,6 +34,7 @@ from gpt2_triton.model import fp8
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.model.model import Model
+from gpt2_triton.model.rates import rates_line
 from gpt2_triton.model.tables import Part
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import changes_on_resume
@@ -271,7 +272,7 @@ def open_log(
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     log.info(f"arena {format_bytes(planned)}{each} on {where}")
-    for note in vocabulary_note(config):
+    for note in (rates_line(config), *vocabulary_note(config)):
         log.info(note)
     samples = t.steps * t.step_tokens // t.seq_len
     sequences = sum(loader.windows.n for loader in data.train.loaders)

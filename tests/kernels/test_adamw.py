@@ -10,6 +10,7 @@ import triton.language as tl
 
 from gpt2_triton.kernels.adamw import adamw
 from gpt2_triton.kernels.device_math import join_master, split_master
+from gpt2_triton.operands import Betas, Span, Step
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox
 from tests.support.helpers import error, poisoned, require_same_bits
@@ -46,19 +47,8 @@ class Adam:
         key = [self.t, self.seed & 0x7FFFFFFF, self.seed >> 31, 0]
         key = torch.tensor(key, dtype=torch.int32, device=DEVICE)
         state = self.w, self.m, self.v, self.low
-        adamw(
-            *state,
-            g,
-            step_out,
-            step_in,
-            key,
-            self.first,
-            self.decay,
-            self.lr_factor,
-            BETA1,
-            BETA2,
-            EPSILON,
-        )
+        span = Span(*state, g, self.first, self.lr_factor, self.decay)
+        adamw(span, Step(step_out, step_in, key), Betas(BETA1, BETA2, EPSILON))
         self.t = t
         return self
 

@@ -28,6 +28,7 @@ from gpt2_triton.model.memory_plan import (
     plan_memory,
 )
 from gpt2_triton.model.model import Model
+from gpt2_triton.model.rates import rates_line
 from tests.support import reference
 from tests.support.tiny import tiny_config
 
@@ -171,7 +172,7 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     assert lines[2:5] == [
         "tokens 128: 4 steps of 32, 2 GPUs, on each 1 x 1 sequences of 16",
         f"largest train.batch_size that fits {found.levels['gelu:1'][1]:,}",
-        f"parameters {config.n_params:,}",
+        rates_line(config),
     ]
     assert len(lines) <= 20
     listed = {line.split(" ")[0] for line in report.text(buffers=True).splitlines()}

@@ -19,6 +19,7 @@ from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.tables import param_entries
 from gpt2_triton.model.tensor_stats import first_non_finite, format_summary
+from gpt2_triton.operands import Betas, Span, Step
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
@@ -70,10 +71,11 @@ def test_update_stats_are_of_the_update(rng, optimizer, applied):
     step = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE), step_in
     key, before = torch.zeros(4, dtype=torch.int32, device=DEVICE), w.double()
     if optimizer == "adamw":
-        m, scaling = 0.01 * rng(n), (0.1, 2.0, 0.9, 0.95, 1e-8)  # decay, lr_factor, betas, eps
-        v = m.square() + 1e-3
-        parameter_stats(out, w[0], m, v, g[0], *step, *scaling)
-        K.adamw(w[0], m, v, None, g[0], *step, key, 0, *scaling)
+        m = 0.01 * rng(n)
+        span = Span(w[0], m, m.square() + 1e-3, None, g[0], first=0, lr_factor=2.0, decay=0.1)
+        given = span, Step(*step, key), Betas(0.9, 0.95, 1e-8)
+        parameter_stats(out, *given)
+        K.adamw(*given)
     else:
         x, scaling = rng(1, n) / 50, (0.1, 3.0)  # decay and scale
         x[:, ::3] = x[:, ::3] if applied else float("nan")

@@ -414,19 +414,18 @@ def skip_outliers(step_out, window, z, step_in):
         step_out[io.APPLY] = 0.0
 
 
-def adamw(w, m, v, low, g, step_out, step_in, step_key, first, decay, lr_factor, beta1, beta2, eps):
+def adamw(span, step, betas):
     """Update w, m and v, unless APPLY is 0; in float64, so nothing is rounded."""
-    if step_out[io.APPLY] == 0:
+    w, m, v, _, g, _, lr_factor, decay = span
+    if step.out[io.APPLY] == 0:
         return
-    lr, m_correction, v_correction = (
-        step_in[io.LR] * lr_factor,
-        step_in[io.M_CORRECTION],
-        step_in[io.V_CORRECTION],
-    )
-    grad = g * step_out[io.CLIP_FACTOR]
-    m.copy_(m + (1 - beta1) * (grad - m))
-    v.copy_(v + (1 - beta2) * (grad * grad - v))
-    w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + eps) + decay * w))
+    lr = step.inp[io.LR] * lr_factor
+    m_correction = step.inp[io.M_CORRECTION]
+    v_correction = step.inp[io.V_CORRECTION]
+    grad = g * step.out[io.CLIP_FACTOR]
+    m.copy_(m + (1 - betas.beta1) * (grad - m))
+    v.copy_(v + (1 - betas.beta2) * (grad * grad - v))
+    w.copy_(w - lr * (m * m_correction / ((v * v_correction).sqrt() + betas.eps) + decay * w))
 
 
 # ---- Muon ----
@@ -475,12 +474,10 @@ def tensor_stats(out, x, acc):
     )
 
 
-def parameter_stats(out, w, m, v, g, step_out, step_in, decay, lr_factor, beta1, beta2, eps):
-    new, first, second = w.clone(), m.clone(), v.clone()
-    adamw(
-        new, first, second, None, g, step_out, step_in, None, 0, decay, lr_factor, beta1, beta2, eps
-    )
-    _give_stats(out, w, new, g)
+def parameter_stats(out, span, step, betas):
+    new = span._replace(w=span.w.clone(), m=span.m.clone(), v=span.v.clone())
+    adamw(new, step, betas)
+    _give_stats(out, span.w, new.w, span.g)
 
 
 def muon_stats(out, w, x, g, step_out, step_in, decay, scale):

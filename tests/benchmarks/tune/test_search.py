@@ -196,7 +196,7 @@ def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatc
             raise RuntimeError("out of resource: shared memory")
         right(*args)
         if block == 65536:
-            args[0][3] += 1.0  # one weight of all
+            args[0].w[3] += 1.0  # one weight of all
 
     adamw.contract = right.contract
     adamw.__wrapped__ = right

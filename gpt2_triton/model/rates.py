@@ -1,0 +1,40 @@
+"""The learning rate and the weight decay of each part of a model."""
+
+from typing import NamedTuple
+
+from gpt2_triton.config.config import Config
+from gpt2_triton.model import architecture
+
+
+class BucketRate(NamedTuple):
+    """Buckets of the flat order (sharding.py) that are updated alike."""
+
+    name: str
+    parameters: int
+    optimizer: str
+    lr_factor: float  # the rate is optim.lr times this, and times the schedule's factor
+    decay: float
+
+
+def bucket_rates(config: Config) -> list[BucketRate]:
+    """Return those of the embedding, of the layers, and of norms and biases, in the flat order."""
+    o = config.optim
+    d = architecture.dimensions(config.model)
+    adamw = (o.adamw_lr or o.lr) / o.lr
+    layers = d["L"] * d["Nl"]
+    rest = d["N"] - d["Ne"] - layers
+    of_layers = 1.0 if o.name == "muon" else adamw
+    return [
+        BucketRate("embed", d["Ne"], "adamw", adamw * o.embed_lr, config.embed_decay),
+        BucketRate("layers", layers, o.name, of_layers, config.weight_decay),
+        BucketRate("rest", rest, "adamw", adamw, 0.0),
+    ]
+
+
+def rates_line(config: Config) -> str:
+    """Return the parameters, and each bucket's optimizer, rate and decay, in a line."""
+    parts = []
+    for rate in bucket_rates(config):
+        lr = config.optim.lr * rate.lr_factor
+        parts.append(f"{rate.name} {rate.optimizer} lr {lr:.3g} decay {rate.decay:.3g}")
+    return f"parameters {config.n_params:,}: {', '.join(parts)}"

@@ -1,0 +1,44 @@
+"""The rate and decay of each part of a model, as the update uses them and as a run says them."""
+
+import pytest
+
+from gpt2_triton.commands.plan import Gpu, plan_report
+from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.model.rates import bucket_rates, rates_line
+from tests.support.models import REFERENCE
+from tests.support.tiny import tiny_config, tiny_model
+
+MUON = dict(name="muon", lr=1e-2, adamw_lr=2e-3, embed_lr=0.5, weight_decay=0.2)
+
+
+@pytest.mark.parametrize("optim", [dict(lr=1e-3, weight_decay=0.1), MUON])
+def test_each_span_is_updated_with_its_buckets_rate(optim):
+    """A span begins at the flat index where its bucket begins."""
+    model, config = tiny_model(optim=optim)
+    rates, firsts, first = bucket_rates(config), {}, 0
+    for rate in rates:
+        firsts[first] = rate
+        first += rate.parameters
+    assert first == model.dims["N"]
+    spans = [span for _, span in model.train_view.updates]
+    assert len(spans) == (2 if config.optim.name == "muon" else 3)
+    for span in spans:
+        rate = firsts[span.first]
+        assert (span.lr_factor, span.decay, len(span.w)) == (
+            rate.lr_factor,
+            rate.decay,
+            rate.parameters,
+        )
+    for matrices in model.train_view.matrices:
+        assert (rates[1].optimizer, matrices.decay) == ("muon", rates[1].decay)
+
+
+def test_the_plan_lists_the_buckets_with_rate_and_decay():
+    config = tiny_config(optim=MUON)
+    line = rates_line(config)
+    assert line == (
+        f"parameters {config.n_params:,}: embed adamw lr 0.001 decay 0.2, "
+        "layers muon lr 0.01 decay 0.2, rest adamw lr 0.002 decay 0"
+    )
+    report = plan_report(config, REFERENCE, Gpu("a GPU", 2**33, "9.0"), StepShape.of(config))
+    assert line in report.verdict
