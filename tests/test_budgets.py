@@ -48,7 +48,7 @@ CEILINGS = {
     "tests/data/prepare": 12_600,
     "tests/distributed": 4_600,
     "tests/gpu": 7_600,
-    "tests/ground": 3_600,
+    "tests/ground": 4_200,
     "tests/inference": 7_900,
     "tests/kernels": 56_400,
     "tests/model": 26_800,

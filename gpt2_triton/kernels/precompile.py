@@ -14,7 +14,6 @@ of `JITFunction.run` sets `warmup`.
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,20 +24,7 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
-from gpt2_triton.kernels.triton_cache import MovableCache
-
-_parse, _parsing = JITFunction.parse, threading.Lock()
-
-
-def _parse_alone(function: JITFunction) -> Any:
-    """Parse a kernel.  CPython 3.11.7 raises SystemError in some of the threads that
-    build syntax trees together.
-    """
-    with _parsing:
-        return _parse(function)
-
-
-JITFunction.parse = _parse_alone
+from gpt2_triton.kernels.replaced import MovableCache
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton import JITFunction
 
-from gpt2_triton.kernels import precompile, triton_cache
+from gpt2_triton.kernels import replaced
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -138,14 +138,14 @@ def test_triton_is_known_by_the_list_of_files_in_its_wheel(monkeypatch):
 
     def key(*lines):
         monkeypatch.setattr(
-            triton_cache, "distribution", lambda name: SimpleNamespace(read_text=lambda _: text)
+            replaced, "distribution", lambda name: SimpleNamespace(read_text=lambda _: text)
         )
         text = "\n".join(lines)
-        return triton_cache.triton_key.__wrapped__()
+        return replaced.triton_key.__wrapped__()
 
-    monkeypatch.setattr(triton_cache, "_hash_triton", lambda: "Triton's own")
+    monkeypatch.setattr(replaced, "_hash_triton", lambda: "Triton's own")
     library, ptxas = (
-        f"{triton_cache.LIBRARY},sha256=1,400",
+        f"{replaced.LIBRARY},sha256=1,400",
         "triton/backends/nvidia/bin/ptxas,sha256=",
     )
     first = key(library, ptxas + "1,5", "../bin/proton,sha256=1,228")
@@ -167,7 +167,7 @@ def test_threads_parse_one_after_another(monkeypatch):
         both.wait(0.05)
         inside.release()
 
-    monkeypatch.setattr(precompile, "_parse", parse)
+    monkeypatch.setattr(replaced, "_parse", parse)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(JITFunction.parse, range(2)))
     assert not both.is_set()

@@ -1,13 +1,23 @@
-"""Changes how Triton finds compiled kernels: sooner, launched in any order, and in a
-cache folder that was moved.
+"""What is replaced in Triton where kernels are compiled: all that changes for a whole process.
 
-The key of an entry is a hash of the kernel's source and options, and of Triton.
-precompile.py imports this module.
+replaced                 seen with      what it buys
+cache.triton_key         3.6, 3.8, 3.9  a second of each start: Triton hashes its own 400 MB
+_update_hash             3.6            keys that do not depend on the order of earlier launches
+_do_compile              3.6, 3.8       no second compilation of a kernel that a thread compiles
+JITFunction.parse        3.6, 3.8, 3.9  threads that parse: CPython 3.11.7 raises SystemError
+FileCacheManager         3.6, 3.8, 3.9  a cache folder that was moved, by `gpt2-triton compile`
+
+The key of an entry of the cache is a hash of the kernel's source and options, and of Triton.
+precompile.py imports this module.  absent_gpu.py lets torch and Triton find a GPU that is not
+there, in a process that does nothing else; distributed/shared_memory.py opens other processes'
+memory, and interpreter/ replaces slow parts of Triton's interpreter.  tests/ground/test_replaced.py
+names each private attribute of them all: a new Triton or torch fails there first.
 """
 
 import functools
 import hashlib
 import os
+import threading
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -72,5 +82,15 @@ class MovableCache(FileCacheManager):
         return {name: self._make_path(name) for name in (filename, *names)}
 
 
+_parse, _parsing = JITFunction.parse, threading.Lock()
+
+
+def _parse_alone(function: JITFunction) -> Any:
+    """Parse a kernel in one thread at a time."""
+    with _parsing:
+        return _parse(function)
+
+
 cache.triton_key = triton_key
+JITFunction.parse = _parse_alone
 DependenciesFinder._update_hash, JITFunction._do_compile = _hash_callee_first, _compile_once
