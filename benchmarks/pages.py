@@ -248,11 +248,16 @@ def operations(section: dict[str, Any], kind: str) -> str:
     return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
 
 
-def measured(table: Callable[..., str], *kinds: str) -> Callable[[Record], str]:
-    """Return a function that renders the table of each machine with figures of the first kind."""
+def measured(
+    table: Callable[..., str], *kinds: str, executed: bool = False
+) -> Callable[[Record], str]:
+    """Return a function that renders the table of each machine with figures of the first kind;
+    `executed`: of each code of another GPU that a machine executed.
+    """
 
     def tables(record: Record) -> str:
-        found = [section for section in record.values() if group(section, kinds[0])]
+        of_kind = [name for name in record if name.endswith("_code") == executed]
+        found = [record[name] for name in of_kind if group(record[name], kinds[0])]
         return "\n\n".join(
             f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found
         )
@@ -328,6 +333,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "muon": measured(programs, "muon"),
     "levels": measured(programs, "levels"),
     "ops": measured(operations, "ops"),
+    "executed": measured(programs, "steps", executed=True),
     "memory": memory,
     "prices": prices,
     "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(SCALE)))[0],

@@ -135,9 +135,15 @@ def test_tables_have_the_figures_of_each_machine():
     )
     assert "| 124M, bf16 | 124M, fp8 |" in text["ops"] and "H100, fp8" in text["hours"]
     assert text["memory"].count("\n") == 6 and "| `gelu+ln+qkv` | 11.0" in text["memory"]
+    assert not text.pop("executed")  # RECORD has no other GPU's code
     for table in text.values():
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
     assert pages.TABLES["ops"]({"losses": RECORD["losses"]}) == ""  # no machine has measured it yet
+
+
+def test_another_gpu_s_code_stands_in_a_table_of_its_own():
+    record = {"h100_sm_80_code": {"meta": META} | FIGURES}
+    assert pages.TABLES["steps"](record) == "" != pages.TABLES["executed"](record)
 
 
 # ---- no figure outside markers ----
