@@ -41,7 +41,7 @@ CEILINGS = {
     "tests/benchmarks/speed": 3_800,
     "tests/benchmarks/tune": 2_800,
     "tests/chaos": 4_900,
-    "tests/checkpoint": 24_000,
+    "tests/checkpoint": 24_600,
     "tests/commands": 15_200,
     "tests/config": 7_050,
     "tests/data": 10_800,

@@ -136,9 +136,9 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
         return CheckpointError(
             f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}"
         )
-    return CheckpointError(
-        f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported"
-    )
+    what = f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported"
+    todo = f", unless you put its tokenizer.json into {weights.beside}" if weights.beside else ""
+    return CheckpointError(what + todo)
 
 
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import gpt2_triton
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights
@@ -17,6 +19,7 @@ from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, _llama3_vocabulary, get
 from gpt2_triton.errors import CheckpointError
 from tests.data.prepare.test_text import llama3
 from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.tokenizer_files import byte_level
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 
@@ -211,3 +214,28 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
 def test_export_tells_that_llama_cpp_does_not_know_bytes(tmp_path, capsys):
     export_of(tmp_path, "bytes", 256)
     assert capsys.readouterr().out.startswith("note: llama.cpp does not know the tokenizer bytes;")
+
+
+@pytest.mark.slow
+def test_a_model_of_smollm2s_shape_brings_its_tokenizer(tmp_path):
+    """9 heads of 64, 3 of keys and values: logits and tokens are those of transformers."""
+    import torch
+
+    byte_level(tmp_path)
+    sizes = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    sizes |= dict(num_hidden_layers=2, intermediate_size=1536, vocab_size=384)
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, rms_norm_eps=1e-5)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    text = "it was the best of times <|im_start|>123"
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text)
+    with gpt2_triton.load(f"hf:{tmp_path}", dtype="fp32", batch_tokens=64) as model:
+        assert model.encode(text).tolist() == ids
+        ours = model.logits(np.array(ids), positions="all")
+        model.generate(text, 3, temperature=3.0)
+        assert model._model.drawn == 345
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+    assert np.abs(ours - expected).max() < 1e-5 * max(1, np.abs(expected).max())
+    print("largest difference of logits", np.abs(ours - expected).max())

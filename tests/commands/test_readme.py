@@ -46,6 +46,7 @@ from tests.support.pages import (
     text_of,
 )
 from tests.support.tiny import tiny_model
+from tests.support.tokenizer_files import byte_level
 
 USED = [README, *GUIDE]
 KEYS = {key for key, _ in options()}
@@ -54,6 +55,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()
 RUN = {  # tools that run to their end on tiny data
     "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "--version",
+    "tokenizer",
 }  # fmt: skip
 PARSED = {"stats", "compile"}
 OPTIONS = sorted(
@@ -123,6 +125,8 @@ def workplace(tmp_path_factory):
         model, config = tiny_model(model=dict(arch=arch))
         weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
         export(weights, directory / name, "hf", "bf16")
+    for name in ("models/SmolLM2-135M", "tok"):
+        byte_level(directory / name)
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -133,6 +137,8 @@ def workplace(tmp_path_factory):
             )
             == 0
         )
+    for source in ("web", "code"):
+        shutil.copytree(directory / "data" / "fineweb10B", directory / source)
     return directory
 
 

@@ -17,7 +17,7 @@ from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Piece, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.tokenizer import get_tokenizer
+from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
 from gpt2_triton.data.tokenizer_file import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
@@ -63,6 +63,18 @@ class MeasuredText(NamedTuple):
         """Return the bytes of the sample for each of its tokens."""
         sampled = sum(len(piece.encode(errors="replace")) for piece in self.sample)
         return sampled / max(1, self._sampled_tokens(tokenizer))
+
+    def lost_samples(self, tokenizer: str) -> int:
+        """Return how many pieces of the sample a tokenizer's file does not give back, but for
+        spaces at the ends.
+        """
+        if tokenizer in NAMES:
+            return 0
+        coder = get_tokenizer(tokenizer)
+        return sum(
+            coder.decode(coder.encode(piece).tolist()).strip() != piece.strip()
+            for piece in self.sample
+        )
 
     def _sampled_tokens(self, tokenizer: str) -> int:
         encode = get_tokenizer(tokenizer).encode
@@ -114,6 +126,10 @@ def prepare_text(
     files, digests, characters, _, notes, how = measured
     documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
+    lost = measured.lost_samples(tokenizer)
+    if lost:
+        what = f"{lost:,} of {len(measured.sample):,} samples of the text come back changed"
+        print_line(f"note: {what} from the tokenizer's tokens: it has none for some characters")
     each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
     if each < FEW_BYTES:
         todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"

@@ -1,5 +1,6 @@
 """The command `tokenizer`: a byte-level BPE of one's own text."""
 
+import json
 import random
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_equal_texts_give_equal_files(greek):
         subprocess.run(command, check=True)
     files = [(greek / name / "tokenizer.json").read_bytes() for name in ("a", "b")]
     assert files[0] == files[1] and identity(str(greek / "a")) == identity(str(greek / "b"))
+
+
+def test_a_tokenizer_that_loses_characters_is_told(greek, capsys):
+    """As SmolLM2's, which has no tokens for some bytes."""
+    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 0
+    content = json.loads((greek / "tok" / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (greek / "tok" / "tokenizer.json").write_text(json.dumps(content))
+    (greek / "my.txt").write_text("It was the best of times. " * 300)
+    arguments = ["my.txt", "--tokenizer", "tok", "--out", "data/shards"]
+    assert main(tools, ["prepare", "text", *arguments]) == 0
+    assert "note: 2 of 2 samples of the text come back changed" in capsys.readouterr().out
 
 
 def test_few_bytes_of_gpt2s_tokens_are_told(greek, capsys):
