@@ -372,6 +372,7 @@ def test_two_gpus_are_one(tmp_path, zero, precision, optimizer):
         "--train.dtype bf16 --train.batch_size 64"
     )
     options += " --train.total_batch_tokens 65536 --eval.every 4"
+    options += " --train.seq_len 256 --model.block_size 256 --optim.lr 1e-3"
     options += f" --train.precision {precision} --optim.name {optimizer}"
     options += f" --sample.every 8 --debug.hash_state 1 --parallel.zero {zero} --run_dir"
     train, env = (
