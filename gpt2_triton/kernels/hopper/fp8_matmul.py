@@ -36,7 +36,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
+from gpt2_triton.kernels.hopper.rope import Rotation, rotated_before, rotation
 from gpt2_triton.kernels.tuning import programs
 
 TILE_K = 128
@@ -146,9 +146,9 @@ def fp8_partition(
             if b_ptr is not None:
                 cols = n + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
                 acc += gl.load(b_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-            if rope[0] is not None:
-                cos, sin = rotation(acc, rope[0], m + ROWS_OF_GROUP * GROUP, rope[2], rope[1])
-                acc = rotated_before(acc, cos, sin, n + half * HALF, rope[3], rope[1])
+            if rope.table is not None:
+                cos, sin = rotation(acc, rope.table, m + ROWS_OF_GROUP * GROUP, rope.T, rope.HS)
+                acc = rotated_before(acc, cos, sin, n + half * HALF, rope.columns, rope.HS)
             buf = c.buf.index(2 * half + GROUP)
             if ADD:
                 acc += buf.load(HALF_LAYOUT).to(gl.float32)
@@ -177,7 +177,7 @@ def _fp8_kernel(
                     out_desc,
                     b_ptr,
                     res_desc is not None,
-                    (rope_ptr, HS, T, rotated_columns),
+                    Rotation(rope_ptr, HS, T, rotated_columns),
                     a_scale_ptr,
                     w_scale_ptr,
                     ring,
@@ -194,7 +194,7 @@ def _fp8_kernel(
                     out_desc,
                     b_ptr,
                     res_desc is not None,
-                    (rope_ptr, HS, T, rotated_columns),
+                    Rotation(rope_ptr, HS, T, rotated_columns),
                     a_scale_ptr,
                     w_scale_ptr,
                     ring,

@@ -103,8 +103,7 @@ def compute_partition(
     TO_ACTIVATION: gl.constexpr,
 ):
     """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on
-    through c.  Rotate heads if `rope` is given: (table, columns of a head, tokens of a
-    sequence, columns to rotate).
+    through c.  Rotate heads if `rope`, a Rotation, has a table.
     """
     step = 0
     turn = 0
@@ -116,16 +115,16 @@ def compute_partition(
         if b_ptr is not None:
             cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
             b = gl.load(b_ptr + cols, mask=cols < N, other=0.0)
-        if rope[0] is not None:
-            cos, sin = rotation(zeros, rope[0], m, rope[2], rope[1])
+        if rope.table is not None:
+            cos, sin = rotation(zeros, rope.table, m, rope.T, rope.HS)
         if res_desc is not None:
             tma.store_wait(0)
             mbarrier.arrive(c.empty, count=1)
         acc, step = mma_loop(accs, ring, step + 1, gl.cdiv(K, ring.a.shape[2]), False, W_T)
         if b_ptr is not None:
             acc += b.to(gl.float32)[None, :]
-        if rope[0] is not None:
-            acc = rotated_before(acc, cos, sin, n, rope[3], rope[1])
+        if rope.table is not None:
+            acc = rotated_before(acc, cos, sin, n, rope.columns, rope.HS)
         if TO_ACTIVATION:
             mbarrier.wait(c.empty, (turn & 1) ^ 1)
         elif res_desc is not None:

@@ -51,6 +51,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     channel,
     describe,
 )
+from gpt2_triton.kernels.hopper.rope import Rotation
 from gpt2_triton.kernels.tuning import programs
 
 
@@ -74,7 +75,19 @@ def _matmul_kernel(
             [
                 (
                     compute_partition,
-                    (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True),
+                    (
+                        out_desc,
+                        b_ptr,
+                        res_desc,
+                        Rotation(None, None, None, None),
+                        ring,
+                        c,
+                        M,
+                        N,
+                        K,
+                        W_T,
+                        True,
+                    ),
                 ),
                 (derivative_partition, (out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N)),
                 (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
@@ -88,7 +101,19 @@ def _matmul_kernel(
             [
                 (
                     compute_partition,
-                    (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True),
+                    (
+                        out_desc,
+                        b_ptr,
+                        res_desc,
+                        Rotation(None, None, None, None),
+                        ring,
+                        c,
+                        M,
+                        N,
+                        K,
+                        W_T,
+                        True,
+                    ),
                 ),
                 (swiglu_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
                 (gated_load_partition, (a_desc, w_desc, ring, M, N, K)),
@@ -101,7 +126,19 @@ def _matmul_kernel(
             [
                 (
                     compute_partition,
-                    (out_desc, b_ptr, res_desc, (None,), ring, c, M, N, K, W_T, True),
+                    (
+                        out_desc,
+                        b_ptr,
+                        res_desc,
+                        Rotation(None, None, None, None),
+                        ring,
+                        c,
+                        M,
+                        N,
+                        K,
+                        W_T,
+                        True,
+                    ),
                 ),
                 (activation_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
                 (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
@@ -118,7 +155,7 @@ def _matmul_kernel(
                         out_desc,
                         b_ptr,
                         res_desc,
-                        (rope_ptr, HS, T, rotated_columns),
+                        Rotation(rope_ptr, HS, T, rotated_columns),
                         ring,
                         c,
                         M,

@@ -2,10 +2,21 @@
 pair, and exchanges nothing.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gpt2_triton.kernels.rope import head_halves, rotated_halves
+
+
+class Rotation(NamedTuple):
+    """The rotation of a product's heads; all None where it has none."""
+
+    table: Any
+    HS: Any  # columns of a head
+    T: Any  # tokens of a sequence
+    columns: Any  # to rotate, the first ones
 
 
 @gluon.jit
