@@ -84,7 +84,7 @@ def perplexity(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
-    from gpt2_triton.data.mixture import sources
+    from gpt2_triton.data.mixture import names, sources
     from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
     from gpt2_triton.data.tokenizer import identity
@@ -94,10 +94,14 @@ def perplexity(
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, stored, _ = load_weights(checkpoint)
+    groups = {"": shards}
+    shares = [1.0]
     if not shards:
-        tokenizer, patterns = config.data.tokenizer, sources(config.data.val)
-        shards = tuple(pattern_of(source.pattern, "val", tokenizer) for source in patterns)
-        print_line(f"data.val of the run: {' '.join(shards)}")
+        found = sources(config.data.val)
+        shares = [float(source.share) for source in found]
+        patterns = [pattern_of(s.pattern, "val", config.data.tokenizer) for s in found]
+        groups = {name: (given,) for name, given in zip(names(found), patterns, strict=True)}
+        print_line(f"data.val of the run: {' '.join(patterns)}")
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
     V, T = config.model.vocab_size, config.train.seq_len
@@ -106,19 +110,28 @@ def perplexity(
             f"--seq_len: {T:,}, but the model's longest sequence has "
             f"{config.model.block_size:,}; lower it"
         )
-    opened: list[Shard] = []
-    for given in shards:
-        require_tokenizer(given, config.data.tokenizer, identity(config.data.tokenizer))
-        opened += open_shards(given, V, T)
+    known = identity(config.data.tokenizer)
+    opened: dict[str, list[Shard]] = {}
+    for name, of_source in groups.items():
+        for given in of_source:
+            require_tokenizer(given, config.data.tokenizer, known)
+        opened[name] = [shard for given in of_source for shard in open_shards(given, V, T)]
     model = load_for_losses(config, stored, batch_tokens, dtype)
-    result = losses.perplexity(model, opened, tokens)
-    computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
-    print(f"{computed} | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
-    print(
-        f" | {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
-    )
+    results = [losses.perplexity(model, each, tokens) for each in opened.values()]
+    for name, result in zip(opened, results, strict=True):
+        computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
+        print(f"{name}: {computed}" if len(opened) > 1 else computed, end="")
+        print(f" | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
+        bits = result.bits_per_byte
+        print("" if bits is None else f" | {bits:.4f} bits per byte")
+    weighted = sum(share * result.loss for share, result in zip(shares, results, strict=True))
+    if len(opened) > 1:
+        print(f"all sources, weighted by share | loss {weighted:.4f}")
     if json:
-        write_json(
-            json,
-            {"checkpoint": checkpoint, "shards": [str(s.path) for s in opened]} | result._asdict(),
-        )
+        paths = [str(shard.path) for each in opened.values() for shard in each]
+        about: dict[str, object] = {"checkpoint": checkpoint, "shards": paths}
+        found_losses = {
+            name: result._asdict() for name, result in zip(opened, results, strict=True)
+        }
+        several = {"sources": found_losses, "loss": weighted}
+        write_json(json, about | (several if len(opened) > 1 else results[0]._asdict()))

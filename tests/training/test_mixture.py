@@ -2,9 +2,12 @@
 shares that a resume keeps.
 """
 
+import json
+
 import numpy as np
 import pytest
 
+from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.data.loader import Prefetcher
@@ -90,6 +93,19 @@ def test_a_mixture_resumes_with_its_bytes_and_its_weights(data, tmp_path):
     assert "share 3/4" in str(e.value) and "share 1/2" in str(e.value)
     allowed = other.replace(data={"train": other.data.train, "allow_changed": True})
     train(allowed, tmp_path / "run", resume=True)
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_run_has_a_line_for_each_source(data, tmp_path, capsys):
+    train(mixed(), tmp_path / "run")
+    capsys.readouterr()
+    assert main(tools, ["perplexity", "run", "--tokens", "64", "--json", "found.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split(":")[0] for line in lines[:2]] == ["a", "b"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    of_a, of_b = (found["sources"][name]["loss"] for name in "ab")
+    assert found["loss"] == pytest.approx(0.75 * of_a + 0.25 * of_b)
+    assert lines[2] == f"all sources, weighted by share | loss {found['loss']:.4f}"
 
 
 def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
