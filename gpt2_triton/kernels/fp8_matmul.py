@@ -43,6 +43,7 @@ from gpt2_triton.kernels.blocks import (
 )
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
+from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
@@ -160,17 +161,13 @@ def _classifier_lns_kernel(
     )
 
 
-def launch(
-    out: Tensor | Fp8, a: Fp8, w: Fp8, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
-    res: Tensor | None, slope: Tensor | None, part: Tensor | None, rope: Tensor | None, T: int,
-    rotated_columns: int,
-) -> int:  # fmt: skip
-    """Launch a product of matmul.py, `slope` for gelu' as bytes; return
-    the number of rows of tiles.
-    """
+def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> int:
+    """Launch a product of matmul.py; return the number of rows of tiles."""
+    name, b, res, slope, _, part, _ = epilogue
+    rope, T, rotated_columns = epilogue.rope or NO_ROPE
     a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
     (M, K), N = a.shape, w.shape[0]
-    kernel = hopper.takes(f"matmul_{epilogue}" if epilogue else "matmul", M, N, "fp8")
+    kernel = hopper.takes(f"matmul_{name}" if name else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         forms = out.rows, out.columns, out.scale, out.amax
         return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
@@ -184,7 +181,7 @@ def launch(
     _fp8_matmul_kernel[(programs(tiles),)](
         describe_halves(plain, block_m, block_n), describe(a, block_m, block_k),
         describe(w, block_n, block_k), a_scale, w_scale, b, describe_halves(res, block_m, block_n),
-        *parts, slope, part, rope, M, N, K, T, rotated_columns, EPILOGUE=epilogue, HS=HS, **row,
+        *parts, slope, part, rope, M, N, K, T, rotated_columns, EPILOGUE=name, HS=HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)

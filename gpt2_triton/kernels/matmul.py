@@ -46,6 +46,7 @@ from gpt2_triton.kernels.blocks import (
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import activation, dactivation, dot, dot_added_in_fp32
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
+from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
@@ -244,31 +245,28 @@ def _add_dw_partials_kernel(
 
 
 def _launch(
-    out: Operand, a: Operand, w: Operand, b: Tensor | None = None, *, epilogue: str = "",
-    w_is_nk: bool = True, res: Tensor | None = None, pre: Tensor | None = None,
-    act_out: Tensor | None = None, part: Tensor | None = None, rope: Tensor | None = None,
-    T: int = 1, rotated_columns: int = 0, act: str = "",
-) -> int:  # fmt: skip
+    out: Operand,
+    a: Operand,
+    w: Operand,
+    epilogue: Epilogue,
+    act: str = "",
+    w_is_nk: bool = True,
+) -> int:
     """Launch a product; return the number of rows of tiles, and so of `part`."""
-    named = epilogue.replace("act", act)  # as the kernels for Hopper and fp8 know it
-    more = dict(
-        epilogue=named,
-        w_is_nk=w_is_nk,
-        res=res,
-        part=part,
-        rope=rope,
-        T=T,
-        rotated_columns=rotated_columns,
-    )
+    named = epilogue.name.replace("act", act)  # as the kernels for Hopper and fp8 know it
+    special = epilogue._replace(name=named)
     if isinstance(a, Fp8):
-        return fp8_matmul.launch(out, a, w, b, slope=pre, **more)
+        return fp8_matmul.launch(out, a, w, special, w_is_nk)
     (M, K), N = a.shape, out.shape[1]
     op = f"matmul_{named}" if named else "matmul"
     kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
     if kernel == "matmul_wide":
+        b, res = epilogue.b, epilogue.res
         return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
     if kernel == "matmul":
-        return hopper_matmul.matmul(out, a, w, b, pre=pre, gelu_out=act_out, **more)
+        return hopper_matmul.matmul(out, a, w, special, w_is_nk)
+    name, b, res, pre, act_out, part, _ = epilogue
+    rope, T, rotated_columns = epilogue.rope or NO_ROPE
     row = product_row(dtype_name(a), M, N, K, rope)
     HS = 0 if rope is None else rope.shape[1]
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
@@ -280,7 +278,7 @@ def _launch(
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
         out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, rope, M, N, K, T,
-        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=epilogue, ACT=act, HS=HS, **row,
+        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=name, ACT=act, HS=HS, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 
@@ -288,7 +286,7 @@ def _launch(
 @contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
 def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
-    _launch(out, inp, w, b)
+    _launch(out, inp, w, Epilogue(b=b))
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]?")
@@ -298,14 +296,14 @@ def matmul_act(
     """Write pre = inp @ w.T + b and out = act(pre as stored); in fp8, which has
     gelu alone, `pre` holds bytes of gelu'(pre).
     """
-    _launch(out, inp, w, b, epilogue="act", act=act, pre=pre)
+    _launch(out, inp, w, Epilogue("act", b, pre=pre), act)
 
 
 @contract("out[R,F] pre[R,2*F] <- inp[R,K] w[2*F,K]")
 def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
     """Write pre = inp @ w.T and out = swiglu(pre as stored): in one launch on Hopper in bf16."""
     if not isinstance(inp, Fp8) and hopper.takes("matmul_swiglu", *out.shape, dtype_name(inp)):
-        _launch(out, inp, w, epilogue="swiglu", pre=pre)
+        _launch(out, inp, w, Epilogue("swiglu", pre=pre))
     else:
         matmul(pre, inp, w, None)
         swiglu(out, pre)
@@ -314,20 +312,19 @@ def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
 @contract("out[R,N] <- inp[R,K] w[N,K] rope.table[Tr,HS]")
 def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Rope) -> None:
     """Write out = inp @ w.T, and rotate the heads in its first columns."""
-    table, T, columns = rope
-    _launch(out, inp, w, epilogue="rope", rope=table, T=T, rotated_columns=columns)
+    _launch(out, inp, w, Epilogue("rope", rope=rope))
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]?")
 def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
-    _launch(out, inp, w, b, epilogue="add", res=res)
+    _launch(out, inp, w, Epilogue("add", b, res))
 
 
 @contract("dinp[R,K] <- dout[R,N] w[N,K]")
 def matmul_dx(dinp: Tensor, dout: Operand, w: Operand) -> None:
     """Write dinp = dout @ w."""
-    _launch(dinp, dout, w, w_is_nk=False)
+    _launch(dinp, dout, w, Epilogue(), w_is_nk=False)
 
 
 @contract("dpre[R,K] dbias[K]+ act_out[R,K]? scratch[*] <- dout[R,N] w[N,K] pre[R,K]")
@@ -339,17 +336,8 @@ def matmul_dx_dact(
     act_out = act(pre), with the bits of matmul_act.  act_out may be pre: a program reads its
     elements of pre before it writes them.
     """
-    rows = _launch(
-        dpre,
-        dout,
-        w,
-        epilogue="dact",
-        act=act,
-        w_is_nk=False,
-        pre=pre,
-        act_out=act_out,
-        part=scratch,
-    )
+    epilogue = Epilogue("dact", pre=pre, act_out=act_out, part=scratch)
+    rows = _launch(dpre, dout, w, epilogue, act, w_is_nk=False)
     column_sums(dbias, None, None, scratch, rows, acc)
 
 

@@ -12,6 +12,7 @@ import gpt2_triton.kernels as K
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
+from gpt2_triton.kernels.epilogue import Epilogue
 from gpt2_triton.kernels.hopper import (
     cast,
     classifier_dx,
@@ -68,20 +69,9 @@ def launch(
     part=None,
     rope=None,
 ):
-    rotation = dict(rope=rope, T=0 if rope is None else len(rope), rotated_columns=192)
-    hopper_matmul.matmul(
-        out,
-        a,
-        w,
-        b,
-        w_is_nk=w_is_nk,
-        epilogue=epilogue,
-        res=res,
-        pre=pre,
-        gelu_out=gelu_out,
-        part=part,
-        **rotation,
-    )
+    rope = None if rope is None else Rope(rope, len(rope), 192)
+    given = Epilogue(epilogue, b, res, pre, gelu_out, part, rope)
+    hopper_matmul.matmul(out, a, w, given, w_is_nk)
 
 
 @seeds

@@ -11,6 +11,7 @@ import torch
 
 from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.dw_split import split_tiles
+from gpt2_triton.kernels.epilogue import Epilogue
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
@@ -409,15 +410,6 @@ def test_tiles_of_320_columns_give_the_same_bits_on_gpu(rng, w_is_nk):
     wide, narrow = (poisoned(M, N, dtype=BF16) for _ in range(2))
     for bias, add in ((None, None), (b, None), (b, res)):
         hopper_matmul_wide.matmul(wide, a, w, bias, w_is_nk=w_is_nk, res=add)
-        none = dict.fromkeys(("pre", "gelu_out", "part", "rope")) | dict(T=1, rotated_columns=0)
-        hopper_matmul.matmul(
-            narrow,
-            a,
-            w,
-            bias,
-            w_is_nk=w_is_nk,
-            epilogue="add" if add is res else "",
-            res=add,
-            **none,
-        )
+        epilogue = Epilogue("add" if add is res else "", bias, add)
+        hopper_matmul.matmul(narrow, a, w, epilogue, w_is_nk)
         assert torch.equal(wide, narrow)

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
 from gpt2_triton.kernels.hopper.activation import (
     RING,
     SLICE_M,
@@ -172,26 +173,24 @@ def _matmul_kernel(
         )
 
 
-def matmul(
-    out: Tensor, a: Tensor, w: Tensor, b: Tensor | None, *, w_is_nk: bool, epilogue: str,
-    res: Tensor | None, pre: Tensor | None, gelu_out: Tensor | None, part: Tensor | None,
-    rope: Tensor | None, T: int, rotated_columns: int,
-) -> int:  # fmt: skip
+def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool) -> int:
     """Write out[M, N] = epilogue(a[M, K] @ w), like the kernel of kernels/matmul.py
     and with the same arguments.
     Return the number of rows of tiles, and so of `part`.
     """
+    name, b, res, pre, gelu_out, part, _ = epilogue
+    rope, T, rotated_columns = epilogue.rope or NO_ROPE
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)
-    pre_block = (SLICE_M.value, SLICE_N.value) if epilogue == "dgelu" else (TILE_M, TILE_N)
-    if epilogue == "swiglu":  # N is 2F; a tile has 128 gates and their values
+    pre_block = (SLICE_M.value, SLICE_N.value) if name == "dgelu" else (TILE_M, TILE_N)
+    if name == "swiglu":  # N is 2F; a tile has 128 gates and their values
         N = 2 * N
         w_desc, pre_block = describe(w, TILE_N // 2, TILE_K), (TILE_M, TILE_N // 2)
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b,
         describe(res, TILE_M, TILE_N), describe(pre, *pre_block), gelu_out, part, rope, M, N, K, T,
-        rotated_columns, W_T=w_is_nk, EPILOGUE=epilogue, HS=0 if rope is None else rope.shape[1],
+        rotated_columns, W_T=w_is_nk, EPILOGUE=name, HS=0 if rope is None else rope.shape[1],
         **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

@@ -1,0 +1,23 @@
+"""What follows a product before its tiles are stored; the kernels of products know it by name."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpt2_triton.operands import Rope
+
+NO_ROPE = (None, 1, 0)  # in the place of a Rope
+
+
+class Epilogue(NamedTuple):
+    """An operation, and the tensors that it reads and writes; matmul.py explains them."""
+
+    name: str = (
+        ""  # "add", "rope", "swiglu"; "act" or "dact", in Hopper's kernels "gelu" or "dgelu"
+    )
+    b: Tensor | None = None
+    res: Tensor | None = None
+    pre: Tensor | None = None  # in fp8 bytes of gelu'
+    act_out: Tensor | None = None
+    part: Tensor | None = None
+    rope: Rope | None = None
