@@ -239,3 +239,21 @@ def test_a_model_of_smollm2s_shape_brings_its_tokenizer(tmp_path):
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     assert np.abs(ours - expected).max() < 1e-5 * max(1, np.abs(expected).max())
     print("largest difference of logits", np.abs(ours - expected).max())
+
+
+def test_tokens_added_to_a_known_tokenizer_are_special_tokens(tmp_path):
+    """A model with them is read by its file; without them GPT-2's is gpt2, as its shards say."""
+    hf_tokenizer.write(tmp_path, get_tokenizer("gpt2"), 1024)
+    model = ModelConfig(vocab_size=50260)
+    assert hf_tokenizer.tokenizer_in(tmp_path, model) == "gpt2"
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = dict(content["added_tokens"][0], id=50257, content="<|im_end|>")
+    content["added_tokens"].append(added)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = hf_tokenizer.tokenizer_in(tmp_path, model)
+    assert found == str(tmp_path)
+    get_tokenizer.cache_clear()
+    ids = get_tokenizer(found).encode("hello world<|im_end|>", special=True)
+    assert ids.tolist() == [31373, 995, 50257]
+    too_small = ModelConfig(vocab_size=50257)
+    assert hf_tokenizer.tokenizer_in(tmp_path, too_small) is None

@@ -14,6 +14,7 @@ from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training import setup, trainer
+from tests.support import ranks
 from tests.support.loop import final_bytes, records, train
 from tests.support.tiny import merged, tiny_config
 
@@ -41,15 +42,15 @@ def mixed(train="a/train_*.bin=3,b/train_*.bin=1", val="a/val_*.bin=3,b/val_*.bi
     return tiny_config(**merged(base, sections))
 
 
-def samples(config, ranks, first, steps):
+def samples(config, size, first, steps):
     """Return the tokens of each step, of all ranks, in the order of the samples."""
     reader = setup.Mixture(setup.open_sources(config, "train"), 16, config.data.seed)
-    micro, accumulation = 2, 2 // ranks
+    micro, accumulation = 2, 2 // size
     found = []
     for step in range(steps):
         rows = {}
-        for rank in range(ranks):
-            batches = Prefetcher(reader, micro, accumulation, 256, first, rank=rank, ranks=ranks)
+        for rank in range(size):
+            batches = Prefetcher(reader, micro, accumulation, 256, first, rank=rank, ranks=size)
             at = first + 4 * step
             numbers = batches.first_samples_of_step(at)
             for number, packed in zip(numbers, batches.step(at), strict=True):
@@ -93,6 +94,28 @@ def test_a_mixture_resumes_with_its_bytes_and_its_weights(data, tmp_path):
     assert "share 3/4" in str(e.value) and "share 1/2" in str(e.value)
     allowed = other.replace(data={"train": other.data.train, "allow_changed": True})
     train(allowed, tmp_path / "run", resume=True)
+
+
+def job(config, run, resume=False):
+    """Train as train.py does on each rank."""
+    return train(config, run, resume)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_other_ranks(data, tmp_path):
+    """Its losses are those of an unbroken run on one rank."""
+    longer = mixed().replace(train={"steps": 6})
+    train(longer, tmp_path / "whole")
+    train(mixed(), tmp_path / "run")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    codes = ranks.run(2, tmp_path / "run" / "stderr", job, longer, tmp_path / "run", True)
+    assert [*codes] == [0, 0]
+    for key in ("loss", "val_loss_a", "val_loss_b"):
+        one, other = (
+            [record[key] for record in records(tmp_path / name) if key in record]
+            for name in ("whole", "run")
+        )
+        assert other == pytest.approx(one, rel=1e-5) and len(one) > 3
 
 
 @pytest.mark.slow
