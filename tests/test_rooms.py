@@ -47,7 +47,7 @@ ROOMS = {
 }
 LAYERS = "operands model.schedule model.launchers model.model_view model.sharding model.tables"
 WITHIN = {
-    "kernels.hopper": "kernels.hopper kernels.epilogue kernels.dw_split kernels.tiles "
+    "kernels.hopper": "operands kernels.hopper kernels.epilogue kernels.dw_split kernels.tiles "
     "kernels.device_math kernels.e4m3 kernels.rope "
     "kernels.tuning",
     "kernels.device_math": "kernels.e4m3 kernels.tuning",

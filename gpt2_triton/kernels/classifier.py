@@ -249,10 +249,10 @@ def _exponentials(
         f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
     )
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
-        rest = zt, peek, targets, V
-        hopper_classifier.classifier_fwd(
-            p, columns, p_scale, part, lnf, lnf_scale, wte, wte_scale, *rest
-        )
+        forms = hopper_classifier.Stored
+        operands = forms(lnf, lnf_scale), forms(wte, wte_scale)
+        written = forms(p, p_scale, columns)
+        hopper_classifier.classifier_fwd(written, part, *operands, zt, peek, targets, V)
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(p, block_m, block_n), p_scale, part,

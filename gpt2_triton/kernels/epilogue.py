@@ -12,9 +12,8 @@ NO_ROPE = (None, 1, 0)  # in the place of a Rope
 class Epilogue(NamedTuple):
     """An operation, and the tensors that it reads and writes; matmul.py explains them."""
 
-    name: str = (
-        ""  # "add", "rope", "swiglu"; "act" or "dact", in Hopper's kernels "gelu" or "dgelu"
-    )
+    # "add", "rope", "swiglu"; "act" or "dact", in kernels that know GELU alone "gelu" or "dgelu"
+    name: str = ""
     b: Tensor | None = None
     res: Tensor | None = None
     pre: Tensor | None = None  # in fp8 bytes of gelu'

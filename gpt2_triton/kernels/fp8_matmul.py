@@ -169,8 +169,7 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{name}" if name else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
-        forms = out.rows, out.columns, out.scale, out.amax
-        return hopper_gelu.matmul(*forms, a, a_scale, w, w_scale, b, slope, part)
+        return hopper_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
         return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope, T, rotated_columns)
     row = product_row("fp8", M, N, K, rope)

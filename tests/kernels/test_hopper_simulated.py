@@ -28,7 +28,8 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
-from gpt2_triton.operands import Rope
+from gpt2_triton.kernels.hopper.classifier import Stored
+from gpt2_triton.operands import Fp8, Rope
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -188,7 +189,8 @@ def gelu_and_byte(rng, M, N, K, seed, **replaced):
     rows, columns = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3)
     slope, amax = torch.zeros(M, N, dtype=torch.uint8), torch.zeros(AMAX_CELLS, dtype=torch.int32)
     with simulated(fp8_gelu, seed, **replaced):
-        fp8_gelu.matmul(rows, columns, scale, amax, a, a_scale, w, w_scale, b, slope, None)
+        out = Fp8(rows, columns, scale, amax, transposed=True)
+        fp8_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, None)
     pre = exact_product(a, a_scale, w, w_scale) + b.double()
     return rows, columns, slope, amax, pre
 
@@ -213,9 +215,8 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     drows, dcolumns, part = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3), poisoned(M // 128, N)
     damax, scale = torch.zeros(AMAX_CELLS, dtype=torch.int32), torch.tensor([4.0])
     with simulated(fp8_gelu, seed):
-        fp8_gelu.matmul(
-            drows, dcolumns, scale, damax, dout, dout_scale, w, w_scale, None, slope, part
-        )
+        dpre = Fp8(drows, dcolumns, scale, damax, transposed=True)
+        fp8_gelu.matmul(dpre, dout, dout_scale, w, w_scale, None, slope, part)
     want = product * reference.dactivation(pre, "gelu")
     assert is_right(drows, dcolumns, want, 4)
     # half a step of the byte
@@ -326,11 +327,11 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     )
     scale, plain = poisoned(1), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
-        operands = lnf, lnf_scale, wte, wte_scale, zt
-        hopper_classifier.classifier_fwd(p, columns, scale, part, *operands, peek, targets, V)
-        hopper_classifier.classifier_fwd(
-            plain, None, None, poisoned(2, R), *operands, None, targets, V
-        )
+        operands = Stored(lnf, lnf_scale), Stored(wte, wte_scale), zt
+        written = Stored(p, scale, columns)
+        hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V)
+        sums = poisoned(2, R)
+        hopper_classifier.classifier_fwd(Stored(plain), sums, *operands, None, targets, V)
     wide = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V)
     assert error(plain, want) < EPS[BF16]
@@ -399,9 +400,8 @@ def test_classifier_fwd_matches_float64(rng, seed):
     p, parts = poisoned(R, Vp, dtype=BF16), poisoned(2, 2, R)
     with simulated(hopper_classifier, seed):
         for stored, part in zip((p, None), parts):
-            hopper_classifier.classifier_fwd(
-                stored, None, None, part, lnf, None, wte, None, zt, None, targets, V
-            )
+            operands = Stored(lnf), Stored(wte), zt
+            hopper_classifier.classifier_fwd(Stored(stored), part, *operands, None, targets, V)
     want = torch.exp2(
         lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None]
     )

@@ -2,6 +2,8 @@
 tile (see kernels/classifier.py).  In fp8, p is stored as rows and as columns.
 """
 
+from typing import NamedTuple
+
 import triton
 from torch import Tensor, int16
 from triton.experimental import gluon
@@ -133,20 +135,35 @@ def _classifier_kernel(
     )
 
 
+class Stored(NamedTuple):
+    """A matrix as it is stored; in fp8 with a scale, and perhaps transposed too, in pairs."""
+
+    rows: Tensor | None
+    scale: Tensor | None = None
+    columns: Tensor | None = None
+
+
 def classifier_fwd(
-    p: Tensor | None, columns: Tensor | None, p_scale: Tensor | None, part: Tensor, lnf: Tensor,
-    lnf_scale: Tensor | None, wte: Tensor, wte_scale: Tensor | None, zt: Tensor,
-    peek: Tensor | None, targets: Tensor, V: int,
-) -> None:  # fmt: skip
+    p: Stored,
+    part: Tensor,
+    lnf: Stored,
+    wte: Stored,
+    zt: Tensor,
+    peek: Tensor | None,
+    targets: Tensor,
+    V: int,
+) -> None:
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
     scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
     16, and part also has the rounded p's sums.
     """
-    (R, C), Vp = lnf.shape, wte.shape[0]
-    tile_k = TILE_K if lnf_scale is None else FP8_TILE_K
+    R, C = lnf.rows.shape
+    Vp = wte.rows.shape[0]
+    columns = p.columns
+    tile_k = TILE_K if lnf.scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
-        describe(p, TILE_M, TILE_N),
-        describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2), p_scale,
-        part, describe(lnf, TILE_M, tile_k), describe(wte, TILE_N, tile_k), zt, peek, targets,
-        lnf_scale, wte_scale, R, C, V, Vp, **OPTIONS,
+        describe(p.rows, TILE_M, TILE_N),
+        describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2), p.scale,
+        part, describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k), zt, peek,
+        targets, lnf.scale, wte.scale, R, C, V, Vp, **OPTIONS,
     )  # fmt: skip

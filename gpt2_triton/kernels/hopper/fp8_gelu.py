@@ -55,6 +55,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
 )
 from gpt2_triton.kernels.hopper.transpose import pairs
 from gpt2_triton.kernels.tuning import programs
+from gpt2_triton.operands import Fp8
 
 BLOCK_K = gl.constexpr(64)
 STAGES = gl.constexpr(5)
@@ -411,11 +412,17 @@ def _fp8_gelu_kernel(
 
 
 def matmul(
-    rows: Tensor, columns: Tensor, scale: Tensor, amax: Tensor | None, a: Tensor, a_scale: Tensor,
-    w: Tensor, w_scale: Tensor, b: Tensor | None, slope: Tensor, part: Tensor | None,
-) -> int:  # fmt: skip
-    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, rows [M, N] and columns [N,
-    M], and gelu' bytes to slope.
+    out: Fp8,
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    b: Tensor | None,
+    slope: Tensor,
+    part: Tensor | None,
+) -> int:
+    """Write gelu(a[M, K] @ w[N, K].T / scales + b) in e4m3, out's rows [M, N] and columns
+    [N, M], and gelu' bytes to slope.
 
     With `part`, write the product times slope's gelu' instead, and its column sums to part[M / 128,
     N].  M is a multiple of 128, N of 256.  Return M / 128.
@@ -423,8 +430,9 @@ def matmul(
     (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
     _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](
         describe(a, TILE_M, k), describe(w, TILE_N, k),
-        describe(rows, side, side), describe(columns.view(torch.int16), side, side // 2),
-        describe(slope.view(-1, 128), 32, 128), b, part, a_scale, w_scale, scale, amax, M, N, K,
-        DGELU=part is not None, **OPTIONS,
+        describe(out.rows, side, side),
+        describe(out.columns.view(torch.int16), side, side // 2),
+        describe(slope.view(-1, 128), 32, 128), b, part, a_scale, w_scale, out.scale, out.amax,
+        M, N, K, DGELU=part is not None, **OPTIONS,
     )  # fmt: skip
     return M // TILE_M
