@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gpt2_triton.data import tokenizer
+from gpt2_triton.data import hellaswag, tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.data.tokenizer_file import FileTokenizer
 from gpt2_triton.errors import DataError
@@ -99,6 +99,21 @@ def test_bytes_of_tokens_are_those_of_the_text(folder):
     for text in HARD:
         found = b"".join(bytes_of[i] for i in ours.encode(text))
         assert found.decode().strip(" ") == text.strip(" ")
+
+
+def test_hellaswags_endings_continue_their_context(folder):
+    row = hellaswag.Example(
+        activity_label="Age",
+        ctx_a="it",
+        ctx_b="was",
+        ctx="it was",
+        endings=["the age"] * 4,
+        label=0,
+    )
+    ours = FileTokenizer(str(folder))
+    asked = hellaswag.completion([row], ours)
+    whole = tokenizer.encode_prompt(ours, "it was the age").tolist()
+    assert [*asked.contexts[0], *asked.endings[0]] == whole
 
 
 def test_half_a_character_is_replaced(folder):
