@@ -32,9 +32,10 @@ CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln+qkv")),
     "Muon": dict(optim=dict(name="muon")),
 }
-# largest relative differences.  Five steps of Hopper's kernels in bf16 and fp8 have
-# losses 2e-5 and 4e-4 from fp32's
-LOSS = {"fp32": 5e-6, "bf16": 1e-4, "fp8": 2e-3}
+# largest relative differences.  In bf16 losses of Llama's groups scatter most: those of four seeds,
+# by Hopper's kernels and by sm_80's, have a standard deviation of 6e-5, of which the limit is five.
+# Five steps of Hopper's kernels in fp8 have losses 4e-4 from fp32's
+LOSS = {"fp32": 5e-6, "bf16": 3e-4, "fp8": 2e-3}
 NORM = {"fp32": 5e-5, "bf16": 1e-2, "fp8": 5e-2}
 
 
