@@ -50,7 +50,7 @@ CEILINGS = {
     "tests/gpu": 7_600,
     "tests/ground": 4_200,
     "tests/inference": 7_900,
-    "tests/kernels": 56_400,
+    "tests/kernels": 56_700,
     "tests/model": 26_800,
     "tests/support": 19_500,
     "tests/training": 22_700,

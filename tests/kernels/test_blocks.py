@@ -10,6 +10,7 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
+    load_rows,
     load_transposed,
     store_block,
 )
@@ -104,6 +105,21 @@ def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(
 
 
 # operations with described tensors
+@triton.jit
+def _rows_kernel(out, x, at):
+    store_block(out, [0, 0], load_rows(x, at))
+
+
+@either_way
+def test_rows_past_the_end_are_rows_of_the_tensor_or_zeros(monkeypatch, rng, tma):
+    monkeypatch.setattr(tuning, "has_tma", lambda: tma and has_tma())
+    x = rng(40, 32)
+    out = poisoned(32, 32)
+    _rows_kernel[(1,)](describe(out, 32, 32), describe(x, 32, 32), (32, 0))
+    past = torch.zeros_like(x[:24]) if tuning.has_tma() else x[39:].expand(24, 32)
+    assert torch.equal(out, torch.cat([x[32:], past]))
+
+
 DESCRIBED = ("matmul", "classifier_fwd", "classifier_dx", "attention", "muon")
 SMALL = dict(
     model=dict(n_layer=1, vocab_size=300, block_size=96),
