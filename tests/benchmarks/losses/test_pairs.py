@@ -4,9 +4,6 @@ statistics of the report.
 
 import json
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -87,50 +84,6 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
     assert "against other rate |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "old, new, more, message",
-    [
-        ("optim.lr: 2e-3", "optim.lrr: 2e-3", (), "unknown key"),
-        ("end.optim.lr", "end.optim.lrr", (), "unknown key"),
-        (
-            "options: {",
-            "options: {log.every: 2, ",
-            ("--seeds", "0"),
-            "one seed 1: the result has log.every None, now 2",
-        ),
-        ("seeds: 2", "seed: 2", (), "not a series (KeyError('seeds'))"),
-        ("", "", ("--arm", "two"), "--arm two: the series has one, other rate, PyTorch, other end"),
-        (
-            "",
-            "",
-            ("--data", "docs"),
-            "--data docs: expected a directory of train_*.bin and val_*.bin",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_before_any_run(
-    words, tmp_path, monkeypatch, capsys, old, new, more, message
-):
-    monkeypatch.setattr(pairs, "train", lambda *_: pytest.fail("a run began"))
-    (tmp_path / "tiny.yaml").write_text(TINY.replace(old, new))
-    assert pairs.main([*words, *more]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-
-
-def test_results_of_other_data_and_lines_that_are_none_are_refused(words, tmp_path, capsys):
-    out = tmp_path / "r.jsonl"
-    out.write_text(out.read_text().replace('"ms"', '"data": "0123", "ms"'))
-    assert pairs.main(words) == 2
-    out.write_text(out.read_text() + '{"arm": "one", "se')
-    assert pairs.main(words) == 3
-    other, none = capsys.readouterr().err.splitlines()
-    assert (
-        "one seed 1: the result has data 0123, now " in other
-        and "r.jsonl: a line is not a result" in none
-    )
-
-
 def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
     before = (tmp_path / "r.jsonl").read_text()
     (tmp_path / "tiny.yaml").write_text(
@@ -139,33 +92,6 @@ def test_a_run_that_fails_leaves_no_result(words, tmp_path, capsys):
     assert pairs.main([*words, "--arm", "PyTorch"]) == 1
     assert capsys.readouterr().err.startswith("PyTorch seed 0: exit code 2\n")
     assert (tmp_path / "r.jsonl").read_text() == before
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_in_its_folder(words, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(TINY.replace("train.steps: 5", "train.steps: 100"))
-    (tmp_path / "r.jsonl").unlink()
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.losses.pairs",
-        *words,
-        "--work",
-        str(tmp_path / "work"),
-    ]
-    command += ["--arm", "one", "--seeds", "0"]
-
-    def steps():
-        return sum(path.read_text().count('"loss"') for path in tmp_path.glob(f"work/*/{METRICS}"))
-
-    with subprocess.Popen(command) as process:
-        while process.poll() is None and steps() < 3:
-            time.sleep(0.05)
-        process.terminate()
-    assert process.returncode == 143 and 3 <= (before := steps()) < 100
-    assert subprocess.run(command).returncode == 0
-    (found,) = pairs.read_results(tmp_path / "r.jsonl")
-    assert before < found["steps"] == 100 and not list((tmp_path / "work").iterdir())
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)

@@ -5,7 +5,6 @@ cover it as often as they say.
 import json
 
 import numpy as np
-import pytest
 
 from benchmarks.losses import ratio
 from benchmarks.losses.ratio import Fit, Run, noise_of, runs_of
@@ -78,31 +77,6 @@ def test_noise_belongs_to_a_size_and_is_the_largest_for_a_size_without_seeds():
     assert noise_of(found, "adamw", "d6") is None
 
 
-def test_a_size_that_cannot_be_fitted_has_its_losses_and_a_note_of_what_it_lacks():
-    found = [
-        run for run in runs(0) if run.size == "d12" or run.optimizer == "adamw" and run.tokens < 240
-    ]
-    table, notes = ratio.report(
-        [run for run in found if (run.size, run.optimizer) != ("d6", "muon")]
-    )
-    assert (
-        "d6 has no fit: adamw has 2 of 3 budgets, muon has 0 of 3 budgets\n" in notes
-        and "| d12 | 10,000 |" in table
-    )
-    assert table.splitlines()[3].endswith(" |  |  |  |  |") and "| d6 | 10,000 |" not in table
-    _, notes = ratio.report([run for run in found if run.optimizer == "adamw"][:1])
-    assert (
-        "adamw has 1 of 3 budgets, adamw has no equal runs of two seeds, "
-        "muon has 0 of 3 budgets, muon has"
-    ) in notes
-
-
-@pytest.mark.parametrize(("better", "limit"), [("muon", "> 30"), ("adamw", "< 0.1")])
-def test_a_ratio_beyond_the_limits_is_unbounded(better, limit, monkeypatch):
-    monkeypatch.setitem(LAWS, better, (LAWS[better][0] / 8, LAWS[better][1]))
-    assert f"| {limit} | {limit} to {limit} |" in ratio.report(runs(0, 0.02))[0]
-
-
 def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss():
     l1 = [
         Run("d12", of, D, loss(of, D), False)
@@ -116,18 +90,6 @@ def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss
         and low < middle < high
     )
     assert ratio.measured(l1[:2], noise) is None
-
-
-@pytest.mark.parametrize(
-    ("adamw", "shown"), [(2.3, "> 1.25 | > 1.25 to > 1.25"), (1.7, "< 1 | < 1 to < 1")]
-)
-def test_a_loss_beyond_the_line_of_l1_gives_a_bound(adamw, shown):
-    l1 = [Run("d12", "adamw", 1000, adamw, False)]
-    l1 += [Run("d12", "muon", tokens, loss, False) for tokens, loss in ((800, 2.1), (1000, 2.0))]
-    assert (
-        f"| 1,000 | {adamw:.4f} | 2.0000 | {2 - adamw:+.4f} | {shown} |"
-        in ratio.report(runs(0, 0.1) + l1)[0]
-    )
 
 
 def test_the_command_reports_every_size_and_keeps_l1_out_of_the_fit(tmp_path, capsys):

@@ -12,9 +12,7 @@ import gpt2_triton.kernels
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.tune import calls, candidates, search
 from gpt2_triton import __version__, device
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.contract import Contract
 from gpt2_triton.kernels.table_file import read_table
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from tests.benchmarks.tune.test_tables import TRAINING
@@ -58,25 +56,6 @@ def test_sizes_and_batches_follow_the_memory():
     )
     assert search.batches_of(None, None, 2 << 30) == dict(d12=1)
     assert search.batches_of(["d12", "d48"], 2, 1 << 30) == dict(d12=2, d48=2)
-
-
-def test_select_takes_operations_and_families_but_those_with_hopper_kernels(monkeypatch):
-    monkeypatch.setattr(tuning, "is_hopper", lambda: False)
-    assert search.select(None) == list(candidates.SPACE)
-    assert search.select("attention,adamw") == [
-        "attention_fwd",
-        "attention_bwd_dkdv",
-        "attention_bwd_dq",
-        "adamw",
-    ]
-    with pytest.raises(
-        ConfigError, match="--only: unknown conv; known are matmul, classifier, embedding"
-    ):
-        search.select("adamw,conv")
-    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
-    assert "classifier_dx" in search.select(None) and "matmul" not in search.select(None)
-    with pytest.raises(ConfigError, match="--only: attention has no rows to tune on this GPU"):
-        search.select("attention")
 
 
 def test_worst_is_the_error_of_the_worst_256_numbers():
@@ -163,27 +142,6 @@ def read_table_of(file: Path):
     """Read a GPU's table with rows of the interpreter, which have no options."""
     file.write_text(file.read_text().replace('"NVIDIA RTX 9 Ada"', '"interpreter"'))
     return read_table(file)._replace(gpu="NVIDIA RTX 9 Ada")
-
-
-@no_gpu
-def test_tune_writes_nothing_without_a_gain(tiny, tmp_path, monkeypatch, capsys):
-    """A GPU that uses another one's table gets its own, with the same rows."""
-
-    def launch(out):
-        tuning.tuned("adamw", "bf16")
-
-    launch.contract = Contract("out[*] <-", launch)
-    call = calls.Call(launch, (torch.zeros(4),), {}, {("adamw", "bf16")})
-    monkeypatch.setattr(calls, "intercepted_step", lambda size, batch, rows, on_call: on_call(call))
-    tiny(dict(adamw=dict(BLOCK=(32768, 65536))))
-    assert search.tune(["d12"], None, "adamw", tmp_path / "new.json") == 0
-    assert "0 rows changed" in capsys.readouterr().out
-    assert read_table_of(tmp_path / "new.json").rows == tuning.table().rows
-    (tmp_path / "new.json").unlink()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: tuning.table().gpu)
-    assert search.tune(["d12"], None, "adamw", tmp_path / "new.json") == 0
-    assert "no row gains 2%: nothing is written" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 @no_gpu
