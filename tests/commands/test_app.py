@@ -304,8 +304,9 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
         "NonFiniteError": 6,
         "PeerLostError": 1,
         "ReplicaMismatchError": 1,
+        "FileError": 2,
     }
-    assert capsys.readouterr().err == "error: what happened\n" * 7
+    assert capsys.readouterr().err == "error: what happened\n" * 8
     assert run(lambda: command(KeyboardInterrupt)) == 130 and run(lambda: 143) == 143
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
