@@ -242,7 +242,7 @@ def require_tokenizer(pattern: str, tokenizer: str, identity: str = "") -> None:
         )
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
-        made_with = read_record(record).get("tokenizer", identity)
+        made_with = str(read_record(record).get("tokenizer", identity))
         if made_with != identity:
             theirs = made_with
             if made_with.startswith("sha256:"):  # its file lies beside the shards
