@@ -3,22 +3,14 @@ checkout compared with itself.
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.losses import loss_compare
 from benchmarks.losses.loss_compare import (
     Case,
-    RunFailed,
-    checkout,
-    commands,
     compare,
     differences,
     read_result,
@@ -79,81 +71,6 @@ def test_differences_name_the_first_record_and_each_tensor(run_dir):
     assert differences(old._replace(ms=[]), old) == ["no step was logged"]
 
 
-def test_hashes_include_shape_and_dtype(run_dir):
-    run, hashes = run_dir("run"), set()
-    for shape, dtype in (
-        ((4, 2), np.float32),
-        ((8,), np.float32),
-        ((8,), np.int32),
-        ((), np.float32),
-    ):
-        save_file(
-            {"x": np.zeros(shape, dtype)},
-            run / "checkpoints" / "step_00000003" / "rank_00000.safetensors",
-        )
-        hashes |= {*read_result(run).tensors.values()}
-    assert len(hashes) == 4
-
-
-def test_commands_give_each_torchrun_agent_one_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "wheels")
-    one, two = commands(tmp_path, Case("x", "a.yaml", gpus=2, nodes=2), tmp_path / "run")
-    assert [c[1]["CUDA_VISIBLE_DEVICES"] for c in (one, two)] == ["0", "1"]
-    assert (
-        one[0][one[0].index("--nnodes") + 1] == "2"
-        and one[0][one[0].index("--nproc_per_node") + 1] == "1"
-    )
-    [(copies, environment)] = commands(
-        tmp_path, Case("x", "a.yaml --k v", gpus=2), tmp_path / "run"
-    )
-    assert "--standalone" in copies and environment["PYTHONPATH"] == f"{tmp_path}:wheels"
-    assert copies[-6:] == [
-        f"{tmp_path}/train.py",
-        f"{tmp_path}/a.yaml",
-        "--k",
-        "v",
-        "--run_dir",
-        f"{tmp_path}/run",
-    ]
-
-
-@pytest.mark.parametrize("words, message", [
-    (["--cpu", "--cpus"], "unknown option --cpus"),
-    ([], "nothing to compare: expected --cpu, --gpu"),
-    (["--time", "5"], "more than the 10 steps that are not timed, got 5"),
-])  # fmt: skip
-def test_parse_refuses_wrong_options(words, message, capsys):
-    with pytest.raises(SystemExit):
-        loss_compare.parse(["old", "new", *words])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_run_under_way_too(tmp_path):
-    """The checkout's train.py writes its process id and waits."""
-    tree, work = tmp_path / "tree", tmp_path / "work"
-    tree.mkdir()
-    work.mkdir()
-    (tree / "train.py").write_text(
-        "import os, signal\nprint(os.getpid(), file=open('pid', 'w'))\nsignal.pause()\n"
-    )
-    command = [sys.executable, "-m", "benchmarks.losses.loss_compare", tree, tree, "--cpu"]
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(work)}) as process:
-        while not (found := [path.read_text() for path in work.glob("*/pid")]) or not found[0]:
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait() == 143
-    assert not Path(f"/proc/{found[0].strip()}").exists() and not [*work.iterdir()]
-
-
-def test_checkout_refuses_an_unknown_source(tmp_path):
-    with pytest.raises(
-        RunFailed, match="no-such-commit: neither a directory with train.py nor a commit"
-    ):
-        checkout("no-such-commit", tmp_path, "old")
-
-
 @pytest.mark.slow
 def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
     """And its run directories are deleted."""
@@ -163,10 +80,3 @@ def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
         and row["tensors"] >= 3
     )
     assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the builtin text
-
-
-def test_a_run_that_fails_is_an_error_with_the_end_of_its_output(tmp_path):
-    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[2:4])\nsys.exit(2)\n")
-    with pytest.raises(RunFailed, match=r"exit codes \[2\]\n\['--optim\.lrr', '1'\]"):
-        loss_compare.train(tmp_path, Case("tiny", "a.yaml --optim.lrr 1"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -196,18 +196,6 @@ ROWS = [
 ]
 
 
-def test_table_of_operations_adds_up():
-    head, first, second, total, floors = ops.table(ROWS, ops.Step(10.0, 7.0)).splitlines()
-    # 2 GFLOP in 0.8 ms, 4 MB in 0.8 ms; 8 ms of a step of 10
-    assert (
-        first.split() == "matmul 128x64x32 10 0.800 8.00 2.0 4.0 2 5 0.500 cuBLAS 62% 80.0%".split()
-    )
-    assert second.split()[-5:] == ["2000", "0.001", "copy", "50%", "0.1%"]
-    assert len({len(line) for line in (head, first, second)}) == 1
-    assert total == "operations 8.0 ms + between kernels 2.0 ms = step 10.0 ms, 7.0 J, 700 W"
-    assert floors == "floors 5.0 ms; operations 1.600x, step 1.998x"  # 8.01 / 5.005, 10 / 5.005
-
-
 def test_figures_add_up_equal_names():
     found = ops.figures([*ROWS, ROWS[0]], ops.Step(20.0, None))
     assert found["floors_ms"] == pytest.approx(10.005) and found["step_ms"] == 20.0

@@ -182,27 +182,6 @@ def test_compare_runs_processes_and_reports_a_failed_one(tmp_path, monkeypatch, 
     assert "no memory left" in err
 
 
-def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
-    commands = []
-
-    def run(program, *more):
-        commands.append((*program.launcher, program.module))
-        return dict(ms=100.0, gib=2.0, first_step=1.0)
-
-    monkeypatch.setattr(steps, "run_program", run)
-    assert steps.compare([work_of("d12")], 6, "torch", tmp_path / "figures.json", "a100") == 0
-    assert commands == [
-        ("benchmarks.as_gpu", "a100", "benchmarks.speed.our_gpt2"),
-        ("benchmarks.speed.torch_gpt2",),
-    ]
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert [row["program"] for row in figures["rows"]] == ["ours bf16, sm_80 code", "PyTorch"]
-    assert figures["gpu"] == "NVIDIA H100" and "A100" not in capsys.readouterr().out
-
-
 def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
     """It gets SIGTERM; and Ctrl-C of a terminal, as it stays in our process group."""
     end = "lambda *_: (print(os.getpgrp(), file=open('ended', 'w')), sys.exit(1))"
@@ -213,16 +192,6 @@ def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
     with pytest.raises(subprocess.TimeoutExpired):
         steps.run_program(steps.PYTORCH._replace(launcher=("launcher",)), "d12", 8, 7, limit=1)
     assert (tmp_path / "ended").read_text() == f"{os.getpgrp()}\n"
-
-
-def test_speed_of_all_gpus_is_that_of_the_median_rank():
-    everyone = [
-        {"alone": [10.0] * 3, "in step": [12.0], "together": [ms]} for ms in (12.5, 13.0, 12.6)
-    ]
-    line = multi_gpu.speed_table(everyone, tokens=126).splitlines()[-1]
-    assert line == (
-        "together 10,000 tokens/s on each GPU: 79.4% of the slowest alone, 79.4% of the mean alone"
-    )
 
 
 def losses_by_turns(config):
