@@ -216,6 +216,7 @@ def _rows(tensor: Tensor, lse: Tensor, HS: int, row: Row, block: str) -> Blocks 
 
 
 def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
+    """Return the launch parameters of the table of the GPU at hand (tuning.py)."""
     return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(
         BLOCK_D=next_power_of_2(HS)
     )

@@ -12,7 +12,8 @@ class BucketRate(NamedTuple):
     name: str
     parameters: int
     optimizer: str
-    lr_factor: float  # the rate is optim.lr times this, and times the schedule's factor
+    # the schedule's learning rate times this is the bucket's; 1 for Muon, which takes the former
+    lr_factor: float
     decay: float
 
 

@@ -47,6 +47,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
     embed_g = grads[: d["Ne"]].view(-1, d["C"])
     net = A.wire(Cut(w, g, a, embed_g, branch_grads, state, d, dropout, eps, q))
     shapes = matrix_shapes(A.Params, d) if d["No"] else []
+    _, layers, _ = bucket_rates(config)
     return ModelView(
         w=w,
         g=g,
@@ -73,9 +74,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
         grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
-        matrices=list(
-            muon.matrix_classes(shapes, state, d, rank, optim.momentum, config.weight_decay)
-        ),
+        matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, layers.decay)),
     )
 
 
@@ -99,11 +98,12 @@ def _update_spans(
     state: State, dims: dict[str, int], rank: int, config: Config
 ) -> Iterator[tuple[int, Span]]:
     """Yield this rank's spans for AdamW, with the number of the first bucket of each."""
-    rates = bucket_rates(config)
+    embed, layers, rest = bucket_rates(config)
+    rates = {0: embed, dims["L"] + 1: rest}
     for p in sharding.updated_shards(dims, rank):
         if p.optimizer.matrices:
             continue
-        rate = rates[0 if p.bucket == 0 else 2 if p.bucket == dims["L"] + 1 else 1]
+        rate = rates.get(p.bucket, layers)
         m, v = p.of(state.m, "m"), p.of(state.v, "v")
         low = None if state.master_low is None else p.of(state.master_low, "low")
         w = state.params[p.param : p.param + p.length]

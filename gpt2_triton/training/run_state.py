@@ -1,8 +1,8 @@
 """The progress of a run: the numbers that a checkpoint keeps next to the tensors.
 
-The device skips a step if its loss or gradient norm is not finite or is an outlier
-(kernels/outlier.py).  The host learns this one step later and counts it here.
-docs/engineering/stability.md describes the whole.
+The device skips a step if its loss or gradient norm is not finite (clip_factor in
+kernels/reduce.py) or is an outlier (kernels/outlier.py).  The host learns this one step later and
+counts it here.  docs/engineering/stability.md describes the whole.
 """
 
 import math
