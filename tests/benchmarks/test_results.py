@@ -3,9 +3,12 @@ recipes, tables and pictures.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -379,3 +382,39 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     assert (
         sum("--torch" in call for call in calls) == 2 and found["multi.llama_1b.fp8"]["batch"] == 8
     )
+
+
+def test_an_interrupt_leaves_all_other_parts(measured):
+    def interrupted(limit, env):
+        calls.append(limit)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # until the main thread has seen it
+        raise OSError("as the child ends")
+
+    calls, parts = list[float](), [results.Part(f"steps.d12.{i}", 1, interrupted) for i in range(8)]
+    # a run of an earlier test may have left another
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert measured([parts[:4], parts[4:]], [])[0] == 130 and len(calls) <= 2  # one on each GPU
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_parts_have_different_keys_and_kinds_that_can_be_named():
+    groups = [
+        [part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")
+    ]
+    keys = [*sum(groups, []), *(part.key for part in results.joint_parts(["d12"], 2))]
+    peers = [
+        (key.split(".")[1], group)
+        for group in groups
+        for key in group
+        if key.startswith(("peer", "levels"))
+    ]
+    # `speed` compares them
+    assert len(peers) == 10 and all(f"steps.{size}.torch" in group for size, group in peers)
+    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {
+        *results.KINDS.split(",")
+    }
+    assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
+    assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
