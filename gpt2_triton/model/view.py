@@ -17,7 +17,7 @@ from gpt2_triton.operands import Betas, Span, Step, TokenRows
 
 
 def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
-    """Return a Model's view; with `fp8` operands are K.Fp8, with `train` kernels record
+    """Return a Model's view; with `fp8` operands are Fp8, with `train` kernels record
     maxima, and dropout is on.
     """
     A = model.A

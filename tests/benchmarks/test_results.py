@@ -418,3 +418,16 @@ def test_parts_have_different_keys_and_kinds_that_can_be_named():
     }
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
+
+
+def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "PICTURES", tmp_path)
+    monkeypatch.setitem(
+        pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE)
+    )
+    names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
+    assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
+    assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)
+    assert pictures.draw(RECORD, check=True) == []
+    slower = RECORD["h100"] | {"steps.d12.fp8.tok_s": 1.0}
+    assert pictures.draw({"h100": slower}, check=True) == names[:1]

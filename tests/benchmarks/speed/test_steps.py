@@ -226,3 +226,24 @@ def test_models_alone_and_together_take_turns_in_one_memory(tmp_path):
         *first, together, in_step, alone = stretches  # of one step, then in reverse of three
         assert alone == in_step == pytest.approx(together, rel=1e-6)
         assert first == [alone[:1], in_step[:1], together[:1]]
+
+
+def test_another_gpu_s_code_is_executed_by_its_program_and_named_by_it(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(device, "name", lambda: "NVIDIA H100")
+    commands = []
+
+    def run(program, *more):
+        commands.append((*program.launcher, program.module))
+        return dict(ms=100.0, gib=2.0, first_step=1.0)
+
+    monkeypatch.setattr(steps, "run_program", run)
+    assert steps.compare([work_of("d12")], 6, "torch", tmp_path / "figures.json", "a100") == 0
+    assert commands == [
+        ("benchmarks.as_gpu", "a100", "benchmarks.speed.our_gpt2"),
+        ("benchmarks.speed.torch_gpt2",),
+    ]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["program"] for row in figures["rows"]] == ["ours bf16, sm_80 code", "PyTorch"]
+    assert figures["gpu"] == "NVIDIA H100" and "A100" not in capsys.readouterr().out
