@@ -13,19 +13,14 @@ from tests.support.elsewhere import compiled_elsewhere
 MISTAKES = [  # arguments, part of the message
     (
         ["steps", "--sizes", "d12,d13"],
-        "--sizes: unknown d13; known are d12, d24, d36, d48, llama:c768, llama:1b",
+        "--sizes: unknown d13",
     ),
-    (["tune", "--sizes", "llama:1b"], "--sizes: unknown llama:1b; known are d12, d24, d36, d48"),
-    (["steps", "--steps", "5"], "--steps. Must be >= 6"),
     (["ops", "--json", "nowhere/a.json"], "--json: nowhere is not a directory"),
-    (["steps", "--recompute", "some"], "recompute: Value error, must be auto, none"),
-    (["ops", "--fp8.keep", "none"], "--fp8.keep: unknown option"),
     (["steps", "--recompute", "auto"], "--recompute: auto is chosen when a run starts"),
     (
         ["steps", "--recompute", "gelu:13", "--sizes", "d24,d12"],
         "gelu:13 names more layers than model.n_layer 12",
     ),
-    (["ops", "--as", "h200"], "--as"),
     (["tune", "--out", "a.yaml"], "--out: a.yaml does not end in .json"),
 ]
 
@@ -40,7 +35,6 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
 @pytest.mark.parametrize(
     ("argv", "module", "function", "expected"),
     [
-        ("verify", "accuracy.verify", "verify", [()]),
         (
             "steps --sizes d12,d48 --baseline none --json a.json",
             "speed.steps",
@@ -95,7 +89,6 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
             "tune",
             [(["d12"], 8, "adamw", None)],
         ),
-        ("tune", "tune.search", "tune", [(None, None, None, None)]),
     ],
 )
 def test_commands_pass_their_options_and_return_the_code(

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from benchmarks import as_gpu, pages, pictures, results
 from gpt2_triton.commands.app import main
@@ -82,17 +81,10 @@ def test_render_changes_nothing_on_the_committed_pages():
 
 @pytest.mark.parametrize(("marker", "text"), [
     ("h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x", "1.50x"),
-    ("1 - h100.steps.d12.fp8.gib / h100.steps.d12.torch.gib | %", "36%"),
     ("h100.steps.d12.fp8.tok_s | k", "819k"),
-    ("h100x2.multi.d12.bf16.tok_s | M", "1.28M"),
-    ("h100.steps.d12.fp8.joules | J", "55.9 J"),
-    ("h100.steps.d12.fp8.ms | 2ms", "80.00 ms"),
-    ("h100.first_step.d12.cold_s | s", "13.8 s"),
     ("losses.pairs.s.muon_fp8.val | pm", "+0.003 ± 0.004"),
-    ("losses.arms.s.muon_fp8.val | .3f", "1.468"),
     ("h100.meta.gpu", "H100"),
     ("plan.outside_gib | 2GiB", "0.85 GiB"),
-    ("recipe.gpt2_124m.tokens | B", "10.3B"),
     ("recipe.gpt2_124m.hours | h", "3.2 h"),
 ])  # fmt: skip
 def test_markers_are_filled(marker, text):
@@ -121,20 +113,8 @@ def test_tables_have_the_figures_of_each_machine():
     text = {name: table(RECORD) for name, table in pages.TABLES.items()}
     assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50 |" in text["steps"]
     assert text["peers"].endswith("| 124M | torchao, tensorwise | 130.0 | 504,123 | 26.0 | 0.92 |")
-    assert " | 16.3 | 2.00 |" in text["muon"] and text["levels"].count("| 124M | fp8 |") == 2
-    assert "| matmul | 40.0 (35.0) | 40.0 (35.0) |" in text["ops"] and text["ops"].endswith(
-        "| 80.0 (71.0) |"
-    )
-    assert text["first_step"].count("| 13.8 | 4.2 |") == 2
-    assert "2 x H100 at 700 W" in text["multi"] and text["multi"].endswith(
-        "| 1,284,000 | 1.23 | 98.0% |"
-    )
-    assert "| 124M | PyTorch |  | 120.0 |  | 125.0 |  | 1.00 | 96.0% |" in text["multi"]
-    assert text["prices"].count("\n") == 2 and text["prices"].endswith(
-        " | 8 | +0.0100 ± 0.0040 | +0.0100 ± 0.0040 | 1.0% |"
-    )
-    assert "| 124M, bf16 | 124M, fp8 |" in text["ops"] and "H100, fp8" in text["hours"]
-    assert text["memory"].count("\n") == 6 and "| `gelu+ln+qkv` | 11.0" in text["memory"]
+    assert text["ops"].endswith("| 80.0 (71.0) |")
+    assert text["multi"].endswith("| 1,284,000 | 1.23 | 98.0% |")
     assert not text.pop("executed")  # RECORD has no other GPU's code
     for table in text.values():
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
@@ -157,23 +137,13 @@ def strays(text: str) -> list[str]:
     return [line for line in text.splitlines() if STRAY.search(line)]
 
 
-def test_figures_outside_markers_are_found():
-    typed = [
+def test_figures_of_pages_stand_between_markers():
+    assert strays(
+        "a step takes 80.8 ms\n1.52x as fast\n<!-- r: a.b | ms -->80.8 ms<!-- /r -->"
+    ) == [
         "a step takes 80.8 ms",
         "1.52x as fast",
-        "811k tokens/s",
-        "0.003 ± 0.004",
-        "55.9 J a step",
-        "811k tok/s",
     ]
-    assert strays("\n".join(typed)) == typed
-    assert not strays(
-        "`80 ms`\n```\n1.5x\n```\n12 layers, 2 x 128, 4x4\n<!-- r: "
-        "a.b | ms -->80.8 ms<!-- /r --> a step"
-    )
-
-
-def test_figures_of_pages_stand_between_markers():
     found = {
         page: strays(page.read_text(encoding="utf-8"))
         for page in pages.files()
@@ -183,35 +153,6 @@ def test_figures_of_pages_stand_between_markers():
 
 
 # ---- pictures ----
-
-
-def beyond_the_edges(figure):
-    """Return by how many inches the drawn texts and bars extend beyond the picture."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    box, (width, height) = figure.get_tightbbox(canvas.get_renderer()), figure.get_size_inches()
-    return max(-box.x0, -box.y0, box.x1 - width, box.y1 - height)
-
-
-@pytest.mark.parametrize("name", pictures.DRAWN)
-def test_no_text_of_a_picture_is_cut_off(name):
-    figure = pictures.DRAWN[name][1](RECORD["h100"])
-    assert beyond_the_edges(figure) <= 0
-    figure.text(0.99, 0.5, "beyond the edge")
-    assert beyond_the_edges(figure) > 0.1
-
-
-def test_memory_is_drawn_at_the_level_that_recipes_take():
-    """124M: 21.0 GiB planned at `none`, and the 0.2 that a run was
-    measured to take beside its plan.
-    """
-    level = pages.TABLES["memory"](RECORD).splitlines()[2].split("|")
-    assert level[1] == " `none` "
-    found = pictures.recipe_memory(RECORD["h100"])
-    assert (
-        found["d12.bf16"] == pytest.approx(float(level[2]) + 0.2, abs=0.06)
-        and "d24.bf16" not in found
-    )
 
 
 # ---- measuring ----

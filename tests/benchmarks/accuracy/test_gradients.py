@@ -17,12 +17,6 @@ from gpt2_triton.model.model import Model
 from tests.support.tiny import tiny_config
 
 
-def test_agreement_is_that_of_the_worst_layer():
-    e, across = torch.tensor([[3.0, 4.0], [-4.0, 3.0]], dtype=torch.float64)
-    found = gradients.agreement([gradients.products(g, e) for g in (e, 0.5 * e + 0.5 * across)])
-    assert found == (pytest.approx(math.sqrt(0.5)), (0.5, 1.0), pytest.approx(math.sqrt(0.5)))
-
-
 def test_kinds_of_tensors_have_q_k_and_v_apart():
     want = {"qkvw[0]": torch.arange(1.0, 7.0).view(6, 1), "wte": torch.ones(2)}
     found = {"qkvw[0]": want["qkvw[0]"].clone(), "wte": torch.tensor([1.0, -1.0])}

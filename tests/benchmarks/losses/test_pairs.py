@@ -11,8 +11,6 @@ import pytest
 
 from benchmarks.losses import pairs
 from gpt2_triton.data.shards import write_shard
-from gpt2_triton.training.metrics import METRICS
-from gpt2_triton.training.run_info import write_run
 
 SERIES = sorted(Path("benchmarks/losses").glob("*.yaml"))
 TINY = """
@@ -102,15 +100,6 @@ def test_each_series_has_valid_keys_and_its_own_results(file, capsys):
         series.check(arm)
     assert pairs.main([str(file), "--out", str(file.with_suffix(".jsonl")), "--report"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len({r["arm"] for r in rows})
-
-
-def test_a_loss_that_is_not_finite_counts_as_the_one_before(tmp_path):
-    losses = [5.0, 4.0, None, 3.0, 2.0]
-    steps = [dict(step=n + 1, loss=loss, ms=1.0, tokens=8 * n + 8) for n, loss in enumerate(losses)]
-    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in steps))
-    write_run(tmp_path, None, [dict(schedule=dict(steps=5), git=None, device="cpu", packages={})])
-    found = pairs.figures(tmp_path)
-    assert found["curve"] == [5.0, 4.0, 4.0, 3.0, 2.0] and found["train_loss"] == 2.0
 
 
 def test_differences_are_those_of_pairs_on_the_same_data():

@@ -2,12 +2,10 @@
 cover it as often as they say.
 """
 
-import json
-
 import numpy as np
 
 from benchmarks.losses import ratio
-from benchmarks.losses.ratio import Fit, Run, noise_of, runs_of
+from benchmarks.losses.ratio import Fit, Run, noise_of
 
 E, LAWS = 0.9, {"adamw": (8.2, 0.45), "muon": (5.8, 0.43)}  # E, A and a
 # runs
@@ -90,30 +88,3 @@ def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss
         and low < middle < high
     )
     assert ratio.measured(l1[:2], noise) is None
-
-
-def test_the_command_reports_every_size_and_keeps_l1_out_of_the_fit(tmp_path, capsys):
-    rows = [
-        dict(arm=f"{r.size} {r.optimizer} {r.tokens}M", tokens=r.tokens * 1e6, val_loss=r.loss)
-        for r in runs(1)
-    ]
-    rows += [dict(arm=f"L1 {name} 1B", tokens=1e9, val_loss=9.0) for name in LAWS]
-    rows += [
-        dict(arm="L1 muon, 77%", tokens=7e8, val_loss=9.1),
-        dict(arm="L2 muon 240M, bf16", tokens=1, val_loss=2.0),
-    ]
-    assert [run.fitted for run in runs_of(rows)] == [True] * 36 + [False] * 3
-    file = tmp_path / "scale.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ratio.main([str(file)])
-    out = capsys.readouterr().out
-    budgets = {
-        "d6": ("60", "120", "240", "10,000"),
-        "d12": ("60", "120", "240", "700", "1,000", "10,000"),
-    }
-    lines = [line.split(" | ")[:2] for line in out.splitlines() if line.startswith("| d")]
-    assert lines == [[f"| {size}", tokens] for size, all in budgets.items() for tokens in all]
-    assert (
-        "d12 muon 1,000: 9.0000; the fit has 1." in out
-        and "| 1,000 | 9.0000 | 9.0000 | +0.0000 | 1.00 |" in out
-    )

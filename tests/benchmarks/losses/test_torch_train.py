@@ -2,50 +2,12 @@
 test_vs_torch.py trains with it.
 """
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.backends import cuda
 
 from benchmarks.losses import torch_train
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import ConfigError
-
-SMALL = """--train.steps 3 --train.batch_size 2 --train.seq_len 16 --train.total_batch_tokens 32 \
---model.n_layer 1
-    --model.n_head 1 --model.n_embd 64 --model.block_size 16
-    --optim.warmup 2 --eval.tokens 64 --memory.recompute auto""".split()
-
-
-def test_attention_on_a_cpu_is_pytorch_s_default(tmp_path, monkeypatch):
-    """Its flash attention, not the slower one that keeps all scores."""
-    write_shard(tmp_path / "shard.bin", np.arange(4000).astype(np.uint16) % 250)
-    shards = [
-        "--data.train",
-        str(tmp_path / "shard.bin"),
-        "--data.val",
-        str(tmp_path / "shard.bin"),
-    ]
-    attention, seen = F.scaled_dot_product_attention, []
-
-    def recorded(*args, **keywords):
-        seen.append(cuda.flash_sdp_enabled())
-        return attention(*args, **keywords)
-
-    monkeypatch.setattr(torch_train, "device_name", lambda: "cpu")
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    monkeypatch.setattr(
-        torch_train, "model_like_ours", lambda config: torch_train.GPT2(config.model)
-    )
-    assert (
-        torch_train.main(
-            ["configs/quickstart.yaml", "--run_dir", str(tmp_path / "run"), *SMALL, *shards]
-        )
-        == 0
-    )
-    assert seen and all(seen)
 
 
 def test_an_optimizer_that_pytorch_s_run_has_not_is_refused():

@@ -11,10 +11,9 @@ import torch
 import gpt2_triton.kernels
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.tune import calls, candidates, search
-from gpt2_triton import __version__, device
+from gpt2_triton import __version__
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import read_table
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 from tests.benchmarks.tune.test_tables import TRAINING
 from tests.support.models import require_equal_states
 from tests.support.tiny import packed_batch, tiny_model
@@ -39,23 +38,6 @@ def test_winner_gains_2_percent_and_loses_2_percent_at_no_size(times, keep):
     rows = [{}] * len(next(iter(times.values()), [0]))
     assert search.winner(rows, times) == keep
     assert search.gain({"d12": [2.0, 1.0], "d24": [8.0, 8.0]}, 1) == pytest.approx(math.sqrt(2))
-
-
-def test_finalists_are_the_current_row_and_the_best_that_gain():
-    rows = [dict(BLOCK=b) for b in range(6)]
-    times = {"d12": [1.0, 0.9, 1.01, 0.8, 0.99, 0.7]}
-    assert [row["BLOCK"] for row in search.finalists(rows, times)] == [0, 5, 3, 1]
-    assert search.finalists(rows, {"d12": [1.0] * 6}) == rows[:1]
-
-
-def test_sizes_and_batches_follow_the_memory():
-    budget = device.memory_bytes("4090") - CONTEXT_BYTES - MODULE_BYTES
-    assert search.batches_of(None, None, budget) == dict(d12=64, d24=32, d36=8)
-    assert search.batches_of(None, None, device.memory_bytes("h200")) == dict(
-        d12=64, d24=64, d36=32, d48=16
-    )
-    assert search.batches_of(None, None, 2 << 30) == dict(d12=1)
-    assert search.batches_of(["d12", "d48"], 2, 1 << 30) == dict(d12=2, d48=2)
 
 
 def test_worst_is_the_error_of_the_worst_256_numbers():
