@@ -1,6 +1,4 @@
-"""A server on localhost with the parts of Weights & Biases' protocol that a run
-uses; it can be made to fail.
-"""
+"""A server on localhost with the parts of Weights & Biases' protocol that a run uses."""
 
 import gzip
 import json
@@ -9,15 +7,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Holds one run: history `rows`, `config`, ids `names` it was opened with;
-    if `broken` it answers 500.
-    """
+    """Holds one run: history `rows`, `config`, ids `names` it was opened with."""
 
     daemon_threads = True
 
-    def __init__(self, broken: bool = False):
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.rows, self.config, self.names, self.broken = [], {}, [], broken
+        self.rows, self.config, self.names = [], {}, []
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -69,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
             if history:
                 self.server.rows[history["offset"] :] = history["content"]
         text = json.dumps(answer).encode()
-        self.send_response(500 if self.server.broken else 200)
+        self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

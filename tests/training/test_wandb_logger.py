@@ -1,12 +1,9 @@
-"""Weights & Biases: wandb with a server on localhost that works, refuses, hangs or answers 500, and
-a fake wandb that raises in any call.
-"""
+"""Weights & Biases: wandb with a server on localhost, and a fake wandb that raises in any call."""
 
 import json
 import os
 import pty
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -74,18 +71,12 @@ def test_resume_and_rewind_continue_the_same_run_without_a_repeated_step(server,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["refuses", "hangs", "answers 500"])
-def test_dead_network_costs_a_bounded_delay_and_one_warning(
-    wandb, tmp_path, monkeypatch, capsys, fault
-):
+def test_dead_network_costs_a_bounded_delay_and_one_warning(wandb, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb_logger, "START_SECONDS", 1.0)
-    with WandbServer(broken=True) as broken, socket.create_server(("127.0.0.1", 0)) as silent:
-        ports = {"refuses": 9, "hangs": silent.getsockname()[1], "answers 500": broken.server_port}
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{ports[fault]}")
-        start = time.monotonic()
-        run(tmp_path, range(1, 4), wandb="online")
-        assert time.monotonic() - start < 30
-        broken.shutdown()
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    start = time.monotonic()
+    run(tmp_path, range(1, 4), wandb="online")
+    assert time.monotonic() - start < 30
     assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1
     assert len(read_metrics(tmp_path / METRICS)) == 4
 
@@ -122,21 +113,6 @@ def test_missing_key_is_a_warning_and_no_prompt(tmp_path):
         os.close(terminal)
         os.close(inside)
     assert "no API key; `wandb login` asks for it" in printed and "continued" in printed
-
-
-@pytest.mark.slow
-def test_server_that_dies_during_the_run_does_not_delay_its_end(
-    server, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(wandb_logger, "END_SECONDS", 1.0)
-    logger = Logger(tmp_path, config(wandb="online"))
-    logger.step(1, result(loss=2.0, norm=1.0, seconds=0.1))
-    server.broken = True
-    logger.step(2, result(loss=2.0, norm=1.0, seconds=0.1))
-    start = time.monotonic()
-    logger.close()
-    assert time.monotonic() - start < 6 and len(read_metrics(tmp_path / METRICS)) == 2
-    assert capsys.readouterr().err.count("warning: no Weights & Biases") == 1
 
 
 # ---- a wandb that raises ----
@@ -177,6 +153,8 @@ def test_each_record_is_logged_at_its_step_under_the_id_of_run_json(tmp_path, mo
             -len(logged) :
         ]
         assert fake.calls[-1] == ("finish", (), dict(exit_code=0))
+    [limits] = [keys for name, _, keys in fake.calls if name == "Settings"]
+    assert limits == dict(init_timeout=20, finish_timeout=60, finish_timeout_raises=True)
     (tmp_path / "name").rename(tmp_path / "moved")
     assert run(tmp_path / "moved", [6], 5, wandb="offline") == run_id
     copy = shutil.copytree(tmp_path / "moved", tmp_path / "another" / "moved")
