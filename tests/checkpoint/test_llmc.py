@@ -103,21 +103,10 @@ def with_header(data: bytes, **words: int) -> bytes:
 
 
 REFUSED = [
-    (
-        lambda data: data[:1000],
-        "not a model file of llm.c; expected 1 KiB that begins with 20240326",
-    ),
+    (lambda data: data[:1000], "not a model file of llm.c"),
     (lambda data: with_header(data, w0=20240520), "not a model file of llm.c"),
-    (
-        lambda data: with_header(data, w1=2),
-        r"version 2, expected 3 \(fp32\) or 5 \(bf16\); write it again",
-    ),
-    (
-        lambda data: with_header(data, w6=60),
-        "not a model that fits here: block_size 16, vocab_size 300.* n_embd 60",
-    ),
-    (lambda data: with_header(data, w4=0), "not a model that fits here"),
-    (lambda data: with_header(data, w4=3), "bytes, expected [0-9,]+ by its header"),
+    (lambda data: with_header(data, w1=2), "version 2, expected 3 .fp32. or 5 .bf16."),
+    (lambda data: with_header(data, w6=60), "not a model that fits here: .* n_embd 60"),
     (lambda data: with_header(data, w7=299), "by its header; copy it again"),
     (lambda data: data[:-4], "by its header; copy it again"),
 ]
@@ -130,17 +119,8 @@ def test_llmc_reader_refuses_other_files(model, tmp_path, damage, message):
     with pytest.raises(CheckpointError, match=message) as error:
         llmc.read(str(tmp_path / "model.bin"))
     assert "\n" not in str(error.value)
-
-
-def test_llmc_reader_refuses_a_missing_file_and_another_model(model, tmp_path):
-    config, params, _ = model
     with pytest.raises(CheckpointError, match="cannot be read .No such file"):
         llmc.read(str(tmp_path / "none.bin"))
-    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.float32))
-    with pytest.raises(
-        CheckpointError, match="has n_layer 2, this run n_layer 3; set model.n_layer to 2"
-    ):
-        to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config_of(n_layer=3))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
