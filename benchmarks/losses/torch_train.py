@@ -4,10 +4,10 @@
 
 Initial weights, batches and learning rates are the same as in `gpt2-triton train`
 with these options on one GPU.
-AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices, and q, k and v
-apart.  The model is torch_gpt2.GPT2 with cuDNN's attention; the loss leaves out the vocabulary's
-padding.  With --fp32, or with train.dtype fp32, it computes in fp32 without TF32 and without
-torch.compile.  Without a GPU it trains on the CPU.
+AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices: q, k and v
+apart, and Llama's gate and value.  The model is torch_gpt2.GPT2 or torch_llama.Llama with cuDNN's
+attention; the loss leaves out the vocabulary's padding.  With --fp32, or with train.dtype fp32, it
+computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
 DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
 
@@ -30,9 +30,11 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.speed.floors import ATTENTION
 from benchmarks.speed.torch_gpt2 import GPT2
+from benchmarks.speed.torch_llama import Llama
 from gpt2_triton.commands.app import select_device
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import Progress
 from gpt2_triton.data.loader import TrainLoader, ValidationLoader
@@ -40,20 +42,44 @@ from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
 from gpt2_triton.errors import ConfigError, UserError
-from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.metrics import METRICS
 
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
+Module = GPT2 | Llama
 Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
 # index, loss and gradient norm on the device, learning rate
 Step = tuple[int, Tensor, Tensor, float]
 
 
-def model_like_ours(config: Config) -> GPT2:
+def model_of(m: ModelConfig) -> Module:
+    """Return GPT-2 or Llama in PyTorch; its loss leaves out the padding of the vocabulary."""
+    model = GPT2(m) if m.arch == "gpt2" else Llama(m)
+    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : m.vocab_size])
+    return model
+
+
+def by_name(p: Any) -> dict[str, Tensor]:
+    """Return our parameters by the names of PyTorch's model."""
+    found = {}
+    for name, value in vars(p).items():
+        kind = "bias" if name.endswith("b") else "weight"
+        if name in ("wte", "wpe"):
+            found[f"{name}.weight"] = value
+        elif name in ("lnw", "lnb"):
+            norms = [f"layers.{i // 2}.ln_{i % 2 + 1}" for i in range(len(value) - 1)]
+            rows = zip([*norms, "ln_f"], value, strict=True)
+            found |= {f"{norm}.{kind}": row for norm, row in rows}
+        else:
+            found |= {f"layers.{l}.{name[:-1]}.{kind}": layer for l, layer in enumerate(value)}
+    return found
+
+
+def model_like_ours(config: Config) -> Module:
     """Return PyTorch's model on this device, with the initial weights of `gpt2-triton train`."""
     import gpt2_triton.kernels as K  # after select_device
+    from gpt2_triton.model import architecture
     from gpt2_triton.model.model import Model
 
     # auto needs a step
@@ -63,56 +89,39 @@ def model_like_ours(config: Config) -> GPT2:
         config = config.replace(train={"dtype": "fp32"}, optim={"master": "none"})
     ours = Model(config, K, device_name())
     ours.initialise(config.train.seed)
-    p = param_views(Params, ours.state.params.to("cpu", copy=True), ours.dims)
+    params = ours.state.params.to("cpu", copy=True)
+    weights = by_name(param_views(architecture.of(config.model).Params, params, ours.dims))
     del ours
     gc.collect()  # frees its arena
     torch.cuda.empty_cache()
-    model = GPT2(config.model)
-    pairs = [(model.wte.weight, p.wte), (model.wpe.weight, p.wpe)]
-    norms = [norm for layer in model.layers for norm in (layer.ln_1, layer.ln_2)] + [model.ln_f]
-    for norm, w, b in zip(norms, p.lnw, p.lnb, strict=True):
-        pairs += [(norm.weight, w), (norm.bias, b)]
-    for name in ("qkv", "attproj", "fc", "fcproj"):
-        for layer, w, b in zip(
-            model.layers, getattr(p, f"{name}w"), getattr(p, f"{name}b"), strict=True
-        ):
-            linear = getattr(layer, name)
-            pairs += [(linear.weight, w), (linear.bias, b)]
-    with torch.no_grad():
-        for theirs, value in pairs:
-            theirs.copy_(value)
-    # no padding
-    model.head.register_forward_hook(
-        lambda _, inputs, logits: logits[..., : config.model.vocab_size]
-    )
+    model = model_of(config.model)
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    assert not unknown and set(missing) <= {"head.weight", "rope"}  # what no parameter is
     return model.to(device_name())
 
 
-def thirds_of(weight: nn.Parameter) -> list[nn.Parameter]:
-    """Return a view each of q's, k's and v's weights, with gradients: Muon is better on
-    three matrices than on one.
+def parts_of(weight: nn.Parameter, rows: list[int]) -> list[nn.Parameter]:
+    """Return views of some rows of a weight each, with gradients: Muon is better on q, k and v,
+    and on gate and value, than on one matrix.
     """
-    thirds = [nn.Parameter(third) for third in weight.detach().chunk(3)]
+    parts = [nn.Parameter(part) for part in weight.detach().split(rows)]
 
     def share_gradient(weight: Tensor) -> None:
         assert weight.grad is not None
-        for third, grad in zip(thirds, weight.grad.chunk(3), strict=True):
-            third.grad = grad
+        for part, grad in zip(parts, weight.grad.split(rows), strict=True):
+            part.grad = grad
 
     weight.register_post_accumulate_grad_hook(share_gradient)
-    return thirds
+    return parts
 
 
-def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: Module, config: Config) -> list[torch.optim.Optimizer]:
     """Return AdamW, and Muon if the configuration has it; a group's `factor`
     scales the learning rate.
     """
-    o, embeddings = config.optim, [model.wte.weight, model.wpe.weight]
-    rest = {
-        name: p
-        for name, p in model.named_parameters()
-        if not name.startswith(("wte", "wpe", "head"))
-    }
+    o, m = config.optim, config.model
+    rest = dict(model.named_parameters())
+    embeddings = [rest.pop(name) for name in [*rest] if name.startswith(("wte", "wpe"))]
     beside = (o.adamw_lr or o.lr) / o.lr
     groups = [
         dict(params=embeddings, weight_decay=config.embed_decay, factor=o.embed_lr * beside),
@@ -123,8 +132,11 @@ def optimizers_of(model: GPT2, config: Config) -> list[torch.optim.Optimizer]:
     if o.name not in ("adamw", "muon"):
         raise ConfigError(f"optim.name: PyTorch's run has no {o.name}; choose adamw or muon")
     if o.name == "muon":
+        rows = {"qkv": [m.n_embd, m.kv_channels, m.kv_channels]}
+        if m.arch == "llama":
+            rows["fc"] = [m.inner, m.inner]
         split = [
-            thirds_of(p) if name.endswith("qkv.weight") else [p] for name, p in matrices.items()
+            parts_of(p, rows.get(name.split(".")[-2], [len(p)])) for name, p in matrices.items()
         ]
         muon: Any = dict(
             momentum=o.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
@@ -167,7 +179,7 @@ def autocast(fp32: bool) -> torch.autocast:
 
 def train_steps(
     config: Config,
-    model: GPT2,
+    model: Module,
     loss_of: Callable[..., Tensor],
     accumulation: int,
     batches: Iterator[Batch],

@@ -14,7 +14,7 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         C, self.HS = c.n_embd, c.n_embd // c.n_head
-        self.norm_1, self.norm_2 = nn.RMSNorm(C, c.norm_eps), nn.RMSNorm(C, c.norm_eps)
+        self.ln_1, self.ln_2 = nn.RMSNorm(C, c.norm_eps), nn.RMSNorm(C, c.norm_eps)
         self.sections = C, c.kv_channels, c.kv_channels
         self.qkv, self.attproj = (
             nn.Linear(C, sum(self.sections), bias=False),
@@ -27,12 +27,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, C = x.shape
-        parts = self.qkv(self.norm_1(x)).split(self.sections, -1)
+        parts = self.qkv(self.ln_1(x)).split(self.sections, -1)
         q, k, v = (part.view(B, T, -1, self.HS).transpose(1, 2) for part in parts)
         q, k = (rotated(part, cos, sin) for part in (q, k))
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.attproj(att.transpose(1, 2).reshape(B, T, C))
-        gate, up = self.fc(self.norm_2(x)).chunk(2, -1)
+        gate, up = self.fc(self.ln_2(x)).chunk(2, -1)
         return x + self.fcproj(F.silu(gate) * up)
 
 
@@ -47,7 +47,7 @@ class Llama(nn.Module):
         C = c.n_embd
         self.wte = nn.Embedding(c.padded_vocab, C)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layer))
-        self.norm = nn.RMSNorm(C, c.norm_eps)
+        self.ln_f = nn.RMSNorm(C, c.norm_eps)
         self.head = nn.Linear(C, c.padded_vocab, bias=False)
         self.head.weight = self.wte.weight
         rope = table(c.block_size, C // c.n_head, c.rope_theta, c.rope_factor)
@@ -61,6 +61,6 @@ class Llama(nn.Module):
         cos, sin = self.rope[: ids.shape[1]].chunk(2, -1)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        chunks = zip(self.norm(x).flatten(0, 1).chunk(CHUNKS), targets.view(-1).chunk(CHUNKS))
+        chunks = zip(self.ln_f(x).flatten(0, 1).chunk(CHUNKS), targets.view(-1).chunk(CHUNKS))
         losses = [F.cross_entropy(self.head(rows), of, reduction="sum") for rows, of in chunks]
         return sum(losses, torch.zeros((), device=x.device)) / targets.numel()

@@ -53,3 +53,13 @@ def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
     )
     assert moved["wte.weight"].mean().sqrt().item() == pytest.approx(2.0, 1e-3)
     assert moved["ln_f.bias"].mean().sqrt().item() == pytest.approx(0.5, 1e-3)
+
+
+def test_muon_updates_llama_s_gate_and_value_apart():
+    keys = {"model.arch": "llama", "model.n_embd": "64", "model.n_head": "1", "model.n_layer": "1"}
+    keys |= {"optim.name": "muon", "train.total_batch_tokens": "null"}
+    config = Config.load("configs/quickstart.yaml", keys)
+    muon, _ = torch_train.optimizers_of(torch_train.model_of(config.model), config)
+    m, matrices = config.model, muon.param_groups[0]["params"]
+    layer = [64, 64, 64, 64, m.inner, m.inner, 64]  # q, k, v, attproj, gate, value, fcproj
+    assert [len(matrix) for matrix in matrices] == layer

@@ -67,8 +67,8 @@ def test_torch_llama_has_the_reference_s_loss(factor):
     torch.manual_seed(0)
     model = torch_llama.Llama(config)
     layers = model.layers
-    norms = [norm.weight for layer in layers for norm in (layer.norm_1, layer.norm_2)] + [
-        model.norm.weight
+    norms = [norm.weight for layer in layers for norm in (layer.ln_1, layer.ln_2)] + [
+        model.ln_f.weight
     ]
     for norm in norms:
         torch.nn.init.uniform_(norm, 0.5, 1.5)
