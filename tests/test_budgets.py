@@ -16,7 +16,7 @@ CEILINGS = {
     "benchmarks": 11_800,
     "benchmarks/accuracy": 14_450,
     "benchmarks/losses": 14_300,
-    "benchmarks/speed": 10_600,
+    "benchmarks/speed": 12_300,
     "benchmarks/tune": 5_800,
     "eval": 150,
     "gpt2_triton": 6_800,

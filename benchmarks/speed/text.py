@@ -1,0 +1,274 @@
+"""Measures what takes text: tokenizers, sources of a mixture, and a tokenizer trained on a text.
+
+    python -m benchmarks.speed.text encode [TOKENIZER ...]     # MB/s in one and in eight processes
+    python -m benchmarks.speed.text sources                    # steps with one source and eight
+    python -m benchmarks.speed.text greek greek.txt            # writes 5 MB of Greek, by apt-get
+    python -m benchmarks.speed.text own greek.txt              # nats per byte by tokenizer
+
+Each of the three fills a section of the record, and names the tokenizers beside its machine.
+"""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks import results
+from benchmarks.losses.prose import Source, fetch, of_html
+from benchmarks.pages import ROOT
+from benchmarks.speed.sizes import VOCAB, work_of
+from gpt2_triton import device
+from gpt2_triton.commands.app import main, make_app
+from gpt2_triton.data.shards import Shard, write_shard
+from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer, label
+from gpt2_triton.data.tokenizer_file import FileTokenizer
+from gpt2_triton.files import write_json
+from gpt2_triton.training.metrics import METRICS, read_metrics
+
+PIECE, PIECES = 1_000_000, 4  # characters of a piece of text, and pieces of a process
+PROCESSES = 8
+SOURCES, SHARD_TOKENS = 8, 2_000_000
+STEPS, UNCOUNTED = 50, 10  # of a run with sources
+GREEK = Source("apt", "libreoffice-help-el", "MPL-2.0", "**/text/**/*.html", of_html)
+GREEK_BYTES = 5_000_000
+QUIET = ("--sample.every", "0", "--eval.tokens", "0", "--eval.hellaswag_every", "0")
+
+app = make_app("python -m benchmarks.speed.text", "Tokenizers, sources and one's own tokenizer.")
+
+
+def write_section(out: Path, name: str, figures: dict[str, Any], commit: str) -> None:
+    """Write a section of the record, with this machine and its packages as meta."""
+    packages = {package: version(package) for package in ("tiktoken", "tokenizers", "triton")}
+    meta: dict[str, Any] = dict(commit=commit or results.commit_of_code(), date=str(date.today()))
+    meta |= dict(gpu=device.name() if device.present() else "", cpus=os.cpu_count())
+    meta |= dict(python=sys.version.split()[0]) | packages
+    write_json(out, results.read(out) | {name: {"meta": meta} | figures})
+
+
+# ---- encode ----
+
+
+def encoded(name: str, piece: str) -> int:
+    return len(get_tokenizer(name).encode(piece))
+
+
+def alone(name: str, pieces: list[str], threads: int) -> float:
+    """Return MB/s of tiktoken or tokenizers, in threads of this process."""
+    tokenizer = get_tokenizer(name)
+    if isinstance(tokenizer, FileTokenizer):
+        whole = tokenizer._tokenizer
+        return mb_per_s(lambda: whole.encode_batch(pieces, add_special_tokens=False), pieces)
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    tiktoken = tokenizer._encoding
+    return mb_per_s(lambda: tiktoken.encode_ordinary_batch(pieces, num_threads=threads), pieces)
+
+
+def mb_per_s(encode: Callable[[], Any], pieces: list[str]) -> float:
+    """Return the speed of the second call: the first one loads the tokenizer."""
+    encode()
+    begin = time.perf_counter()
+    encode()
+    return sum(len(piece.encode()) for piece in pieces) / (time.perf_counter() - begin) / 1e6
+
+
+def pieces_of_text(count: int) -> list[str]:
+    """Return pieces of this checkout's pages and code, which repeat."""
+    files = sorted([*ROOT.glob("docs/*/*.md"), *ROOT.glob("gpt2_triton/**/*.py")])
+    text = itertools.cycle("".join(file.read_text(encoding="utf-8") for file in files))
+    return ["".join(itertools.islice(text, PIECE)) for _ in range(count)]
+
+
+def speeds(name: str, count: int) -> dict[str, float]:
+    """Return MB/s of this package in `count` processes, and of the library in as many threads."""
+    pieces = pieces_of_text(PIECES * count)
+    with processes(count, TOKENIZERS_PARALLELISM="false") as pool:
+        names = [name] * len(pieces)
+        ours = mb_per_s(lambda: [*pool.map(encoded, names, pieces)], pieces)
+    with processes(1, TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(count)) as pool:
+        return dict(ours=ours, library=pool.submit(alone, name, pieces, count).result())
+
+
+def processes(count: int, **env: str) -> ProcessPoolExecutor:
+    os.environ |= env
+    return ProcessPoolExecutor(count, get_context("spawn"))
+
+
+@app.command
+def encode(*tokenizers: str, out: Path = results.RECORD, commit: str = "") -> None:
+    """Measure MB/s of tokenizers beside the libraries tiktoken and tokenizers alone.
+
+    Args:
+        tokenizers: Names as data.tokenizer has them; by default gpt2 and llama3.
+        out: The record.
+        commit: Commit of the code; give it where there is no git checkout.
+    """
+    figures: dict[str, float] = {}
+    for name, count in itertools.product(tokenizers or ("gpt2", "llama3"), (1, PROCESSES)):
+        for who, speed in speeds(name, count).items():
+            figures[f"{Path(name).name}.{who}_{count}"] = speed
+        print(name, count, figures, flush=True)
+        write_section(out, "encode", figures, commit)
+
+
+# ---- training ----
+
+
+def gpt2_triton(folder: Path, *words: object) -> str:
+    """Run a command in a folder, and return what it prints."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2_triton", *map(str, words)],
+        cwd=folder, env=os.environ | dict(PYTHONPATH=path), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        print(done.stdout[-2000:], flush=True)
+        done.check_returncode()
+    return done.stdout
+
+
+def trained(folder: Path, *words: object) -> list[dict[str, Any]]:
+    """Run `gpt2_triton train` in a folder, and return the records of the run."""
+    begin, run_dir = time.monotonic(), tempfile.mkdtemp(dir=folder)
+    gpt2_triton(folder, "train", *words, "--run_dir", run_dir)
+    print(*words, f"{time.monotonic() - begin:.0f} s", flush=True)
+    return read_metrics(Path(run_dir) / METRICS)
+
+
+def milliseconds(records: Iterable[dict[str, Any]]) -> float:
+    """Return the median time of a step."""
+    times = [record["ms"] for record in records if record.get("ms")]
+    return statistics.median(times[UNCOUNTED:])
+
+
+def add(figures: dict[str, Any], key: str, value: float) -> None:
+    """Add a run's value to the list KEY_each, and write the mean of the list."""
+    each = figures.setdefault(f"{key}_each", [])
+    each.append(round(value, 4))
+    figures[key] = round(statistics.fmean(each), 4)
+
+
+@app.command
+def sources(
+    *, size: str = "d12", rounds: int = 2, out: Path = results.RECORD, commit: str = ""
+) -> None:
+    """Measure steps with one source and with eight, in turns, on random tokens.
+
+    Args:
+        size: A size of benchmarks/speed/sizes.py.
+        rounds: Runs of each.
+        out: The record.
+        commit: Commit of the code; give it where there is no git checkout.
+    """
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, draw = Path(name), np.random.default_rng(0)
+        for i in range(SOURCES):
+            (folder / f"s{i}").mkdir()
+            tokens = draw.integers(0, VOCAB, SHARD_TOKENS).astype(np.uint16)
+            write_shard(folder / f"s{i}" / "t.bin", tokens)
+        mixed = ",".join(f"{folder}/s{i}/t.bin={i + 1}" for i in range(SOURCES))
+        arms = {"one": f"{folder}/s*/t.bin", "eight": mixed}
+        options = ("--train.steps", STEPS, "--eval.every", 0, "--checkpoint.every", 0, *QUIET)
+        turns = itertools.product(range(rounds), ("bf16", "fp8"), arms.items())
+        for _, precision, (arm, pattern) in turns:
+            level = "none" if precision == "fp8" else None
+            config = work_of(size, None, level, precision).config()
+            (folder / "config.yaml").write_text(config.to_yaml())
+            data = ("--data.train", pattern, "--data.val", f"{folder}/s0/t.bin")
+            ms = milliseconds(trained(folder, folder / "config.yaml", *data, *options))
+            add(figures, f"{precision}.{arm}.ms", ms)
+            write_section(out, "sources", figures, commit)
+
+
+@app.command
+def greek(out: Path) -> None:
+    """Write Greek, LibreOffice's help, from its Debian package."""
+    texts = [text for _, text in fetch(GREEK, "")["texts"]]
+    whole = "<|endoftext|>".join(texts).encode()[:GREEK_BYTES]
+    out.write_bytes(whole.decode(errors="ignore").encode())
+
+
+@app.command
+def own(
+    text: Path,
+    *keys: str,
+    seconds: float = 90,
+    vocab: str = "2048,8192",
+    seeds: int = 2,
+    out: Path = results.RECORD,
+    commit: str = "",
+) -> None:
+    """Train `own` on a text through bytes, GPT-2's tokens and tokenizers trained on the text.
+
+    All runs validate on the last tenth of the text, and have the steps that `own` chooses for
+    the tokenizer, or fewer if these take longer than the limit.
+
+    Args:
+        text: A text file.
+        keys: Keys of gpt2_triton's configuration.
+        seconds: Most seconds of steps of a run.
+        vocab: Comma-separated sizes of the tokenizers that are trained.
+        seeds: Runs of each tokenizer.
+        out: The record.
+        commit: Commit of the code; give it where there is no git checkout.
+    """
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, whole = Path(name), str(text.resolve())
+        for size in vocab.split(","):
+            gpt2_triton(folder, "tokenizer", whole, "--vocab", size, "--out", f"own_{size}")
+        arms = ["bytes", "gpt2", *(f"{folder}/own_{size}" for size in vocab.split(","))]
+        steps: dict[str, int] = {}
+        for seed, arm in itertools.product(range(seeds), arms):
+            options = ("own", "--data", whole, "--data.tokenizer", arm, *QUIET, *keys)
+            if arm not in steps:
+                ms = milliseconds(trained(folder, *options, "--train.steps", 60))
+                steps[arm] = int(seconds * 1e3 / ms)
+            chosen = chosen_steps(folder, *options)
+            limit = ("--train.steps", min(chosen, steps[arm]), "--train.seed", seed)
+            records = trained(folder, *options, *limit)
+            key = Path(arm).name
+            for figure, value in outcome(records, folder, arm).items():
+                add(figures, f"{key}.{figure}", value)
+            write_section(out, "own_tokenizer", figures, commit)
+
+
+def chosen_steps(folder: Path, *words: object) -> int:
+    """Return the steps that `own` chooses."""
+    printed = gpt2_triton(folder, "train", *words, "--print_config")
+    return int(yaml.safe_load(printed)["train"]["steps"])
+
+
+def outcome(records: list[dict[str, Any]], folder: Path, tokenizer: str) -> dict[str, float]:
+    """Return the lowest validation loss in nats per byte, when it was, and bytes per token."""
+    best = min((record for record in records if "val_loss" in record), key=lambda r: r["val_loss"])
+    [path] = folder.glob(f"data/*_{label(tokenizer)}_*/val_000000.bin")
+    shard = Shard(path, get_tokenizer(tokenizer).vocab_size, seq_len=1)
+    tokens = shard.read(0, shard.count)
+    size = len(get_tokenizer(tokenizer).decode(tokens.tolist()).encode())
+    bytes_per_token = size / len(tokens)
+    ms = milliseconds(records)
+    return dict(
+        nats=best["val_loss"] / bytes_per_token,
+        bytes_per_token=bytes_per_token,
+        seconds=best["step"] * ms / 1e3,
+        ms=ms,
+        tokens=len(tokens),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(app, sys.argv[1:]))
