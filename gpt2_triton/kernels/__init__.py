@@ -28,8 +28,6 @@ from gpt2_triton.kernels.layernorm import (
     layernorm_bwd,
     layernorm_bwd_scratch,
     layernorm_fwd,
-    rmsnorm_bwd,
-    rmsnorm_fwd,
 )
 from gpt2_triton.kernels.matmul import (
     matmul,

@@ -7,7 +7,8 @@ backward   g = dout * w,  dx = (more +) rstd * (g - sum_C(g) / C - xhat * sum_C(
            dw (+)= sum_R(dout * xhat),  db (+)= sum_R(dout),
            dbias (+)= sum_R(dx as it is after the update)
 
-RMSNorm is the same with mean 0, no b and no db, and without the term sum_C(g).
+RMSNorm is the same with mean 0, no b and no db, and without the term sum_C(g): a Norm whose mean is
+None.
 
 The residual is not fused here: the product before the norm adds it in its epilogue (matmul_add), so
 x is the sum already.  dbias is the gradient of that product's bias.  The product's output enters
@@ -152,21 +153,11 @@ def _layernorm_bwd_kernel(
         tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
 
 
-@contract("out[R,C] norm.mean[R] norm.rstd[R] <- x[R,C] norm.w[C] norm.b[C]")
+@contract("out[R,C] norm.mean[R]? norm.rstd[R] <- x[R,C] norm.w[C] norm.b[C]?")
 def layernorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
-    """Write out = layernorm(x), and the norm's mean and rstd.  An Fp8 out gets rows, and its
+    """Write out = the norm of x, and the norm's mean and rstd.  An Fp8 out gets rows, and its
     value unless that is None.
     """
-    _launch_fwd(out, norm, x)
-
-
-@contract("out[R,C] norm.rstd[R] <- x[R,C] norm.w[C]")
-def rmsnorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
-    """Write out = x / sqrt(mean(x^2) + eps) * w, and the norm's rstd."""
-    _launch_fwd(out, norm, x)
-
-
-def _launch_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
     R, C = x.shape
     plain, (out8, *scaling) = (
         (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
@@ -179,8 +170,8 @@ def _launch_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
 
 
 @contract(
-    "dx[R,C]+ norm.dw[C]+ norm.db[C]+ branch.db[C]?+ branch.dout[R,C]? ln[R,C]? scratch[*] <-"
-    "dout[R,C] x[R,C] norm.w[C] norm.b[C] norm.mean[R] norm.rstd[R] more[R,C]?"
+    "dx[R,C]+ norm.dw[C]+ norm.db[C]?+ branch.db[C]?+ branch.dout[R,C]? ln[R,C]? scratch[*] <-"
+    "dout[R,C] x[R,C] norm.w[C] norm.b[C]? norm.mean[R]? norm.rstd[R] more[R,C]?"
     "branch.dropout.step_key[4]?"
 )
 def layernorm_bwd(
@@ -197,43 +188,6 @@ def layernorm_bwd(
     """dx = (more +) gradient through the norm; the norm's dw and db and the branch's db (+)=
     column sums; the branch's dout: dx, masked; ln: the norm's output again.
     """
-    programs = _launch_bwd(dx, norm, branch, ln, scratch, dout, x, more)
-    column_sums(norm.dw, norm.db, branch.db, scratch, programs, acc)
-
-
-@contract(
-    "dx[R,C]+ norm.dw[C]+ ln[R,C]? scratch[*] <-dout[R,C] x[R,C] norm.w[C] norm.rstd[R] more[R,C]?"
-)
-def rmsnorm_bwd(
-    dx: Operand,
-    norm: Norm,
-    ln: Operand | None,
-    scratch: Tensor,
-    dout: Tensor,
-    x: Tensor,
-    more: Operand | None,
-    acc: bool,
-) -> None:
-    """dx = (more +) gradient through the norm; the norm's dw (+)= column sums; ln, if
-    given, is the recomputed out.
-    """
-    programs = _launch_bwd(dx, norm, Branch(), ln, scratch, dout, x, more)
-    column_sums(norm.dw, None, None, scratch, programs, acc)
-
-
-def _launch_bwd(
-    dx: Operand,
-    norm: Norm,
-    branch: Branch,
-    ln: Operand | None,
-    scratch: Tensor,
-    dout: Tensor,
-    x: Tensor,
-    more: Operand | None,
-) -> int:
-    """Launch the backward kernel; return the number of its programs, and so of
-    the rows of partial sums.
-    """
     R, C = x.shape
     dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
     ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
@@ -245,7 +199,7 @@ def _launch_bwd(
         None if more is None else full(more), *dx8, ln_scale, step_key, i, R, C,
         DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
-    return programs
+    column_sums(norm.dw, norm.db, branch.db, scratch, programs, acc)
 
 
 def _bwd_row(R: int, C: int, dtype: str) -> dict[str, int]:

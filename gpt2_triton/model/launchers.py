@@ -135,23 +135,11 @@ class Kernels(Protocol):
 
     # layernorm.py
     def layernorm_fwd(self, out: Operand, norm: Norm, x: Tensor) -> None: ...
-    def rmsnorm_fwd(self, out: Operand, norm: Norm, x: Tensor) -> None: ...
     def layernorm_bwd(
         self,
         dx: Operand,
         norm: Norm,
         branch: Branch,
-        ln: Operand | None,
-        scratch: Tensor,
-        dout: Tensor,
-        x: Tensor,
-        more: Operand | None,
-        acc: bool,
-    ) -> None: ...
-    def rmsnorm_bwd(
-        self,
-        dx: Operand,
-        norm: Norm,
         ln: Operand | None,
         scratch: Tensor,
         dout: Tensor,

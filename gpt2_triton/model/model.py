@@ -222,7 +222,7 @@ class Model:
         view.comm.begin_micro_step(not acc, last)
         self.A.schedule.embed(K, view)
         schedule.block(K, self.A.schedule, view, acc)
-        schedule.head(K, self.A.schedule, view, acc)
+        schedule.head(K, view, acc)
         self.A.schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
 
@@ -242,7 +242,7 @@ class Model:
         v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
         self.A.schedule.embed(self.K, v)
         schedule.block(self.K, self.A.schedule, v)
-        schedule.head_loss(self.K, self.A.schedule, v)
+        schedule.head_loss(self.K, v)
         return v.a.losses.cpu()
 
     def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -253,7 +253,7 @@ class Model:
         v.ids.copy_(torch.from_numpy(ids))
         self.A.schedule.embed(self.K, v)
         schedule.block(self.K, self.A.schedule, v)
-        self.A.schedule.final_norm(self.K, v)
+        schedule.final_norm(self.K, v)
         out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)

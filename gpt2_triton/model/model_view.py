@@ -81,10 +81,10 @@ class Wiring(NamedTuple):
     embedding: Embedding
     head: Linear  # its weights are wte, or of their own: untied
     norms: list[Norm]  # [i]: of x[i]
+    branches: list[Branch]  # [i]: that ends at x[i]
     layers: list[Layer]
     rope: Rope = UNUSED  # Llama's
-    branches: list[Branch] = []  # [i]: the branch that ends at x[i]; GPT-2's, as the next
-    dropouts: list[Dropout | None] = []  # [i]: of what joins the stream at x[i]
+    dropouts: list[Dropout | None] = []  # [i]: of what joins the stream at x[i]; GPT-2's
 
 
 @dataclasses.dataclass

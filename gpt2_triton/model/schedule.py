@@ -20,7 +20,7 @@ from typing import Protocol
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
 from gpt2_triton.model.tables import Decoding
-from gpt2_triton.operands import Fp8
+from gpt2_triton.operands import Fp8, Operand
 
 
 class Layers(Protocol):
@@ -29,8 +29,6 @@ class Layers(Protocol):
     def embed(self, K: Kernels, m: ModelView) -> None: ...
     def layer(self, K: Kernels, m: ModelView, l: int) -> None: ...
     def last_product(self, K: Kernels, m: ModelView, l: int) -> None: ...
-    def final_norm(self, K: Kernels, m: ModelView) -> None: ...
-    def final_norm_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
     def block_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
     def decode(self, K: Kernels, m: ModelView, d: Decoding) -> None: ...
 
@@ -57,12 +55,28 @@ def block(K: Kernels, layers: Layers, m: ModelView, acc: bool = False) -> None:
         m.observe.tensors(x=2 * l + 2)
 
 
-def head(K: Kernels, layers: Layers, m: ModelView, acc: bool) -> None:
+def final_norm(K: Kernels, m: ModelView) -> None:
+    i = 2 * m.L
+    K.layernorm_fwd(m.a.lnf, m.net.norms[i], m.a.x[i])
+    m.observe.tensors(lnf=m.L)
+
+
+def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
+    """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the
+    norm, the branch and the bias.
+    """
+    a = m.a
+    more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
+    norm, branch = m.net.norms[i], m.net.branches[i]
+    K.layernorm_bwd(a.dx[i], norm, branch, ln, a.scratch, a.dln, a.x[i], more, acc)
+
+
+def head(K: Kernels, m: ModelView, acc: bool) -> None:
     """losses += cross entropy; dx = gradient at x[2L]; head.dw (+)= that of head.w, to
     which embed_bwd adds ks * lnf.
     """
     a = m.a
-    layers.final_norm(K, m)
+    final_norm(K, m)
     if not acc:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
@@ -76,14 +90,14 @@ def head(K: Kernels, layers: Layers, m: ModelView, acc: bool) -> None:
         )
         K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(m.net.head.dw, a.scratch, p, lns, acc or r.start > 0)
-    layers.final_norm_bwd(K, m, acc)
+    norm_bwd(K, m, 2 * m.L, None, acc)
     m.observe.tensors(dx=2 * m.L)
 
 
-def head_loss(K: Kernels, layers: Layers, m: ModelView) -> None:
+def head_loss(K: Kernels, m: ModelView) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
-    layers.final_norm(K, m)
+    final_norm(K, m)
     cast_head(K, m.fp8_weights[m.L])
     K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
     for r in m.head_chunks():
@@ -117,7 +131,7 @@ def sample(
     """
     layers.decode(K, m, d)
     # separately: each of the head's 3144 programs would have to normalise its input again
-    layers.final_norm(K, m)
+    final_norm(K, m)
     logits = d.logits[: len(d.seq)]
     K.decode_matmul(logits, m.a.lnf, m.net.head)
     K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)

@@ -77,7 +77,7 @@ def full_logits(model: Model, ids: np.ndarray) -> np.ndarray:
     v.ids.copy_(torch.from_numpy(ids))
     layers.embed(K, v)
     schedule.block(K, layers, v)
-    layers.final_norm(K, v)
+    schedule.final_norm(K, v)
     return (v.a.lnf.double() @ v.w.wte.double().T)[:, : v.V].cpu().numpy()
 
 

@@ -6,7 +6,7 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
-from gpt2_triton.operands import Norm, Rope
+from gpt2_triton.operands import Branch, Norm, Rope
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
@@ -116,15 +116,17 @@ def test_rmsnorm_matches_float64(rng, dtype, R, C, acc):
     x, dout, w = ((rng(*shape) * 2 + 0.5).to(dtype) for shape in ((R, C), (R, C), (C,)))
     out, rstd, dx, dw = poisoned(R, C, dtype=dtype), poisoned(R), rng(R, C, dtype=dtype), rng(C)
     norm = Norm(w, rstd=rstd, dw=dw)
-    kernels.rmsnorm_fwd(out, norm, x)
-    want_out, wide = exact("rmsnorm_fwd", [out, norm], x)
-    want_dx, written, _ = exact("rmsnorm_bwd", [dx, wide, None], None, dout, x, dx, acc)
+    kernels.layernorm_fwd(out, norm, x)
+    want_out, wide = exact("layernorm_fwd", [out, norm], x)
+    want_dx, written, *_ = exact(
+        "layernorm_bwd", [dx, wide, Branch(), None], None, dout, x, dx, acc
+    )
     wants = want_out, wide.rstd, want_dx, written.dw
     ln, scratch = (
         poisoned(R, C, dtype=dtype),
         poisoned(kernels.layernorm_bwd_scratch(R, C, dtype_name(x))),
     )
-    kernels.rmsnorm_bwd(dx, norm, ln, scratch, dout, x, dx, acc)
+    kernels.layernorm_bwd(dx, norm, Branch(), ln, scratch, dout, x, dx, acc)
     for got, want in zip((out, rstd, dx, dw), wants, strict=True):
         assert error(got, want) < tolerance(dtype)
     assert torch.equal(ln, out)

@@ -76,45 +76,46 @@ def dropout(x, res, dropout):
 # ---- layernorm ----
 
 
+def standardised(x, norm):
+    centred = x if norm.mean is None else x - norm.mean[:, None]
+    return centred * norm.rstd[:, None]
+
+
+def normed(x, norm):
+    out = standardised(x, norm) * norm.w
+    return out if norm.b is None else out + norm.b
+
+
 def layernorm_fwd(out, norm, x):
-    norm.mean.copy_(x.mean(-1))
-    norm.rstd.copy_((x.var(-1, unbiased=False) + norm.eps).rsqrt())
-    out.copy_((x - norm.mean[:, None]) * norm.rstd[:, None] * norm.w + norm.b)
+    centred = x
+    if norm.mean is not None:
+        norm.mean.copy_(x.mean(-1))
+        centred = x - norm.mean[:, None]
+    norm.rstd.copy_((centred.square().mean(-1) + norm.eps).rsqrt())
+    out.copy_(normed(x, norm))
 
 
 def layernorm_bwd(dx, norm, branch, ln, scratch, dout, x, more, acc):
     """dx = (more +) gradient through the norm; the branch's dout: dx, masked, and its
     column sums; ln: the norm's output.
     """
-    rstd = norm.rstd[:, None]
-    xhat = (x - norm.mean[:, None]) * rstd
+    xhat = standardised(x, norm)
     g = dout * norm.w
-    grad = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    grad = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if norm.mean is not None:
+        grad = grad - g.mean(-1, keepdim=True)
+    grad = grad * norm.rstd[:, None]
     dx.copy_(grad if more is None else more + grad)
     _give(norm.dw, (dout * xhat).sum(0), acc)
-    _give(norm.db, dout.sum(0), acc)
+    if norm.db is not None:
+        _give(norm.db, dout.sum(0), acc)
     masked = dx if branch.dropout is None else mask(dx, *branch.dropout)
     if branch.dout is not None:
         branch.dout.copy_(masked)
     if branch.db is not None:
         _give(branch.db, masked.sum(0), acc)
     if ln is not None:
-        ln.copy_(xhat * norm.w + norm.b)
-
-
-def rmsnorm_fwd(out, norm, x):
-    norm.rstd.copy_((x.square().mean(-1) + norm.eps).rsqrt())
-    out.copy_(x * norm.rstd[:, None] * norm.w)
-
-
-def rmsnorm_bwd(dx, norm, ln, scratch, dout, x, more, acc):
-    rstd = norm.rstd[:, None]
-    xhat, y = x * rstd, dout * rstd * norm.w
-    grad = y - xhat * (xhat * y).mean(-1, keepdim=True)
-    dx.copy_(grad if more is None else more + grad)
-    _give(norm.dw, (dout * xhat).sum(0), acc)
-    if ln is not None:
-        ln.copy_(xhat * norm.w)
+        ln.copy_(normed(x, norm))
 
 
 def rotated(x, rope, positions, back=False):

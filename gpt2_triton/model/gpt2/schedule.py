@@ -4,7 +4,7 @@ model/schedule.py explains K, m and acc.
 
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
-from gpt2_triton.model.schedule import cast
+from gpt2_triton.model.schedule import cast, norm_bwd
 from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.model.tables import Decoding
 from gpt2_triton.operands import Linear, Operand
@@ -61,12 +61,6 @@ def last_product(K: Kernels, m: ModelView, l: int) -> None:
     add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.net.layers[l].fcproj)
 
 
-def final_norm(K: Kernels, m: ModelView) -> None:
-    i = 2 * m.L
-    K.layernorm_fwd(m.a.lnf, m.net.norms[i], m.a.x[i])
-    m.observe.tensors(lnf=m.L)
-
-
 def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     a = m.a
@@ -80,20 +74,6 @@ def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
         K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
         K.decode_matmul(a.fcg[l], a.x[i + 1], net.fc, norms[i + 1], None, m.activation)
         K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
-
-
-def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
-    """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the
-    norm, the branch and the bias.
-    """
-    a = m.a
-    more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
-    norm, branch = m.net.norms[i], m.net.branches[i]
-    K.layernorm_bwd(a.dx[i], norm, branch, ln, a.scratch, a.dln, a.x[i], more, acc)
-
-
-def final_norm_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
-    norm_bwd(K, m, 2 * m.L, None, acc)
 
 
 def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:

@@ -4,10 +4,9 @@ model/schedule.py explains K, m and acc.
 
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
-from gpt2_triton.model.schedule import cast
+from gpt2_triton.model.schedule import cast, norm_bwd
 from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.model.tables import Decoding
-from gpt2_triton.operands import Operand
 
 
 def embed(K: Kernels, m: ModelView) -> None:
@@ -20,7 +19,7 @@ def qkv(K: Kernels, m: ModelView, l: int) -> None:
     # q and k of a row are rotated to its position
     a = m.a
     i = 2 * l
-    K.rmsnorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
+    K.layernorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
     K.matmul_rope(a.qkv[l], a.ln[i], m.net.layers[l].qkv.w, m.net.rope)
 
 
@@ -37,7 +36,7 @@ def layer(K: Kernels, m: ModelView, l: int) -> None:
     K.matmul_add(a.x[i + 1], a.x[i], a.att[l], net.attproj.w, None)
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = silu(gate) * value, fch = (gate, value) = fc(ln[i+1])
-    K.rmsnorm_fwd(a.ln[i + 1], m.net.norms[i + 1], a.x[i + 1])
+    K.layernorm_fwd(a.ln[i + 1], m.net.norms[i + 1], a.x[i + 1])
     K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc.w)
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
@@ -46,12 +45,6 @@ def last_product(K: Kernels, m: ModelView, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj.w, None)
-
-
-def final_norm(K: Kernels, m: ModelView) -> None:
-    i = 2 * m.L
-    K.rmsnorm_fwd(m.a.lnf, m.net.norms[i], m.a.x[i])
-    m.observe.tensors(lnf=m.L)
 
 
 def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
@@ -68,17 +61,6 @@ def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
         K.decode_matmul(a.fch[l], a.x[i + 1], net.fc, norms[i + 1])
         K.swiglu(a.fcg[l], a.fch[l])
         K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
-
-
-def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
-    # dx[i] = dx[i+1] + dln through the norm of x[i]
-    a = m.a
-    more = a.dx[i + 1] if i < 2 * m.L else None  # x[2L] has only the norm before the head
-    K.rmsnorm_bwd(a.dx[i], m.net.norms[i], ln, a.scratch, a.dln, a.x[i], more, acc)
-
-
-def final_norm_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
-    norm_bwd(K, m, 2 * m.L, None, acc)
 
 
 def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:

@@ -2,7 +2,7 @@
 
 from gpt2_triton.model.llama.buffers import UntiedParams
 from gpt2_triton.model.model_view import Cut, Embedding, Layer, Wiring
-from gpt2_triton.operands import Linear, Norm, Rope
+from gpt2_triton.operands import Branch, Linear, Norm, Rope
 
 
 def wire(m: Cut) -> Wiring:
@@ -24,5 +24,6 @@ def wire(m: Cut) -> Wiring:
             )
             for l in range(d["L"])
         ],
+        branches=[Branch()] * d["S"],
         rope=Rope(a.rope, d["T"], d["C"] + d["Ckv"]),
     )
