@@ -58,7 +58,7 @@ WITHIN = {
     "kernels.table_file": "device errors",
     "kernels.tiles": "",
     "kernels.dw_split": "",
-    "data.shards": "errors console files data.text_names",
+    "data.shards": "errors console files data.text_names data.tokenizer",
     "data.loader": "data.shards data.packing errors",
     "data.mixture": "data.loader data.shards errors",
     "data.packing": "",

@@ -87,7 +87,6 @@ def perplexity(
     from gpt2_triton.data.mixture import names, sources
     from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
-    from gpt2_triton.data.tokenizer import identity
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
@@ -110,11 +109,10 @@ def perplexity(
             f"--seq_len: {T:,}, but the model's longest sequence has "
             f"{config.model.block_size:,}; lower it"
         )
-    known = identity(config.data.tokenizer)
     opened: dict[str, list[Shard]] = {}
     for name, of_source in groups.items():
         for given in of_source:
-            require_tokenizer(given, config.data.tokenizer, known)
+            require_tokenizer(given, config.data.tokenizer)
         opened[name] = [shard for given in of_source for shard in open_shards(given, V, T)]
     model = load_for_losses(config, stored, batch_tokens, dtype)
     results = [losses.perplexity(model, each, tokens) for each in opened.values()]

@@ -20,6 +20,7 @@ import numpy as np
 
 from gpt2_triton.console import command_line
 from gpt2_triton.data.text_names import is_text
+from gpt2_triton.data.tokenizer import NAMES, has_tokens_of
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import FileError, expand_glob, read_json, write_atomic
 
@@ -228,11 +229,10 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     return [Shard(path, vocab_size, seq_len) for path in paths]
 
 
-def require_tokenizer(pattern: str, tokenizer: str, identity: str = "") -> None:
-    """Raise DataError for text, or if shards.json names another tokenizer: the
-    byte 65 is no GPT-2 token 65.  `identity` is what the record has of a tokenizer's file.
+def require_tokenizer(pattern: str, tokenizer: str) -> None:
+    """Raise DataError for text, or if shards.json names a tokenizer whose tokens this one has not
+    under the same ids: the byte 65 is no GPT-2 token 65.
     """
-    identity = identity or tokenizer
     found = expand_glob(pattern)
     text = [path for path in found if is_text(path) and Path(path).name != RECORD]
     if text:
@@ -242,11 +242,9 @@ def require_tokenizer(pattern: str, tokenizer: str, identity: str = "") -> None:
         )
         raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
-        made_with = str(read_record(record).get("tokenizer", identity))
-        if made_with != identity:
-            theirs = made_with
-            if made_with.startswith("sha256:"):  # its file lies beside the shards
-                theirs = str(record.parent)
+        made_with = str(read_record(record).get("tokenizer", tokenizer))
+        if not has_tokens_of(tokenizer, made_with, record.parent):
+            theirs = made_with if made_with in NAMES else record.parent  # its file lies there
             todo = (
                 f"prepare the text with --tokenizer {tokenizer}, "
                 f"or take a model with data.tokenizer {theirs}"

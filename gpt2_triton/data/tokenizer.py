@@ -196,6 +196,21 @@ def record_of(name: str) -> dict[str, str]:
     return {"tokenizer": identity(name)} | end
 
 
+def has_tokens_of(name: str, other: str, folder: Path) -> bool:
+    """Return whether a tokenizer has each token of another under its id, as with added tokens.
+
+    other    a name, or the identity of a file that lies in `folder`
+    """
+    if other in (name, identity(name)):
+        return True
+    look_in(other, Path(name))
+    try:
+        theirs = get_tokenizer(other if other in NAMES else str(folder)).token_bytes()
+        return get_tokenizer(name).token_bytes()[: len(theirs)] == theirs
+    except (DataError, KeyError):  # the other is not here, or has tokens that are no bytes
+        return False
+
+
 def label(name: str) -> str:
     """Return a short name of a tokenizer, for directories and messages."""
     if name in NAMES:

@@ -30,7 +30,7 @@ def starting(
     from gpt2_triton import device
     from gpt2_triton.data.mixture import sources
     from gpt2_triton.data.shards import require_tokenizer
-    from gpt2_triton.data.tokenizer import identity, located
+    from gpt2_triton.data.tokenizer import located
     from gpt2_triton.training import cpu_time
 
     if config.train.precision == "fp8":
@@ -53,7 +53,7 @@ def starting(
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
     require_rows(config, tokenizer)
     for source in (*sources(config.data.train), *sources(config.data.val)):
-        require_tokenizer(source.pattern, tokenizer, identity(tokenizer))
+        require_tokenizer(source.pattern, tokenizer)
     with creating_run_dir(name, run_dir) as path:
         yield path
 

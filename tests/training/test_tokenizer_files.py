@@ -3,9 +3,10 @@
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 import gpt2_triton
-from gpt2_triton.checkpoint import sources
+from gpt2_triton.checkpoint import hf_tokenizer, sources
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.data.prepare import text
@@ -23,9 +24,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def prepared(folder, tokenizer):
+def prepared(folder, tokenizer, out="shards"):
     measured = text.measure_text([folder / "my.txt"], 1)
-    return text.prepare_text(measured, folder / "shards", str(tokenizer), 0.2, 1)
+    return text.prepare_text(measured, folder / out, str(tokenizer), 0.2, 1)
 
 
 def config_of(shards, tokenizer, **sections):
@@ -54,9 +55,35 @@ def test_shards_of_another_tokenizer_are_refused(here):
     shards = prepared(here, byte_level(here / "tok"))
     other = sentencepiece(here / "other")
     with pytest.raises(DataError, match="made with another tokenizer, sha256:.*, not .*other; "):
-        require_tokenizer(f"{shards}/*.bin", str(other), identity(str(other)))
+        require_tokenizer(f"{shards}/*.bin", str(other))
     with pytest.raises(DataError, match=f"or take a model with data.tokenizer {shards}"):
         require_tokenizer(f"{shards}/*.bin", "gpt2")
+
+
+def with_a_token_more(folder, out):
+    """Write the tokenizer of a folder with an added token, as a finetuned model has it."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|tool|>"])
+    shutil.copytree(folder, out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    return out
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama3")]
+
+
+@pytest.mark.parametrize("name", ["file", *SLOW])
+def test_shards_serve_a_tokenizer_with_more_tokens(here, name, monkeypatch):
+    monkeypatch.setenv("LLAMA3_TOKENIZER", "")
+    base = byte_level(here / "base")
+    fewer = str(base) if name == "file" else name
+    if name != "file":
+        hf_tokenizer.write(base, get_tokenizer(name), 64)
+    shards = prepared(here, fewer)
+    more = str(with_a_token_more(base, here / "more"))
+    require_tokenizer(f"{shards}/*.bin", more)
+    with pytest.raises(DataError, match="made with another tokenizer"):
+        require_tokenizer(f"{prepared(here, more, 'others')}/*.bin", fewer)
 
 
 @pytest.mark.slow
