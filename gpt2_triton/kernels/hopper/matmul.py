@@ -57,6 +57,13 @@ from gpt2_triton.kernels.tuning import programs
 
 
 @gluon.jit
+def passing_partition(out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T: gl.constexpr):
+    """Pass compute_partition's tiles on to an activation; no heads are rotated."""
+    nothing = Rotation(None, None, None, None)
+    compute_partition(out_desc, b_ptr, res_desc, nothing, ring, c, M, N, K, W_T, True)
+
+
+@gluon.jit
 def _matmul_kernel(
     out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, rope_ptr, M,
     N, K, T, rotated_columns, W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
@@ -74,22 +81,7 @@ def _matmul_kernel(
         pre = Channel(pre_bufs, barriers(RING), barriers(RING))
         gl.warp_specialize(
             [
-                (
-                    compute_partition,
-                    (
-                        out_desc,
-                        b_ptr,
-                        res_desc,
-                        Rotation(None, None, None, None),
-                        ring,
-                        c,
-                        M,
-                        N,
-                        K,
-                        W_T,
-                        True,
-                    ),
-                ),
+                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
                 (derivative_partition, (out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N)),
                 (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
                 (preactivation_partition, (pre_desc, pre, M, N)),
@@ -100,22 +92,7 @@ def _matmul_kernel(
     elif EPILOGUE == "swiglu":
         gl.warp_specialize(
             [
-                (
-                    compute_partition,
-                    (
-                        out_desc,
-                        b_ptr,
-                        res_desc,
-                        Rotation(None, None, None, None),
-                        ring,
-                        c,
-                        M,
-                        N,
-                        K,
-                        W_T,
-                        True,
-                    ),
-                ),
+                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
                 (swiglu_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
                 (gated_load_partition, (a_desc, w_desc, ring, M, N, K)),
             ],
@@ -125,22 +102,7 @@ def _matmul_kernel(
     elif EPILOGUE == "gelu":
         gl.warp_specialize(
             [
-                (
-                    compute_partition,
-                    (
-                        out_desc,
-                        b_ptr,
-                        res_desc,
-                        Rotation(None, None, None, None),
-                        ring,
-                        c,
-                        M,
-                        N,
-                        K,
-                        W_T,
-                        True,
-                    ),
-                ),
+                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
                 (activation_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
                 (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
             ],
