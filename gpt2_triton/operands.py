@@ -126,6 +126,26 @@ class Span(NamedTuple):
         return self._replace(w=self.w[r], m=self.m[r], v=self.v[r], g=self.g[r], low=None)
 
 
+class Matrices(NamedTuple):
+    """The same n elements of each layer's matrices of one shape, which a launch of Muon updates."""
+
+    w: Tensor = UNUSED  # [L, n], with any stride between layers; so are all five
+    low: Tensor | None = None  # of fp32 masters
+    m: Tensor = UNUSED
+    g: Tensor = UNUSED
+    x: Tensor = UNUSED  # the update: momentum, then nearly orthogonal
+    first: int = 0  # flat index of w[0, 0]
+    distance: int = 0  # from it to w[1, 0]'s flat index
+    momentum: float = 0.0
+    decay: float = 0.0
+    scale: float = 1.0  # factor on the orthogonalised x
+
+    def part(self, layer: int, r: slice) -> "Matrices":
+        """Return some elements of a layer, to be read."""
+        at = layer, r
+        return self._replace(w=self.w[at], g=self.g[at], x=self.x[at], low=None, m=UNUSED)
+
+
 class Betas(NamedTuple):
     """The constants of AdamW."""
 

@@ -16,7 +16,7 @@ from benchmarks.accuracy.comparison import (
     same,
     scratch,
 )
-from gpt2_triton.operands import Betas, Span, Step
+from gpt2_triton.operands import Betas, Matrices, Span, Step
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
@@ -164,16 +164,18 @@ def muon_update(s: Sizes) -> Iterator[Comparison]:
     x, before = empty(2, s.updated // 2), m.clone()
     step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, 1, 1, 1, 0, 0, 0, 0)
     step_key = torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-    K.muon_momentum(x, m, g, step_out, step_key, 0, s.updated // 2, MOMENTUM)
+    step = Step(step_out, step_in, step_key)
+    updated = Matrices(w.clone(), None, m, g, x, 0, s.updated // 2, MOMENTUM, DECAY, SCALE)
+    K.muon_momentum(updated, step)
     single, exact = (before.to(t) * MOMENTUM + g.to(t) * (1 - MOMENTUM) for t in (F32, F64))
     yield Comparison("muon_momentum", "m", m, single, exact)
     ahead = exact * MOMENTUM + g.double() * (1 - MOMENTUM)
     yield Comparison("muon_momentum", "x", x, ahead.to(x.dtype), ahead)
-    stats, updated = empty32(5, K.stats_parts()), w.clone()
-    K.muon_stats(stats, w[0], x[0], g[0], step_out, step_in, DECAY, SCALE)
-    K.muon_update(updated, None, x, step_out, step_in, step_key, 0, s.updated // 2, DECAY, SCALE)
+    stats = empty32(5, K.stats_parts())
+    K.muon_stats(stats, updated.part(0, slice(None)), step)
+    K.muon_update(updated, step)
     single, exact = (w.to(t) - LR * (SCALE * x.to(t) + DECAY * w.to(t)) for t in (F32, F64))
-    yield Comparison("muon_update", "w", updated, single, exact)
+    yield Comparison("muon_update", "w", updated.w, single, exact)
     yield from statistics("muon_stats", stats, g[0], w[0], exact[0] - w[0].double())
 
 

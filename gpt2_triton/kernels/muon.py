@@ -42,6 +42,7 @@ from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR
 from gpt2_triton.kernels.tiles import halves, tile_corner
 from gpt2_triton.kernels.tuning import dtype_name, flat_block, next_power_of_2, tuned
 from gpt2_triton.kernels.weights import load_weights, random_words, store_moment, store_weights
+from gpt2_triton.operands import Matrices, Step
 
 # above 1, since rounding a matrix to bf16 may raise its singular values
 NORM_FACTOR = tl.constexpr(1.02)
@@ -72,24 +73,13 @@ def _momentum_kernel(
     )
 
 
-@contract("x[L,n]~ m[L,n]~+ <- g[L,n]~ step_out[*] step_key[4]")
-def muon_momentum(
-    x: Tensor,
-    m: Tensor,
-    g: Tensor,
-    step_out: Tensor,
-    step_key: Tensor,
-    first: int,
-    distance: int,
-    momentum: float,
-) -> None:
-    """Update m, and write the matrices x to orthogonalise; `first`,
-    `distance` are as in muon_update.
-    """
-    (L, n), row = x.shape, _flat_row(x)
+@contract("c.x[L,n]~ c.m[L,n]~+ <- c.g[L,n]~ step.out[*] step.key[4]")
+def muon_momentum(c: Matrices, step: Step) -> None:
+    """Update m, and write the matrices x to orthogonalise."""
+    (L, n), row = c.x.shape, _flat_row(c.x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
-        x, m, g, step_out, step_key, n, x.stride(0), m.stride(0), g.stride(0), first, distance,
-        1.0 - momentum, RANDOM=dtype_name(m) == "bf16", **row,
+        c.x, c.m, c.g, step.out, step.key, n, c.x.stride(0), c.m.stride(0), c.g.stride(0), c.first,
+        c.distance, 1.0 - c.momentum, RANDOM=dtype_name(c.m) == "bf16", **row,
     )  # fmt: skip
 
 
@@ -291,17 +281,12 @@ def _update_kernel(
     store_weights(w, w_ptr, low_ptr, i, mask, words, STOCHASTIC)
 
 
-@contract("w[L,n]~ low[L,n]~?+ <- x[L,n]~ step_out[*] step_in[8] step_key[4]")
-def muon_update(
-    w: Tensor, low: Tensor | None, x: Tensor, step_out: Tensor, step_in: Tensor, step_key: Tensor,
-    first: int, distance: int, decay: float, scale: float,
-) -> None:  # fmt: skip
-    """Update w (and low) by lr * (scale * x + decay * w); w[l, 0] has the flat
-    index first + l * distance.
-    """
-    (L, n), dtype, row = w.shape, dtype_name(w), _flat_row(w)
-    low_stride = 0 if low is None else low.stride(0)
+@contract("c.w[L,n]~ c.low[L,n]~?+ <- c.x[L,n]~ step.out[*] step.inp[8] step.key[4]")
+def muon_update(c: Matrices, step: Step) -> None:
+    """Update w (and low) by lr * (scale * x + decay * w)."""
+    (L, n), dtype, row = c.w.shape, dtype_name(c.w), _flat_row(c.w)
+    low_stride = 0 if c.low is None else c.low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
-        w, low, x, step_out, step_in, step_key, n, w.stride(0), low_stride, x.stride(0), first,
-        distance, decay, scale, STOCHASTIC=dtype == "bf16" and low is None, **row,
+        c.w, c.low, c.x, step.out, step.inp, step.key, n, c.w.stride(0), low_stride, c.x.stride(0),
+        c.first, c.distance, c.decay, c.scale, STOCHASTIC=dtype == "bf16" and c.low is None, **row,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from gpt2_triton.kernels.e4m3 import widened
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full
 from gpt2_triton.kernels.step_io import APPLY, CLIP_FACTOR, LR, M_CORRECTION, V_CORRECTION
 from gpt2_triton.kernels.tuning import INTERPRET, next_power_of_2
-from gpt2_triton.operands import Betas, Span, Step
+from gpt2_triton.operands import Betas, Matrices, Span, Step
 
 
 @triton.jit
@@ -160,21 +160,12 @@ def parameter_stats(out: Tensor, span: Span, step: Step, betas: Betas) -> None:
     )  # fmt: skip
 
 
-@contract("out[5,P] <- w[n] x[n] g[n] step_out[*] step_in[8]")
-def muon_stats(
-    out: Tensor,
-    w: Tensor,
-    x: Tensor,
-    g: Tensor,
-    step_out: Tensor,
-    step_in: Tensor,
-    decay: float,
-    scale: float,
-) -> None:
+@contract("out[5,P] <- c.w[n] c.x[n] c.g[n] step.out[*] step.inp[8]")
+def muon_stats(out: Tensor, c: Matrices, step: Step) -> None:
     """out = parameter_stats of weights that Muon updates: lr * (scale * x + decay * w)."""
-    n, P = w.numel(), out.shape[1]
+    n, P = c.w.numel(), out.shape[1]
     _parameter_stats_kernel[(P,)](
-        out, w, None, None, x, g, step_out, step_in, n, decay, 1.0, scale, 0.0, 0.0, 0.0,
+        out, c.w, None, None, c.x, c.g, step.out, step.inp, n, c.decay, 1.0, c.scale, 0.0, 0.0, 0.0,
         PARTS=P, BLOCK=_block(n, 1024), num_warps=4,
     )  # fmt: skip
 

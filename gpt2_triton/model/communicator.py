@@ -274,10 +274,10 @@ class NcclCommunicator(BucketedCommunicator):
         for c in classes:
             part = c.parts[self._group.rank]
             flat = c.whole.view(-1)
-            layer = c.whole.numel() // len(c.w)
+            layer = c.whole.numel() // len(c.part.w)
             ends = [
                 0,
-                *(l * layer + end for l in range(len(c.w)) for end in (part.start, part.stop)),
+                *(l * layer + end for l in range(len(c.part.w)) for end in (part.start, part.stop)),
                 len(flat),
             ]
             for start, stop in zip(ends[::2], ends[1::2], strict=True):

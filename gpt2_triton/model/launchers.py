@@ -17,6 +17,7 @@ from gpt2_triton.operands import (
     Dropout,
     Fp8,
     Linear,
+    Matrices,
     Norm,
     Operand,
     Rope,
@@ -187,34 +188,12 @@ class Kernels(Protocol):
     ) -> None: ...
 
     # muon.py
-    def muon_momentum(
-        self,
-        x: Tensor,
-        m: Tensor,
-        g: Tensor,
-        step_out: Tensor,
-        step_key: Tensor,
-        first: int,
-        distance: int,
-        momentum: float,
-    ) -> None: ...
+    def muon_momentum(self, c: Matrices, step: Step) -> None: ...
     def muon_normalise(self, out: Tensor, scratch: Tensor, x: Tensor) -> None: ...
     def muon_gram(self, gram: Tensor, x: Tensor) -> None: ...
     def muon_poly(self, poly: Tensor, gram: Tensor, b: float, c: float) -> None: ...
     def muon_apply(self, out: Tensor, x: Tensor, poly: Tensor, a: float) -> None: ...
-    def muon_update(
-        self,
-        w: Tensor,
-        low: Tensor | None,
-        x: Tensor,
-        step_out: Tensor,
-        step_in: Tensor,
-        step_key: Tensor,
-        first: int,
-        distance: int,
-        decay: float,
-        scale: float,
-    ) -> None: ...
+    def muon_update(self, c: Matrices, step: Step) -> None: ...
 
     # outlier.py
     def skip_outliers(
@@ -246,15 +225,5 @@ class Kernels(Protocol):
     def tensor_stats(self, out: Tensor, x: Operand, acc: bool) -> None: ...
     def fp8_stats(self, out: Tensor, x: Fp8, acc: bool) -> None: ...
     def parameter_stats(self, out: Tensor, span: Span, step: Step, betas: Betas) -> None: ...
-    def muon_stats(
-        self,
-        out: Tensor,
-        w: Tensor,
-        x: Tensor,
-        g: Tensor,
-        step_out: Tensor,
-        step_in: Tensor,
-        decay: float,
-        scale: float,
-    ) -> None: ...
+    def muon_stats(self, out: Tensor, c: Matrices, step: Step) -> None: ...
     def stats_parts(self) -> int: ...

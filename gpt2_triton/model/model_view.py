@@ -18,6 +18,7 @@ from gpt2_triton.operands import (
     Dropout,
     Fp8,
     Linear,
+    Matrices,
     Norm,
     Operand,
     Rope,
@@ -38,8 +39,8 @@ class Observer:
     def adamw(self, span: Span) -> None:
         """Look at a span before its update."""
 
-    def muon(self, matrices: MatrixClass) -> None:
-        """Look at a MatrixClass before its update."""
+    def muon(self, c: Matrices) -> None:
+        """Look at matrices before their update."""
 
 
 class Embedding(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2_triton.model import sharding
 from gpt2_triton.model.tables import State
+from gpt2_triton.operands import Matrices
 
 # Each row (a, b, c) is p(s) = a s + b s^3 + c s^5 of the singular values s.  The rows are Polar
 # Express (Amsel et al.  2025, https://arxiv.org/abs/2505.16932).  The rows before a row map
@@ -30,27 +31,16 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """A class of tables.matrix_shapes in all layers; `parts`: the elements in a
-    layer that each rank updates.
-    """
+    """A class of tables.matrix_shapes in all layers."""
 
-    w: Tensor  # [L, n], with a stride between layers; so are the next four
-    low: Tensor | None
-    m: Tensor
-    g: Tensor
-    x: Tensor  # a part of `whole`
+    part: Matrices  # what this rank updates; x is a part of `whole`
+    parts: list[range]  # the elements in a layer that each rank updates
     whole: Tensor  # [matrices, rows, columns], all matrices of the class
     # [k, rows, columns], the matrices that this rank orthogonalises: rank, rank + ranks, ...
     owned: Tensor
     next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, c, c], c the smaller of rows and columns
     poly: Tensor  # [k, c, c]
-    first: int  # flat index of w[0, 0]
-    distance: int  # from it to w[1, 0]'s flat index
-    decay: float
-    scale: float  # factor on the orthogonalised x
-    parts: list[range]
-    momentum: float
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
@@ -84,16 +74,22 @@ def matrix_classes(
         gradient = (grads + within, share if zero == 2 else layer.padded, n)
         owned = whole[rank::ranks]
         k = len(owned)
-        yield MatrixClass(
+        updated = Matrices(
             w=_layers(state.params, L, layer.start + at, layer.padded, n),
             low=None if state.master_low is None else _layers(state.master_low, L, *low),
             m=_layers(state.m, L, *m),
             g=_layers(sharding.reduced_gradients(state), L, *gradient),
-            x=_layers(whole, L, part.start, size, n), whole=whole, owned=owned,
+            x=_layers(whole, L, part.start, size, n),
+            first=layer.first + at,
+            distance=layer.length,
+            momentum=momentum,
+            decay=decay,
+            scale=0.2 * math.sqrt(max(rows, columns)),
+        )
+        yield MatrixClass(
+            updated, parts, whole, owned,
             next=state.orth_next[: k * rows * columns].view(k, rows, columns),
             gram=state.gram[: k * c * c].view(k, c, c), poly=state.poly[: k * c * c].view(k, c, c),
-            first=layer.first + at, distance=layer.length, decay=decay,
-            scale=0.2 * math.sqrt(max(rows, columns)), parts=parts, momentum=momentum,
         )  # fmt: skip
         before += size
 
@@ -113,7 +109,7 @@ def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
     flat = c.whole.view(-1)
     part = c.parts[holder]
     matrix = c.whole[0].numel()
-    layer = flat.numel() // len(c.w)
+    layer = flat.numel() // len(c.part.w)
     for i in range(rank, len(c.whole), len(c.parts)):
         l, at = divmod(i * matrix, layer)
         inside = _common(part.start, len(part), at, matrix)

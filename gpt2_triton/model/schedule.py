@@ -173,13 +173,12 @@ def update_matrices(K: Kernels, m: ModelView) -> None:
     """Update the layers' matrices by Muon: write their momentum to x, nearly
     orthogonalise x, and update w with x.
     """
-    s, a = m.s, m.a
     for c in m.matrices:
-        if c.x.numel():
-            K.muon_momentum(c.x, c.m, c.g, s.step_out, s.step_key, c.first, c.distance, c.momentum)
+        if c.part.x.numel():
+            K.muon_momentum(c.part, m.step)
     m.comm.collect_matrices(m.matrices)
     for c in (c for c in m.matrices if len(c.owned)):
-        K.muon_normalise(c.next, a.scratch, c.owned)
+        K.muon_normalise(c.next, m.a.scratch, c.owned)
         x, y = c.next, c.owned
         # y = p[0] x + (p[1] gram + p[2] gram gram) x with gram = x x^T; the last y is c.owned
         for p in c.polynomials:
@@ -189,7 +188,6 @@ def update_matrices(K: Kernels, m: ModelView) -> None:
             x, y = y, x
     m.comm.deliver_matrices(m.matrices)
     for c in m.matrices:
-        if c.x.numel():  # with many ranks some own no part of a class
-            m.observe.muon(c)
-            step = s.step_out, s.step_in, s.step_key
-            K.muon_update(c.w, c.low, c.x, *step, c.first, c.distance, c.decay, c.scale)
+        if c.part.x.numel():  # with many ranks some own no part of a class
+            m.observe.muon(c.part)
+            K.muon_update(c.part, m.step)

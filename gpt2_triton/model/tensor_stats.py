@@ -31,9 +31,8 @@ from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView, Observer
-from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.tables import param_entries, tracked_activations
-from gpt2_triton.operands import Span
+from gpt2_triton.operands import Matrices, Span
 
 ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
@@ -101,13 +100,10 @@ class StatsRecorder(Observer):
         for out, r in self._parts(span.first, len(span.w)):
             self._K.parameter_stats(out, span.part(r), self._view.step, self._view.betas)
 
-    def muon(self, matrices: MatrixClass) -> None:
-        s, c = self._view.s, matrices
+    def muon(self, c: Matrices) -> None:
         for l in range(len(c.w)):
             for out, r in self._parts(c.first + l * c.distance, c.w.shape[1]):
-                self._K.muon_stats(
-                    out, c.w[l, r], c.x[l, r], c.g[l, r], s.step_out, s.step_in, c.decay, c.scale
-                )
+                self._K.muon_stats(out, c.part(l, r), self._view.step)
 
     def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield the row of par_stats and the slice of each parameter among n elements

@@ -18,6 +18,7 @@ from gpt2_triton.kernels.muon import (
     muon_update,
 )
 from gpt2_triton.model.muon import POLAR_EXPRESS
+from gpt2_triton.operands import Matrices, Step
 from tests.conftest import DEVICE
 from tests.kernels.test_adamw import rounded
 from tests.support import reference
@@ -48,18 +49,14 @@ def every_other(*shape, dtype=F32):
     return poisoned(2 * shape[0], *shape[1:], dtype=dtype)[::2]
 
 
-def step_row(lr=0.0, factor=1.0, applied=1.0):
+def step(lr=0.0, factor=1.0, applied=1.0):
     nan = float("nan")
-    return torch.tensor([nan, nan, factor, applied], device=DEVICE), torch.tensor(
-        [lr, *[nan] * 7], device=DEVICE
-    )
+    out = torch.tensor([nan, nan, factor, applied], device=DEVICE)
+    key = torch.tensor([3, 5, 0, 0], dtype=torch.int32, device=DEVICE)  # step and seed
+    return Step(out, torch.tensor([lr, *[nan] * 7], device=DEVICE), key)
 
 
-def key(seed=5, step=3):
-    return torch.tensor([step, seed, 0, 0], dtype=torch.int32, device=DEVICE)
-
-
-FLAT = key(), 64, 4096  # of m[0, 0], and from it to m[1, 0]
+FLAT = dict(first=64, distance=4096, momentum=0.95)
 
 
 @dtypes
@@ -167,9 +164,10 @@ def test_momentum_equals_its_reference_over_three_steps(rng, dtype):
     m.zero_()
     exact_m, exact_x = m.double(), x.double()
     for factor in (1.0, 0.5, 1.0):
-        g, (out, _) = rng(3, 1400)[:, 300:1000], step_row(factor=factor)
-        muon_momentum(x, m, g, out, *FLAT, 0.95)
-        reference.muon_momentum(exact_x, exact_m, g.double(), out.double(), *FLAT, 0.95)
+        g = rng(3, 1400)[:, 300:1000]
+        muon_momentum(Matrices(m=m, g=g, x=x, **FLAT), step(factor=factor))
+        exactly = Matrices(m=exact_m, g=g.double(), x=exact_x, **FLAT)
+        reference.muon_momentum(exactly, step(factor=factor))
     assert error(m, exact_m) < TOLERANCE[F32] and error(x, exact_x) < TOLERANCE[dtype]
 
 
@@ -177,7 +175,7 @@ def test_momentum_in_bf16_is_rounded_as_adamw_rounds(rng):
     m, x, g = every_other(2, 700, dtype=BF16), poisoned(2, 700), rng(2, 700)
     exact_m, exact_x = m.copy_(rng(2, 700)).float(), poisoned(2, 700)
     for array, momentum in ((x, m), (exact_x, exact_m)):
-        muon_momentum(array, momentum, g, step_row()[0], *FLAT, 0.95)
+        muon_momentum(Matrices(m=momentum, g=g, x=array, **FLAT), step())
     assert torch.equal(x, exact_x)
     for l, first in enumerate((64, 64 + 4096)):
         assert torch.equal(m[l].view(torch.int16), rounded(exact_m[l], 5, first, 3, shift=16))
@@ -187,8 +185,8 @@ def updated(w, x, storage, first=64, applied=1.0):
     """Return the weights, and their lower bits, after an update of them."""
     w = w.to(F32 if storage == "fp32" else BF16, copy=True)
     low = torch.zeros(w.shape, dtype=torch.int16, device=DEVICE) if storage == "master" else None
-    step_out, step_in = step_row(lr=0.02, applied=applied)
-    muon_update(w, low, x, step_out, step_in, key(), first, 4096, 0.1, 8.0)
+    matrices = Matrices(w, low, x=x, first=first, distance=4096, decay=0.1, scale=8.0)
+    muon_update(matrices, step(lr=0.02, applied=applied))
     return w, low
 
 
@@ -196,7 +194,8 @@ def updated(w, x, storage, first=64, applied=1.0):
 def test_update_is_rounded_as_adamw_rounds(rng, storage):
     w, x = rng(2, 700, dtype=BF16), rng(2, 700).to(F32 if storage == "fp32" else BF16) / 30
     w_new, low = updated(w, x, storage)
-    want, _ = exact("muon_update", [w, None], x, *step_row(lr=0.02), key(), 64, 4096, 0.1, 8.0)
+    matrices = Matrices(w, x=x, decay=0.1, scale=8.0)
+    [exactly] = exact("muon_update", [matrices], step(lr=0.02))
     if storage == "bf16":  # bit for bit what test_adamw.py's numpy makes of the fp32 update
         fp32, _ = updated(w.float(), x.float(), "fp32")
         for row, first in enumerate((64, 64 + 4096)):
@@ -207,7 +206,7 @@ def test_update_is_rounded_as_adamw_rounds(rng, storage):
             low < 0
         ).int() * 0x10000
         w_new = bits.view(F32)
-    assert error(w_new, want) < TOLERANCE[F32]
+    assert error(w_new, exactly.w) < TOLERANCE[F32]
 
 
 @pytest.mark.parametrize("cut", [4, 512])
@@ -222,7 +221,7 @@ def test_update_of_two_ranges_equals_one_range(rng, cut):
 def test_skipped_step_changes_no_byte(rng):
     m, x = rng(2, 100), rng(2, 100)
     before = m.clone(), x.clone()
-    muon_momentum(x, m, poisoned(2, 100), step_row(applied=0.0)[0], *FLAT, 0.95)
+    muon_momentum(Matrices(m=m, g=poisoned(2, 100), x=x, **FLAT), step(applied=0.0))
     assert torch.equal(m, before[0]) and torch.equal(x, before[1])
     w, low = updated(rng(2, 100, dtype=BF16), poisoned(2, 100), "master", applied=0.0)
     assert torch.isfinite(w).all() and not low.any()

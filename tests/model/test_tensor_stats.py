@@ -19,7 +19,7 @@ from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.tables import param_entries
 from gpt2_triton.model.tensor_stats import first_non_finite, format_summary
-from gpt2_triton.operands import Betas, Span, Step
+from gpt2_triton.operands import Betas, Matrices, Span, Step
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
@@ -68,19 +68,21 @@ def test_update_stats_are_of_the_update(rng, optimizer, applied):
     """A step of Muon that is skipped has no x: what is there is of another buffer."""
     n, w, g, out = 5000, rng(1, 5000), rng(1, 5000), poisoned(5, stats_parts())
     step_in = torch.tensor([1e-2, 2.0, 3.0, *[0] * 5], device=DEVICE)
-    step = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE), step_in
-    key, before = torch.zeros(4, dtype=torch.int32, device=DEVICE), w.double()
+    step_out = torch.tensor([0.0, 0.0, 0.5, applied], device=DEVICE)
+    step = Step(step_out, step_in, torch.zeros(4, dtype=torch.int32, device=DEVICE))
+    before = w.double()
     if optimizer == "adamw":
         m = 0.01 * rng(n)
         span = Span(w[0], m, m.square() + 1e-3, None, g[0], first=0, lr_factor=2.0, decay=0.1)
-        given = span, Step(*step, key), Betas(0.9, 0.95, 1e-8)
+        given = span, step, Betas(0.9, 0.95, 1e-8)
         parameter_stats(out, *given)
         K.adamw(*given)
     else:
-        x, scaling = rng(1, n) / 50, (0.1, 3.0)  # decay and scale
+        x = rng(1, n) / 50
         x[:, ::3] = x[:, ::3] if applied else float("nan")
-        muon_stats(out, w[0], x[0], g[0], *step, *scaling)
-        K.muon_update(w, None, x, *step, key, 0, 0, *scaling)
+        matrices = Matrices(w, g=g, x=x, decay=0.1, scale=3.0)
+        muon_stats(out, matrices.part(0, slice(None)), step)
+        K.muon_update(matrices, step)
     assert finish(out)[0] == pytest.approx(g.double().square().sum().item(), rel=SUMS)
     assert out[3].sum().item() == pytest.approx(before.square().sum().item(), rel=SUMS)
     # w's own rounding, 6e-8 of w, is 6e-6 of AdamW's update of a hundredth of it, and

@@ -432,11 +432,11 @@ def adamw(span, step, betas):
 # ---- Muon ----
 
 
-def muon_momentum(x, m, g, step_out, step_key, first, distance, momentum):
-    if step_out[io.APPLY] != 0:
-        grad = g * step_out[io.CLIP_FACTOR]
-        m.copy_(momentum * m + (1 - momentum) * grad)
-        x.copy_(momentum * m + (1 - momentum) * grad)
+def muon_momentum(c, step):
+    if step.out[io.APPLY] != 0:
+        grad = c.g * step.out[io.CLIP_FACTOR]
+        c.m.copy_(c.momentum * c.m + (1 - c.momentum) * grad)
+        c.x.copy_(c.momentum * c.m + (1 - c.momentum) * grad)
 
 
 def muon_normalise(out, scratch, x):
@@ -456,9 +456,9 @@ def muon_apply(out, x, poly, a):
     out.copy_(a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x))
 
 
-def muon_update(w, low, x, step_out, step_in, step_key, first, distance, decay, scale):
-    if step_out[io.APPLY] != 0:
-        w.copy_(w - step_in[io.LR] * (scale * x + decay * w))
+def muon_update(c, step):
+    if step.out[io.APPLY] != 0:
+        c.w.copy_(c.w - step.inp[io.LR] * (c.scale * c.x + c.decay * c.w))
 
 
 # ---- statistics: partial results, of which the first has everything ----
@@ -481,10 +481,10 @@ def parameter_stats(out, span, step, betas):
     _give_stats(out, span.w, new.w, span.g)
 
 
-def muon_stats(out, w, x, g, step_out, step_in, decay, scale):
-    new = w.clone()
-    muon_update(new, None, x, step_out, step_in, None, 0, 0, decay, scale)
-    _give_stats(out, w, new, g)
+def muon_stats(out, c, step):
+    new = c._replace(w=c.w.clone())
+    muon_update(new, step)
+    _give_stats(out, c.w, new.w, c.g)
 
 
 def _give_stats(out, w, new, g):
