@@ -91,7 +91,7 @@ def llama_loss(
     and sines of each position.
     """
     p, (B, T) = params, ids.shape
-    C = p.wte.shape[1]
+    C, HS = p.wte.shape[1], rope.shape[1]
     cos, sin = rope[:T].chunk(2, -1)
 
     def norm(x: Tensor, i: int) -> Tensor:
@@ -103,12 +103,12 @@ def llama_loss(
 
     x = F.embedding(ids.long(), p.wte)
     for l in range(len(p.qkvw)):
-        qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, C // NH).transpose(1, 2)
+        qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, HS).transpose(1, 2)
         q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
         att = F.scaled_dot_product_attention(
             rotate(q), rotate(k), v, is_causal=True, enable_gqa=True
         )
-        x = x + F.linear(att.transpose(1, 2).reshape(B, T, C), p.attprojw[l])
+        x = x + F.linear(att.transpose(1, 2).reshape(B, T, -1), p.attprojw[l])
         gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])
     return _cross_entropy(

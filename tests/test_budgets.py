@@ -43,7 +43,7 @@ CEILINGS = {
     "tests/chaos": 4_900,
     "tests/checkpoint": 24_600,
     "tests/commands": 15_200,
-    "tests/config": 7_050,
+    "tests/config": 7_150,
     "tests/data": 10_800,
     "tests/data/prepare": 12_600,
     "tests/distributed": 4_600,

@@ -13,12 +13,12 @@ CHUNKS = 4  # of the loss: a chunk's logits take 1 GiB for 4,096 tokens of 128,2
 class Block(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        C, self.HS = c.n_embd, c.n_embd // c.n_head
+        C, self.HS = c.n_embd, c.head_size
         self.ln_1, self.ln_2 = nn.RMSNorm(C, c.norm_eps), nn.RMSNorm(C, c.norm_eps)
-        self.sections = C, c.kv_channels, c.kv_channels
+        self.sections = c.q_channels, c.kv_channels, c.kv_channels
         self.qkv, self.attproj = (
             nn.Linear(C, sum(self.sections), bias=False),
-            nn.Linear(C, C, bias=False),
+            nn.Linear(c.q_channels, C, bias=False),
         )
         self.fc, self.fcproj = (
             nn.Linear(C, 2 * c.inner, bias=False),
@@ -26,12 +26,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         parts = self.qkv(self.ln_1(x)).split(self.sections, -1)
         q, k, v = (part.view(B, T, -1, self.HS).transpose(1, 2) for part in parts)
         q, k = (rotated(part, cos, sin) for part in (q, k))
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.attproj(att.transpose(1, 2).reshape(B, T, C))
+        x = x + self.attproj(att.transpose(1, 2).reshape(B, T, -1))
         gate, up = self.fc(self.ln_2(x)).chunk(2, -1)
         return x + self.fcproj(F.silu(gate) * up)
 
@@ -50,7 +50,7 @@ class Llama(nn.Module):
         self.ln_f = nn.RMSNorm(C, c.norm_eps)
         self.head = nn.Linear(C, c.padded_vocab, bias=False)
         self.head.weight = self.wte.weight
-        rope = table(c.block_size, C // c.n_head, c.rope_theta, c.rope_factor)
+        rope = table(c.block_size, c.head_size, c.rope_theta, c.rope_factor)
         self.register_buffer("rope", torch.from_numpy(rope))
         for p in self.parameters():
             if p.dim() == 2:

@@ -30,12 +30,13 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
-    for key, value in (
-        REQUIRED | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
-    ).items():
+    for key, value in REQUIRED.items():
         if (got := config.get(key)) not in (value, None):
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
+    by_default = config["hidden_size"] // config["num_attention_heads"]
+    given = config.get("head_dim")
+    sizes |= {"head_dim": None if given == by_default else given}
     # False without the key, as in transformers
     sizes |= {"tied": bool(config.get("tie_word_embeddings"))}
     return model_config_from_sizes(str(path), arch="llama", **sizes, **_rope(path, config))
@@ -72,6 +73,7 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
     sizes = {theirs: getattr(model, ours) for ours, theirs in KEYS.items()}
     sizes |= {
         "num_key_value_heads": model.n_kv_head or model.n_head,
+        "head_dim": model.head_size,
         "intermediate_size": model.inner,
     }
     rope = {

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,6 +176,14 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     return out
 
 
+def _sizes(m: ModelConfig) -> dict[str, Any]:
+    """Return what a model computes with; what null stands for is in numbers."""
+    given = m.model_dump(exclude={"dropout"})
+    if m.arch == "llama":
+        given |= {"n_kv_head": m.n_kv_head or m.n_head, "head_dim": m.head_size, "n_inner": m.inner}
+    return given
+
+
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
     # no run can have these sizes
@@ -182,9 +191,7 @@ def check_sizes(weights: Weights, config: Config) -> None:
     if too_small or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
     theirs, now = (
-        m.model_dump(exclude={"dropout"})
-        | ({"n_kv_head": m.n_kv_head or m.n_head, "n_inner": m.inner} if m.arch == "llama" else {})
-        | {"tokenizer": identity(tokenizer or config.data.tokenizer)}
+        _sizes(m) | {"tokenizer": identity(tokenizer or config.data.tokenizer)}
         for m, tokenizer in ((weights.model, weights.tokenizer), (config.model, None))
     )
     wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]

@@ -64,19 +64,19 @@ class Config(Sections):
         # + 4 + 1; last norm, positions
         mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
         # q and the attention's output, k and v
-        layer = 2 * c + 2 * m.kv_channels + mlp * m.inner + rows
+        layer = 2 * m.q_channels + 2 * m.kv_channels + mlp * m.inner + rows
         return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last)
 
     @property
     def flops_per_token(self) -> int:
         """Floating-point operations per token of a step, as in llm.c: 6N +
-        6*L*C*T, without recomputation.
+        6*L*NH*HS*T, without recomputation.
 
         An embedding that is not the head too multiplies nothing, and is not in N.
         """
         m = self.model
         return 6 * (
-            self.n_params - m.head_row * m.n_embd + m.n_layer * m.n_embd * self.train.seq_len
+            self.n_params - m.head_row * m.n_embd + m.n_layer * m.q_channels * self.train.seq_len
         )
 
     def replace(self, **changes: dict[str, Any]) -> "Config":

@@ -29,13 +29,13 @@ def _model_conflicts(config: Sections) -> Iterator[Problem]:
     d = config.data
     t = config.train
     o = config.optim
-    if m.n_embd % m.n_head:
+    if m.head_dim is None and m.n_embd % m.n_head:
         yield (
             "model.n_head",
             f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}",
         )
-    elif m.n_embd // m.n_head not in HEAD_SIZES:
-        wrong = f"head size n_embd / n_head is {m.n_embd // m.n_head}, not one of {HEAD_SIZES}"
+    elif m.head_dim is None and m.head_size not in HEAD_SIZES:
+        wrong = f"head size n_embd / n_head is {m.head_size}, not one of {HEAD_SIZES}"
         yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
     for choice in choices(m):
         if choice.arch not in ("", m.arch):
@@ -118,19 +118,14 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
     m = config.model
     if m.n_head % (m.n_kv_head or m.n_head):
         yield "model.n_kv_head", f"{m.n_kv_head} does not divide model.n_head {m.n_head}; change it"
-    if m.n_embd // m.n_head not in ROTATED_HEAD_SIZES:
+    if m.head_size not in ROTATED_HEAD_SIZES:
         wrong = (
-            f"head size {m.n_embd // m.n_head} is not one of "
+            f"head size {m.head_size} is not one of "
             f"{ROTATED_HEAD_SIZES}, which model.arch llama has"
         )
-        yield "model.n_head", f"{wrong}; change it"
+        yield "model.head_dim" if m.head_dim else "model.n_head", f"{wrong}; change it"
     if not m.tied and config.train.precision == "fp8" and config.fp8.keep_bf16 == "none":
         yield "fp8.keep_bf16", "an untied head stays in bf16: set fp8.keep_bf16 to head"
-    if config.train.precision == "fp8" and 2 * m.inner < (least := m.n_embd + 2 * m.kv_channels):
-        yield (
-            "model.n_inner",
-            f"train.precision fp8 needs {least // 2} or more, got {m.inner}; raise it",
-        )
 
 
 def _schedule_conflicts(config: Sections) -> Iterator[Problem]:

@@ -138,6 +138,7 @@ class ModelConfig(ConfigSection):
     n_kv_head: OptionalInt = kept(
         None, "heads of keys and values, which divide n_head; null is n_head", "llama", ge=1
     )
+    head_dim: OptionalInt = kept(None, "columns of a head; null is n_embd / n_head", "llama", ge=1)
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
     n_inner: OptionalInt = kept(
         None, "width of the MLP; null is 4 * n_embd", "llama", ge=1, le=1 << 19, multiple_of=16
@@ -193,9 +194,19 @@ class ModelConfig(ConfigSection):
         return known | given
 
     @property
+    def head_size(self) -> int:
+        """Columns of a head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def q_channels(self) -> int:
+        """Columns of the queries, and of the attention's output."""
+        return self.head_size * self.n_head
+
+    @property
     def kv_channels(self) -> int:
         """Columns of the keys, and of the values."""
-        return self.n_embd // self.n_head * (self.n_kv_head or self.n_head)
+        return self.head_size * (self.n_kv_head or self.n_head)
 
     @property
     def inner(self) -> int:

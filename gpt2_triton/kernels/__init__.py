@@ -80,13 +80,13 @@ def scratch_elements(
     """
     R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("Q") else dtype
     head = "fp8" if d.get("fp8_head") else dtype
-    qkv, attproj, fc, fcproj = (d["D"], C), (C, C), (d["G"], C), (C, d["F"])
+    qkv, attproj, fc, fcproj = (d["D"], C), (C, d["Cq"]), (d["G"], C), (C, d["F"])
     # singly if not on Hopper
     layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]
     return max(
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dact_scratch(R, d["F"], dtype),
-        attention_bwd_scratch(d["B"], d["T"], C, C // d["NH"], dtype),
+        attention_bwd_scratch(d["B"], d["T"], d["Cq"], d["HS"], dtype),
         classifier_fwd_scratch(Rc, Vp, head),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),

@@ -36,7 +36,8 @@ class BufferSpec:
     # the first level at which the backward pass writes the shared copy
     # again; "": the same as `drop`
     again: str = ""
-    within: str = ""  # the buffer that lends its bytes; the uses of the two never overlap
+    # the buffer that lends its bytes, if it has enough; the uses of the two never overlap
+    within: str = ""
     when: str = ""  # conditions, as "bf16 trains": only if all these numbers of dims are not 0
     one_copy: bool = False  # all entries of the list use one copy
 
@@ -65,6 +66,7 @@ class Buffer:
     live: str
     # the copy that each entry of a list uses; None: a single buffer
     copy_of: tuple[int, ...] | None
+    within: str = ""  # the buffer whose bytes it uses
     offset: int = 0
 
     @property
@@ -199,7 +201,7 @@ class MemoryPlan:
     def by_kind(self) -> dict[str, int]:
         out: dict[str, int] = {}
         for b in self.buffers.values():
-            out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.spec.within else b.nbytes)
+            out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.within else b.nbytes)
         return out
 
 
@@ -207,8 +209,13 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
     """Place each buffer, the largest first, at the lowest offset that is free in its
     phases; `fixed` ones stay.
     """
-    placed = [b for b in fixed if not b.spec.within]
-    for b in sorted((b for b in buffers if not b.spec.within), key=lambda b: -b.nbytes):
+    by_name = {b.name: b for b in (*fixed, *buffers)}
+    for b in buffers:
+        host = by_name.get(b.spec.within)
+        if host and b.nbytes <= host.nbytes:
+            b.within = host.name
+    placed = [b for b in fixed if not b.within]
+    for b in sorted((b for b in buffers if not b.within), key=lambda b: -b.nbytes):
         offset = 0
         for other in sorted((p for p in placed if p.phases & b.phases), key=lambda p: p.offset):
             if offset + b.nbytes <= other.offset:
@@ -216,13 +223,10 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
             offset = max(offset, other.offset + other.nbytes)
         b.offset = offset
         placed.append(b)
-    by_name = {b.name: b for b in (*fixed, *buffers)}
     for b in buffers:
-        if b.spec.within:
-            host = by_name[b.spec.within]
-            assert b.nbytes <= host.nbytes and b.phases <= host.phases, (
-                f"{b.name} does not fit in {host.name}"
-            )
+        if b.within:
+            host = by_name[b.within]
+            assert b.phases <= host.phases, f"{b.name} outlives {host.name}"
             b.offset = host.offset
     return MemoryPlan(by_name, max(b.offset + b.nbytes for b in by_name.values()))
 

@@ -15,7 +15,7 @@ class Fp8Operands:
 
     ln8:        Tensors = buf("2*L | R C", "e4m3", "block..block_bwd", "activations",
                               drop="gelu+ln")
-    att8:       Tensors = buf("L | R C",   "e4m3", "block..block_bwd", "activations",
+    att8:       Tensors = buf("L | R Cq",  "e4m3", "block..block_bwd", "activations",
                               drop="none", again="block")
     fcg8:       Tensors = buf("L | R F",   "e4m3", "block..block_bwd", "activations",
                               drop="none", again="block")
@@ -28,7 +28,7 @@ class Fp8Operands:
     dqkv8:      Tensor  = buf("R D",       "e4m3", "block_bwd",        "backward", within="dfch8")
     dqkv8t:     Tensor  = buf("D R",       "e4m3", "block_bwd",        "backward", within="dfch8t")
     ln8t:       Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
-    att8t:      Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
+    att8t:      Tensor  = buf("Cq R",      "e4m3", "block_bwd",        "backward")
     dout8t:     Tensor  = buf("C R",       "e4m3", "block_bwd",        "backward")
     lnf8:       Tensor  = buf("R C",       "e4m3", "head",             "head",
                               when="fp8_head")
@@ -50,9 +50,9 @@ class Fp8Operands:
                               drop="gelu+ln")
     qkvw8t:     Tensors = buf("L | C D",   "e4m3", "embed..block_bwd", "fp8 weights",
                               drop="gelu+ln")
-    attprojw8:  Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights",
+    attprojw8:  Tensors = buf("L | C Cq",  "e4m3", "embed..block_bwd", "fp8 weights",
                               drop="gelu+ln")
-    attprojw8t: Tensors = buf("L | C C",   "e4m3", "embed..block_bwd", "fp8 weights",
+    attprojw8t: Tensors = buf("L | Cq C",  "e4m3", "embed..block_bwd", "fp8 weights",
                               drop="gelu+ln")
     fcw8:       Tensors = buf("L | G C",   "e4m3", "embed..block_bwd", "fp8 weights",
                               drop="gelu+ln")

@@ -5,9 +5,9 @@ Symbols of shapes:
 
 B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the
            head takes Rc rows at a time
-C, NH, HS  channels, heads, head size = C / NH
-D, Ckv     columns of qkv, and of k or v in it: D = C + 2*Ckv, and Ckv is C unless
-           heads of q share heads of k and v
+C, NH, HS  channels, heads, head size
+D, Cq, Ckv columns of qkv, of q in it, and of k or v: D = Cq + 2*Ckv.  Cq = NH*HS is C unless
+           model.head_dim says otherwise, and Ckv is Cq unless heads of q share heads of k and v
 F, G       width of the MLP; rows of fcw, 2F with a gate, else F
 Tr         positions that q and k are rotated to, at most block_size
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves

@@ -40,9 +40,12 @@ def exported(tmp_path, **more):
     return model, weights, tmp_path / "out"
 
 
-@pytest.mark.parametrize("factor, tied", [(1.0, True), (32.0, False)])
-def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, factor, tied):
-    model, _, out = exported(tmp_path, rope_factor=factor, norm_eps=1e-6, tied=tied)
+WIDE = dict(head_dim=64, n_embd=96)  # 192 columns of q
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(rope_factor=32.0, tied=False), WIDE])
+def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, sizes):
+    model, _, out = exported(tmp_path, norm_eps=1e-6, **sizes)
     [(ids, _)] = batches(model.config, 1)
     theirs = LlamaForCausalLM.from_pretrained(out)(ids.long()).logits.detach()
     T = model.config.train.seq_len
@@ -53,7 +56,7 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     assert found.model == model.config.model
     assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
     LlamaForCausalLM.from_pretrained(out).save_pretrained(
-        tmp_path / "again", max_shard_size="200KB"
+        tmp_path / "again", max_shard_size="100KB"
     )
     assert len([*(tmp_path / "again").glob("*.safetensors")]) > 2
     again = huggingface.read(str(tmp_path / "again"))
@@ -196,7 +199,7 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 @pytest.mark.parametrize(
     "change, named",
     [
-        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=32), "head_dim"),
+        (dict(attention_bias=True), "attention_bias"), (dict(head_dim=0), "head_dim"),
         (LINEAR, "type linear, and"), (NO_FACTOR, "type llama3 {'factor': None}"),
         (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],

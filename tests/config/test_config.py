@@ -112,6 +112,18 @@ def test_model_sizes_have_the_parameters_of_llama_3():
     assert found == [1_235_814_400, 3_212_749_824, 8_030_261_248]
 
 
+def test_head_dim_counts_in_parameters_and_operations():
+    """A layer has 4 * 768 * 64 weights more for each head that is 128 columns wide, not 64."""
+    narrow, wide = (
+        Config.model_validate({"model": {"arch": "llama", "head_dim": width}})
+        for width in (None, 128)
+    )
+    assert wide.n_params - narrow.n_params == 12 * 12 * 4 * 768 * 64
+    attention = 6 * 12 * 12 * 64 * 1024
+    more = wide.flops_per_token - narrow.flops_per_token
+    assert more == 6 * (wide.n_params - narrow.n_params) + attention
+
+
 def test_operations_of_a_step_count_an_untied_head_but_not_its_embedding():
     tied, untied = (
         Config.model_validate({"model": {"size": "llama:1b", "tied": tied}})

@@ -169,11 +169,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set",
     ),
     (
-        "model: {arch: llama, n_inner: 1024}",
-        {"train.precision": "fp8"},
-        "fp8 needs 1152 or more, got 1024; raise it",
-    ),
-    (
         "",
         {"train.precision": "fp8", "train.dtype": "fp32"},
         "train.precision: fp8 needs train.dtype bf16, got fp32",
@@ -192,6 +187,11 @@ MISTAKES = [  # YAML, overrides, what the message says
         "model: {arch: llama, n_kv_head: 5}",
         {},
         "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change",
+    ),
+    (
+        "model: {arch: llama, head_dim: 80}",
+        {},
+        "x.yaml:1: model.head_dim: head size 80 is not one of (64, 128), which model.arch llama",
     ),
     (
         "model: {n_kv_head: 4}",

@@ -24,7 +24,8 @@ from tests.model.test_lifetimes import poison
 from tests.support.models import batches, packed, train_steps
 from tests.support.tiny import tiny_config
 
-LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=192)
+# dqkv is wider than dfch, and q than the residual stream
+LLAMA = dict(arch="llama", n_head=2, n_kv_head=1, head_dim=64, n_embd=96, n_inner=112)
 NOT_SCALE = State.__dataclass_fields__.keys() - {"scale"}
 
 

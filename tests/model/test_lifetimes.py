@@ -130,7 +130,7 @@ def poison(model: Model, monkeypatch) -> Model:
         for b in model.plan.buffers.values():
             if (
                 b.dtype.is_floating_point
-                and not b.spec.within
+                and not b.within
                 and phase in b.phases
                 and not b.phases & survivors
             ):

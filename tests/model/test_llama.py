@@ -28,23 +28,29 @@ from tests.support.models import (
 )
 from tests.support.tiny import tiny_config
 
-# heads, heads of k and v, their size, factor, tied
+# heads, heads of k and v, their size, factor, tied, channels if not as many as the heads' columns
 SIZES = [
-    (4, 4, 64, 1.0, True),
-    (4, 2, 64, 8.0, False),
-    (9, 3, 64, 1.0, True),
-    (2, 1, 128, 32.0, False),
+    (4, 4, 64, 1.0, True, None),
+    (4, 2, 64, 8.0, False, None),
+    (9, 3, 64, 1.0, True, None),
+    (2, 1, 128, 32.0, False, None),
+    (3, 1, 64, 1.0, False, 96),
+    (2, 1, 64, 8.0, True, 176),
 ]
+WIDTHS = [None, 112]  # of 4 heads of 64
 TRAIN = dict(batch_size=2, seq_len=8, total_batch_tokens=16)
 
 
-def llama(NH=4, NKV=2, HS=64, factor=8.0, tied=True, **more) -> dict:
-    """Return the sections of a Llama whose sizes are no powers of 2."""
+def llama(NH=4, NKV=2, HS=64, factor=8.0, tied=True, C=None, **more) -> dict:
+    """Return the sections of a Llama whose sizes are no powers of 2; with C
+    channels its heads have model.head_dim HS.
+    """
     sizes = dict(
         n_layer=2,
         n_head=NH,
         n_kv_head=NKV,
-        n_embd=NH * HS,
+        head_dim=C and HS,
+        n_embd=C or NH * HS,
         n_inner=176,
         vocab_size=300,
         block_size=32,
@@ -61,6 +67,7 @@ def theirs(config: Config) -> LlamaForCausalLM:
     )  # fmt: skip
     sizes = dict(
         vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=m.inner,
+        head_dim=m.head_size,
         num_hidden_layers=m.n_layer, num_attention_heads=m.n_head, num_key_value_heads=m.n_kv_head,
         max_position_embeddings=m.block_size,
     )  # fmt: skip
@@ -71,12 +78,12 @@ def theirs(config: Config) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **numbers, attn_implementation="eager"))
 
 
-@pytest.mark.parametrize("NH,NKV,HS,factor,tied", SIZES)
-def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied):
+@pytest.mark.parametrize("NH,NKV,HS,factor,tied,C", SIZES)
+def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied, C):
     """In fp32, which transformers' norms and softmax use in any dtype, with
     weights of a model's usual size.
     """
-    model = kernel_model(**llama(NH, NKV, HS, factor, tied, sample=dict(every=1)))
+    model = kernel_model(**llama(NH, NKV, HS, factor, tied, C, sample=dict(every=1)))
     model.initialise(seed=1)
     lnw = model.train_view.w.lnw
     lnw.add_(0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)))
@@ -98,10 +105,11 @@ def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied)
         assert error(got, grads[name]) < 1e-5, name
 
 
+@pytest.mark.parametrize("C", WIDTHS)
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
-def test_loss_and_gradients_equal_autograd(level):
+def test_loss_and_gradients_equal_autograd(level, C):
     """The reference launchers in float64, at each recompute level."""
-    model = exact_model(level, **llama())
+    model = exact_model(level, **llama(C=C))
     params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
     [(ids, targets)] = batches(model.config, 1)
     want = torch_reference.llama_loss(params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6)
@@ -129,10 +137,18 @@ def test_gradients_of_an_untied_head_are_the_sums_of_two_micro_steps():
         )
 
 
-@pytest.mark.parametrize("level,tied", [("none", True), ("gelu+ln+qkv", False), ("block", True)])
-def test_decoding_equals_the_training_forward(level, tied):
+@pytest.mark.parametrize(
+    "level,tied,C",
+    [
+        ("none", True, None),
+        ("gelu+ln+qkv", False, None),
+        ("block", True, None),
+        ("none", True, 112),
+    ],
+)
+def test_decoding_equals_the_training_forward(level, tied, C):
     require_decoding_equals_the_forward(
-        exact_model(level, **llama(tied=tied), sample=dict(every=1))
+        exact_model(level, **llama(tied=tied, C=C), sample=dict(every=1))
     )
 
 
@@ -151,15 +167,18 @@ def test_rotations_equal_transformers_to_the_last_bit_of_a_frequency(HS, theta, 
     assert (got - torch.cat([cos[0, :, : HS // 2], sin[0, :, : HS // 2]], 1)).abs().max() < 1e-7
 
 
-def test_bf16_trains_and_repeats_its_bits():
-    losses = [train_steps(kernel_model("gelu", "bf16", **llama()), 3) for _ in range(2)]
+@pytest.mark.parametrize("C", WIDTHS)
+def test_bf16_trains_and_repeats_its_bits(C):
+    losses = [train_steps(kernel_model("gelu", "bf16", **llama(C=C)), 3) for _ in range(2)]
     assert losses[0] == losses[1] and np.isfinite([loss for loss, _, _ in losses[0]]).all()
 
 
-def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart():
-    model = exact_model(**llama(), optim=MUON)
+@pytest.mark.parametrize("C", WIDTHS)
+def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart(C):
+    model = exact_model(**llama(C=C), optim=MUON)
+    C = C or 256
     assert matrix_shapes(model.A.Params, model.dims) == [
-        (256, 256, 1), (128, 256, 2), (256, 256, 1), (176, 256, 2), (256, 176, 1),
+        (256, C, 1), (128, C, 2), (C, 256, 1), (176, C, 2), (C, 176, 1),
     ]  # fmt: skip
     weights = {
         name: w.clone() for name, w in by_name(model.state.params, model.config.model).items()
@@ -196,10 +215,12 @@ def test_statistics_name_the_parts_of_a_layer_and_an_untied_head():
 
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
 def test_every_launch_stays_inside_live_buffers(level, monkeypatch):
-    model, launches = recorded_step(level, monkeypatch, **llama(tied=level != "none"))
+    C = 112 if level in ("gelu", "block:1") else None
+    model, launches = recorded_step(level, monkeypatch, **llama(tied=level != "none", C=C))
     assert len(launches) > 40 and violations(model, launches) == []
 
 
-def test_nan_in_dead_buffers_changes_no_bit(monkeypatch):
-    right = train_steps(exact_model("gelu", **llama()), 1)
-    assert train_steps(poison(exact_model("gelu", **llama()), monkeypatch), 1) == right
+@pytest.mark.parametrize("C", WIDTHS)
+def test_nan_in_dead_buffers_changes_no_bit(C, monkeypatch):
+    right = train_steps(exact_model("gelu", **llama(C=C)), 1)
+    assert train_steps(poison(exact_model("gelu", **llama(C=C)), monkeypatch), 1) == right

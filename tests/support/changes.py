@@ -6,6 +6,7 @@ CHANGES = {
     | dict(
         arch="llama",
         n_kv_head=1,
+        head_dim=128,
         n_inner=96,
         norm_eps=1e-6,
         rope_theta=1e4,

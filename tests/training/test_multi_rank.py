@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 STEPS = 2
 
 
-LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, n_embd=192, n_inner=176, tied=False)
+LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, head_dim=64, n_embd=112, n_inner=176, tied=False)
 
 
 def config_of(zero=1, **sections):

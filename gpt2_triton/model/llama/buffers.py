@@ -17,8 +17,8 @@ class Params:
 
     #                        shape     group    init        decay
     wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # rows V..Vp stay zero
-    qkvw:     Tensors = param("D C",  "layer", "normal",   True, "C C, Ckv C, Ckv C")
-    attprojw: Tensors = param("C C",  "layer", "residual", True)
+    qkvw:     Tensors = param("D C",  "layer", "normal",   True, "Cq C, Ckv C, Ckv C")
+    attprojw: Tensors = param("C Cq", "layer", "residual", True)
     fcw:      Tensors = param("G C",  "layer", "normal",   True, "F C, F C")
     fcprojw:  Tensors = param("C F",  "layer", "residual", True)
     lnw:      Tensor  = param("S C",  "rest",  "one")
@@ -44,14 +44,14 @@ class LayerActs:
     qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
     # log2 of row sums
     lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")
-    att:  Tensors = buf("L | R C",    "act", "block..block_bwd", "activations", drop="block")
+    att:  Tensors = buf("L | R Cq",   "act", "block..block_bwd", "activations", drop="block")
     # gate, value
     fch:  Tensors = buf("L | R G",    "act", "block..block_bwd", "activations", drop="block")
     fcg:  Tensors = buf("L | R F",    "act", "block..block_bwd", "activations",
                         drop="gelu", when="bf16")
     # dx for an odd i
     dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    when="bf16")
-    datt: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    within="dln")
+    datt: Tensor  = buf("R Cq",       "act", "block_bwd",        "backward",    within="dfcg")
     dfcg: Tensor  = buf("R F",        "act", "block_bwd",        "backward")
     dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
                         when="bf16", one_copy=True)

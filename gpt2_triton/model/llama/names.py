@@ -9,10 +9,11 @@ def by_name(p: Params, V: int) -> dict[str, Tensor]:
     """Return the parameters in the order of the forward pass; wte and
     lmhead without padding rows.
     """
-    L, C = len(p.qkvw), p.wte.shape[1]
+    L = len(p.qkvw)
     out = {"model.embed_tokens.weight": p.wte[:V]}
     for l in range(L):
-        q, k, v = p.qkvw[l].split([C, *[(len(p.qkvw[l]) - C) // 2] * 2])
+        columns = p.attprojw[l].shape[1]  # of q
+        q, k, v = p.qkvw[l].split([columns, *[(len(p.qkvw[l]) - columns) // 2] * 2])
         gate, up = p.fcw[l].split(len(p.fcw[l]) // 2)
         layer = {
             "input_layernorm": p.lnw[2 * l],

@@ -25,5 +25,5 @@ def wire(m: Cut) -> Wiring:
             for l in range(d["L"])
         ],
         branches=[Branch()] * d["S"],
-        rope=Rope(a.rope, d["T"], d["C"] + d["Ckv"]),
+        rope=Rope(a.rope, d["T"], d["Cq"] + d["Ckv"]),
     )
