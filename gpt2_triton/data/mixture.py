@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 def sources(given: str) -> list[Source]:
     """Return the sources of data.train or data.val; ConfigError for a wrong weight."""
-    parts = [part.strip() for part in given.split(",")]
+    parts = [part.strip() for part in given.split(",") if part.strip()]
     found = [WEIGHTED.fullmatch(part) for part in parts]
     if os.path.lexists(given) or not any(found):
         return [Source(given, Fraction(1))]

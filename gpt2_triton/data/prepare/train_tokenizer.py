@@ -42,10 +42,10 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    with new_directory(out) as directory:
+    with new_directory(out) as directory:  # before the long work, to refuse one that is there
+        trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
         trained.save(str(directory / FILE))
         (directory / CONFIG).write_text(json.dumps(config | names, indent=2) + "\n")
     return _compared(FileTokenizer(str(out)), vocab, held_out)

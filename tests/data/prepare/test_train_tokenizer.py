@@ -46,7 +46,9 @@ def test_a_directory_that_is_there_is_kept(greek, capsys):
     (greek / "tok").mkdir()
     (greek / "tok" / "mine").touch()
     assert main(tools, ["tokenizer", "my.txt", "--out", "tok"]) == 2
-    assert "tok is there already; choose another" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "tok is there already; choose another" in said.err
+    assert "merging" not in said.out  # it is said before the work
 
 
 @pytest.mark.slow
