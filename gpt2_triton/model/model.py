@@ -18,7 +18,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ReplicaMismatchError
-from gpt2_triton.model import architecture, fp8, schedule, state_io
+from gpt2_triton.model import architecture, fp8, schedule
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
@@ -34,8 +34,9 @@ from gpt2_triton.model.memory_plan import (
 )
 from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
+from gpt2_triton.model.state_io import SavedState
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tables import Decoding, Part, Recompute, Span, State, param_entries
+from gpt2_triton.model.tables import Decoding, Part, Recompute, State, param_entries
 from gpt2_triton.model.tensor_stats import StatsRecorder
 from gpt2_triton.model.view import make_view
 
@@ -100,6 +101,7 @@ class Model:
         self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.rank = group.rank if group else 0
+        self.saved = SavedState(self.state, self.dims, self.rank)
         self.comm = Communicator()
         if group and group.size > 1:
             ours = group, K, self.state, self.dims
@@ -302,49 +304,20 @@ class Model:
 
     # ---- checkpoints ----
 
-    def checkpoint_spec(self) -> dict[str, Tensor]:
-        """Return shapes and dtypes of a checkpoint's tensors, which do not
-        depend on the number of ranks.
-        """
-        return state_io.checkpoint_spec(self.state, self.dims)
-
-    def local_shards(self) -> dict[str, list[Tensor]]:
-        """Return the slices of the buffers that this rank saves, in the order of `shard_spans`."""
-        return state_io.local_shards(self.state, self.dims, self.rank)
-
-    def shard_spans(self) -> dict[str, list[list[int]]]:
-        """Return, for a checkpoint's state.json, (flat index, elements) of each
-        slice; empty for a single rank.
-        """
-        return state_io.shard_spans(self.dims, self.rank)
-
-    def held_spans(self) -> dict[str, list[Span]]:
-        """Return (flat index, elements) of what this rank holds of each
-        of a checkpoint's tensors.
-        """
-        held = state_io.held(self.state, self.dims, self.rank)
-        return {
-            name: [(place.first, place.length) for place in places] for name, places in held.items()
-        }
-
     def load(self, parts: Iterable[Part]) -> None:
         """Fill the buffers from parts of a checkpoint's tensors, of which this
-        rank needs its `held_spans`.
+        rank needs `saved.needs`.
         """
         fp8.clear(self.state.amax)
         fp8.clear(self.state.history)
-        state_io.load(self.state, self.dims, self.rank, parts)
+        self.saved.load(parts)
         self.calibrated = self.has_fp8 and bool(self.state.history.cpu().numpy().any())
-
-    def state_digest(self) -> str:
-        """Return the sha256 of the weights, and of the moments if every rank holds all of them."""
-        return state_io.state_digest(self.state, self.dims)
 
     def require_equal_replicas(self, control: ControlGroup, step: int) -> str:
         """Return the state digest of all ranks; raise ReplicaMismatchError with the
         ranks that differ from rank 0.
         """
-        found = control.all_gather(self.state_digest())
+        found = control.all_gather(self.saved.digest())
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise ReplicaMismatchError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.model import sharding
-from gpt2_triton.model.tables import Part, State
+from gpt2_triton.model.tables import Part, Span, State
 
 EQUAL = {"window", "scale", "history"}  # on all ranks
 
@@ -38,112 +38,118 @@ def state_buffers(s: State) -> dict[str, Tensor]:
     return {name: flat for name, flat in buffers.items() if flat is not None}
 
 
-def checkpoint_spec(s: State, dims: dict[str, int]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors without memory, on the device "meta"."""
-    return {
-        name: torch.empty(
-            t.shape if name in EQUAL else (_elements(name, dims),), dtype=t.dtype, device="meta"
-        )
-        for name, t in state_buffers(s).items()
-    }
-
-
-def local_shards(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Tensor]]:
-    """Return the slices of the buffers that this rank saves, in the order of
-    `shard_spans`; a single rank saves all.
-    """
-    buffers, owned = state_buffers(s), sharding.owned_shards(dims, rank)
-    equal = {name: [buffers.pop(name)] for name in EQUAL & buffers.keys()}
-    out = equal if rank == 0 else {}
-    for name, flat in buffers.items():
-        spans = ((at, p.length) for p in owned if (at := _start(name, p)) is not None)
-        out[name] = [flat[at : at + n] for at, n in sharding.coalesce(spans)]
-    return out
-
-
-def shard_spans(dims: dict[str, int], rank: int) -> dict[str, list[list[int]]]:
-    """Return (flat index, elements) of this rank's slices, `second_shares` of
-    Muon's `v`; empty for one rank.
-    """
-    if dims["ranks"] == 1:
-        return {}
-    shards = sharding.owned_shards(dims, rank)
-    spans = {"shares": [[p.first, p.length] for p in shards]}
-    with_v = [p for p in shards if "v" in p.states]
-    if len(with_v) < len(shards):
-        spans["second_shares"] = [[_first("v", p, dims), p.length] for p in with_v]
-    return spans
-
-
 class Held(NamedTuple):
-    """A contiguous part of a checkpoint's tensor that this rank holds."""
+    """A contiguous part of a checkpoint's tensor that a rank holds."""
 
     first: int  # index of its first element in the tensor
     length: int
     start: int  # offset in the buffer
 
 
-def held(s: State, dims: dict[str, int], rank: int) -> dict[str, list[Held]]:
-    """Return what this rank holds of each tensor: all of `params`, and what
-    it updates of m, v and low.
-    """
-    updated = sharding.updated_shards(dims, rank)
-    everything = sharding.updated_shards(dims | dict(zero=0), rank)
-    out = {}
-    for name, flat in state_buffers(s).items():
-        if name in EQUAL:
-            out[name] = [Held(0, flat.numel(), 0)]
-        else:
-            shards = everything if name == "params" else updated
-            starts = [(p, _start(name, p)) for p in shards]
-            out[name] = [
-                Held(_first(name, p, dims), p.length, start)
-                for p, start in starts
-                if start is not None
-            ]
-    return out
+class SavedState:
+    """The state of a rank as the tensors of a checkpoint."""
 
+    def __init__(self, state: State, dims: dict[str, int], rank: int):
+        self._buffers = state_buffers(state)
+        self._dims = dims
+        self._rank = rank
 
-def load(s: State, dims: dict[str, int], rank: int, parts: Iterable[Part]) -> None:
-    """Fill the buffers from parts of a checkpoint's tensors.  A rank copies what it holds.
+    def spec(self) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors without memory, on the device "meta"."""
+        return {
+            name: torch.empty(
+                t.shape if name in EQUAL else (sum(_lengths(name, self._dims)),),
+                dtype=t.dtype,
+                device="meta",
+            )
+            for name, t in self._buffers.items()
+        }
 
-    A checkpoint of the head in bf16 has fewer scales of fp8 than this model
-    may need: then none is loaded.
-    """
-    buffers = {name: flat.view(-1) for name, flat in state_buffers(s).items()}
-    places = held(s, dims, rank)
-    for name, first, elements in parts:
-        if name in EQUAL and len(elements) < len(buffers[name]):
-            continue
-        for place in places[name]:
-            begin = max(first, place.first)
-            end = min(first + len(elements), place.first + place.length)
-            if begin < end:
-                start = place.start + begin - place.first
-                buffers[name][start : start + end - begin].copy_(
-                    elements[begin - first : end - first]
-                )
+    def shards(self) -> dict[str, list[Tensor]]:
+        """Return the slices of the buffers that this rank saves, in the order of
+        `spans`; a single rank saves all.
+        """
+        owned = sharding.owned_shards(self._dims, self._rank)
+        out = {}
+        for name, flat in self._buffers.items():
+            if name not in EQUAL:
+                spans = ((at, p.length) for p in owned if (at := _start(name, p)) is not None)
+                out[name] = [flat[at : at + n] for at, n in sharding.coalesce(spans)]
+            elif self._rank == 0:
+                out[name] = [flat]
+        return out
 
+    def spans(self) -> dict[str, list[list[int]]]:
+        """Return, for a checkpoint's state.json, (flat index, elements) of this rank's slices,
+        `second_shares` of Muon's `v`; empty for one rank.
+        """
+        if self._dims["ranks"] == 1:
+            return {}
+        shards = sharding.owned_shards(self._dims, self._rank)
+        spans = {"shares": [[p.first, p.length] for p in shards]}
+        with_v = [p for p in shards if "v" in p.states]
+        if len(with_v) < len(shards):
+            spans["second_shares"] = [[_first("v", p, self._dims), p.length] for p in with_v]
+        return spans
 
-def state_digest(s: State, dims: dict[str, int]) -> str:
-    """Return the sha256 of the weights in flat order, and of the moments if
-    every rank holds all of them.
-    """
-    digest, buffers = hashlib.sha256(), state_buffers(s)
-    names = ["params"] if dims["zero"] else ["params", "m", "v", "low"]
-    for name in (name for name in names if name in buffers):
-        for p in sharding.updated_shards(dims | dict(zero=0), 0):
-            at = _start(name, p)
-            if at is not None:
-                digest.update(
-                    buffers[name][at : at + p.length].cpu().view(torch.uint8).numpy().data
-                )
-    return digest.hexdigest()
+    def held(self) -> dict[str, list[Held]]:
+        """Return what this rank holds of each tensor: all of `params`, and what
+        it updates of m, v and low.
+        """
+        updated = sharding.updated_shards(self._dims, self._rank)
+        everything = sharding.updated_shards(self._dims | dict(zero=0), self._rank)
+        out = {}
+        for name, flat in self._buffers.items():
+            if name in EQUAL:
+                out[name] = [Held(0, flat.numel(), 0)]
+            else:
+                shards = everything if name == "params" else updated
+                starts = [(p, _start(name, p)) for p in shards]
+                out[name] = [
+                    Held(_first(name, p, self._dims), p.length, start)
+                    for p, start in starts
+                    if start is not None
+                ]
+        return out
 
+    def needs(self) -> dict[str, list[Span]]:
+        """Return (index, elements) of what a load of each tensor needs."""
+        return {name: [(h.first, h.length) for h in held] for name, held in self.held().items()}
 
-def _elements(name: str, dims: dict[str, int]) -> int:
-    """Return the elements of a checkpoint's tensor."""
-    return sum(_lengths(name, dims))
+    def load(self, parts: Iterable[Part]) -> None:
+        """Fill the buffers from parts of a checkpoint's tensors.  A rank copies what it holds.
+
+        A checkpoint of the head in bf16 has fewer scales of fp8 than this model
+        may need: then none is loaded.
+        """
+        buffers = {name: flat.view(-1) for name, flat in self._buffers.items()}
+        places = self.held()
+        for name, first, elements in parts:
+            if name in EQUAL and len(elements) < len(buffers[name]):
+                continue
+            for place in places[name]:
+                begin = max(first, place.first)
+                end = min(first + len(elements), place.first + place.length)
+                if begin < end:
+                    start = place.start + begin - place.first
+                    buffers[name][start : start + end - begin].copy_(
+                        elements[begin - first : end - first]
+                    )
+
+    def digest(self) -> str:
+        """Return the sha256 of the weights in flat order, and of the moments if
+        every rank holds all of them.
+        """
+        digest = hashlib.sha256()
+        names = ["params"] if self._dims["zero"] else ["params", "m", "v", "low"]
+        shards = sharding.updated_shards(self._dims | dict(zero=0), 0)
+        for name in (name for name in names if name in self._buffers):
+            for p in shards:
+                at = _start(name, p)
+                if at is not None:
+                    part = self._buffers[name][at : at + p.length]
+                    digest.update(part.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:

@@ -25,7 +25,7 @@ def restore_model(
     directory = run_dir / "checkpoints"
     found = control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
     checkpoint = open_checkpoint(Path(found))
-    model.load(checkpoint.parts(model.held_spans()))
+    model.load(checkpoint.parts(model.saved.needs()))
     control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
     state = checkpoint.state
     control.from_rank0(lambda: discard_after(directory, state["step"]))

@@ -209,7 +209,7 @@ def build_model(
     if group.rank == 0:
         state = start.state
         require_space(
-            run_dir / "checkpoints", model.checkpoint_spec(), state.step, state.best_step, config
+            run_dir / "checkpoints", model.saved.spec(), state.step, state.best_step, config
         )
     if group.device == "cuda":
         made = compile_kernels(model, group, control, data)
@@ -230,10 +230,10 @@ def _fill(model: Model, start: Start) -> None:
     else:
         saved_scales = fp8.saved_spec(start.checkpoint.state["config"])
         resume.check_tensors(
-            start.checkpoint, fp8.without_scales(model.checkpoint_spec()) | saved_scales
+            start.checkpoint, fp8.without_scales(model.saved.spec()) | saved_scales
         )
         # a rank names a NaN in what it reads
-        model.load(start.checkpoint.parts(model.held_spans()))
+        model.load(start.checkpoint.parts(model.saved.needs()))
 
 
 def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:

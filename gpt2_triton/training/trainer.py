@@ -421,9 +421,9 @@ class Trainer:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         assert step == self.state.step  # no step is in flight
         self._wait_for_save()
-        state = self.state.as_dict() | to_save(self.config, self.data) | self.model.shard_spans()
+        state = self.state.as_dict() | to_save(self.config, self.data) | self.model.saved.spans()
         with self.watchdog.phase(SAVING):
-            self.checkpointer.save(step, self.model.local_shards(), state, before=self.log.sync)
+            self.checkpointer.save(step, self.model.saved.shards(), state, before=self.log.sync)
 
     def _wait_for_save(self, raise_errors: bool = False) -> None:
         """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""

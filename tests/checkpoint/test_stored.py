@@ -14,6 +14,7 @@ from gpt2_triton.checkpoint.format import FORMAT, STATE, tensors_name
 from gpt2_triton.checkpoint.load import open_checkpoint
 from gpt2_triton.model import sharding, state_io
 from gpt2_triton.model.optimizers import named
+from gpt2_triton.model.state_io import SavedState
 
 SMALL = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them
 # 288 MB with moments and fp32 masters
@@ -49,14 +50,15 @@ def saved_by(directory, dims, values):
     spans = []
     for rank in range(dims["ranks"]):
         state = empty_state(dims)
-        state_io.load(state, dims, rank, [(name, 0, elements) for name, elements in values.items()])
-        shards = state_io.local_shards(state, dims, rank)
+        saved = SavedState(state, dims, rank)
+        saved.load([(name, 0, elements) for name, elements in values.items()])
+        shards = saved.shards()
         joined = {
             name: parts[0] if len(parts) == 1 else torch.cat(parts)
             for name, parts in shards.items()
         }
         save_file(joined, directory / tensors_name(rank))
-        spans.append(state_io.shard_spans(dims, rank))
+        spans.append(saved.spans())
     content = {"format": FORMAT} | {key: [own[key] for own in spans] for key in spans[0]}
     (directory / STATE).write_text(json.dumps(content))
     return directory
@@ -65,13 +67,10 @@ def saved_by(directory, dims, values):
 def resumed(checkpoint, dims, rank):
     """Return the buffers of a rank, and the bytes of what it was given."""
     state, count = empty_state(dims), 0
-    held = state_io.held(state, dims, rank)
-    spans = {
-        name: [(place.first, place.length) for place in places] for name, places in held.items()
-    }
-    for name, first, elements in checkpoint.parts(spans):
+    saved = SavedState(state, dims, rank)
+    for name, first, elements in checkpoint.parts(saved.needs()):
         count += elements.nbytes
-        state_io.load(state, dims, rank, [(name, first, elements)])
+        saved.load([(name, first, elements)])
     return state_io.state_buffers(state), count
 
 
@@ -80,7 +79,7 @@ def bytes_held(dims, rank):
     its part of m, v and low.
     """
     buffers = state_io.state_buffers(empty_state(dims))
-    held = state_io.held(empty_state(dims), dims, rank)
+    held = SavedState(empty_state(dims), dims, rank).held()
     return sum(
         place.length * buffers[name].element_size()
         for name, places in held.items()
@@ -114,9 +113,8 @@ def test_a_rank_gets_the_bytes_that_it_holds_and_no_others(tmp_path, values, the
     )
     for rank in range(now):
         expected = empty_state(dims)
-        state_io.load(
-            expected, dims, rank, [(name, 0, elements) for name, elements in given.items()]
-        )
+        whole = [(name, 0, elements) for name, elements in given.items()]
+        SavedState(expected, dims, rank).load(whole)
         found, count = resumed(checkpoint, dims, rank)
         for name, buffer in state_io.state_buffers(expected).items():
             assert torch.equal(found[name], buffer), name

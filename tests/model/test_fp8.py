@@ -13,10 +13,11 @@ from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.model import fp8, state_io
+from gpt2_triton.model import fp8
 from gpt2_triton.model.gpt2.buffers import Fp8Buffers
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
+from gpt2_triton.model.state_io import SavedState
 from gpt2_triton.model.tables import State
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.conftest import DEVICE
@@ -317,11 +318,8 @@ def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
         now = dims["Q"]
         buffers = dict(scale=torch.zeros(now), history=torch.zeros(now, 16))
         state = State(**dict.fromkeys(State.__dataclass_fields__) | buffers)
-        held = state_io.held(state, dims, rank=0)
-        spans = {
-            name: [(place.first, place.length) for place in places] for name, places in held.items()
-        }
-        state_io.load(state, dims, 0, Checkpoint(Path("step"), {}, stored).parts(spans))
+        saved = SavedState(state, dims, 0)
+        saved.load(Checkpoint(Path("step"), {}, stored).parts(saved.needs()))
         expected = rows[:now] if keep in kept else torch.zeros(now)
         assert torch.equal(state.scale, expected)
         assert torch.equal(state.history, expected[:, None].expand(-1, 16))

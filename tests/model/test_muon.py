@@ -156,7 +156,7 @@ def trained(steps):
         model.micro_step(batch, first=True)
         losses.append(model.end_step().result().loss)
         if step == 1:
-            digest = model.state_digest()
+            digest = model.saved.digest()
     return losses, digest
 
 
@@ -172,30 +172,30 @@ def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
     train_steps(first, 1)
     saved = {
         name: torch.cat([part.flatten() for part in parts])
-        for name, parts in first.local_shards().items()
+        for name, parts in first.saved.shards().items()
     }
     assert {name: t.numel() for name, t in saved.items()} == {
-        n: t.numel() for n, t in first.checkpoint_spec().items()
+        n: t.numel() for n, t in first.saved.spec().items()
     }
     second.load((name, 0, tensor) for name, tensor in saved.items())
     for model in (first, second):
         train_steps(model, 1)
-    assert first.state_digest() == second.state_digest()
+    assert first.saved.digest() == second.saved.digest()
     assert not torch.equal(
-        saved["v"], torch.cat([part.flatten() for part in first.local_shards()["v"]])
+        saved["v"], torch.cat([part.flatten() for part in first.saved.shards()["v"]])
     )
 
 
 def test_skipped_step_changes_no_byte_of_the_state():
     model = exact_model(optim=MUON)
     train_steps(model, 1)
-    before = model.state_digest()
+    before = model.saved.digest()
     inputs = step_inputs(1, model.config)
     inputs[kernels.step_io.LOSS_SCALE] = np.nan
     model.begin_step(inputs, 1, 1)
     model.micro_step(packed_batch(model.config), first=True)
     assert not model.end_step().result().applied
-    assert model.state_digest() == before
+    assert model.saved.digest() == before
 
 
 # ---- memory ----
@@ -293,11 +293,11 @@ def after_two_updates(zero, group):
     model.comm.gather_params()
     flat = {
         name: torch.cat([part.flatten() for part in parts])
-        for name, parts in model.local_shards().items()
+        for name, parts in model.saved.shards().items()
     }
     return (
         {name: t.numpy() for name, t in flat.items()},
-        model.shard_spans(),
+        model.saved.spans(),
         model.comm.__class__.__name__,
     )
 

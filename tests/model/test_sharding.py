@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_triton.model import sharding, state_io
+from gpt2_triton.model import sharding
+from gpt2_triton.model.state_io import SavedState
 
 # few ranks divide them, and the rest of 1,968
 SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)
@@ -53,7 +54,7 @@ def test_parts_of_a_tensor_fill_every_rank_as_the_whole_does(zero):
             state = SimpleNamespace(
                 params=torch.zeros(dims["Nf"]), master_low=torch.zeros(dims["Nm"]), **other
             )
-            state_io.load(state, dims, rank, given)
+            SavedState(state, dims, rank).load(given)
             found.append((state.params, state.master_low))
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
         assert found[0][0].count_nonzero() == len(values) and 0 < found[0][
