@@ -1,22 +1,38 @@
 """Makes the schedule's view of a model."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.model import muon, sharding
-from gpt2_triton.model.arena import carve
+from gpt2_triton.model.architecture import Architecture
+from gpt2_triton.model.arena import MemoryPlan, carve
+from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.model_view import Cut, ModelView, Observer
 from gpt2_triton.model.rates import bucket_rates
-from gpt2_triton.model.tables import State, matrix_shapes, param_views
-from gpt2_triton.operands import Betas, Span, Step, TokenRows
+from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
+from gpt2_triton.operands import Betas, Fp8, Span, Step, TokenRows
 
 
-def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
+class Planned(Protocol):
+    """What make_view reads of a Model."""
+
+    A: Architecture
+    config: Config
+    plan: MemoryPlan
+    dims: dict[str, int]
+    arena: Tensor
+    state: State
+    recompute: list[Recompute]
+    rank: int
+    comm: Communicator
+
+
+def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) -> ModelView:
     """Return a Model's view; with `fp8` operands are Fp8, with `train` kernels record
     maxima, and dropout is on.
     """
@@ -34,7 +50,7 @@ def make_view(model: Any, B: int, T: int, fp8: bool, train: bool = False) -> Mod
     g = param_views(A.Params, grads, d, sharding.grad_offsets(d) if training else starts)
     w = param_views(A.Params, state.params, d, starts)
     a = carve(A.Acts, plan.buffers, model.arena, d)
-    weights: list[list[Any]] = [[]] * (d["L"] + 1)
+    weights: list[list[Fp8]] = [[]] * (d["L"] + 1)
     q = carve(A.Fp8Buffers, plan.buffers, model.arena, d) if fp8 else None
     if fp8:
         weights = place_operands(w, a, q, state, d, train)
