@@ -1,4 +1,4 @@
-"""`python -m benchmarks steps|ops|tune|verify`, run in the root of a checkout.
+"""`python -m benchmarks steps|ops|sample|tune|verify`, run in the root of a checkout.
 
 Each command imports its modules when it runs, because `select_device` must set environment
 variables before torch is imported.
@@ -135,6 +135,24 @@ def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None, as_: As = No
     from benchmarks.speed.ops import report
 
     report(works, json)
+
+
+@app.command
+def sample(*, sizes: str = "d12,llama:1b,d48", out: Path | None = None, commit: str = "") -> int:
+    """Time generated text of GPT-2 and Llama 3 beside transformers' generate on this GPU.
+
+    Args:
+        sizes: Comma-separated sizes, as those of steps.
+        out: The record, by default docs/results/current.json.
+        commit: Commit of the code; give it where there is no git checkout.
+    """
+    names = _sizes(sizes, f"{GPT2_SIZES},llama:c768,llama:1b")
+    require_directory("out", out)
+    _require_gpu("sample")
+    from benchmarks.results import RECORD
+    from benchmarks.speed.sampling import sample as measure
+
+    return measure(names, out or RECORD, commit)
 
 
 @app.command

@@ -17,8 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,12 @@ import yaml
 from benchmarks import results
 from benchmarks.losses.prose import Source, fetch, of_html
 from benchmarks.pages import ROOT
+from benchmarks.speed.sections import write_section
 from benchmarks.speed.sizes import VOCAB, work_of
-from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.data.shards import Shard, write_shard
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer, label
 from gpt2_triton.data.tokenizer_file import FileTokenizer
-from gpt2_triton.files import write_json
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 PIECE, PIECES = 1_000_000, 4  # characters of a piece of text, and pieces of a process
@@ -49,13 +46,7 @@ QUIET = ("--sample.every", "0", "--eval.tokens", "0", "--eval.hellaswag_every", 
 app = make_app("python -m benchmarks.speed.text", "Tokenizers, sources and one's own tokenizer.")
 
 
-def write_section(out: Path, name: str, figures: dict[str, Any], commit: str) -> None:
-    """Write a section of the record, with this machine and its packages as meta."""
-    packages = {package: version(package) for package in ("tiktoken", "tokenizers", "triton")}
-    meta: dict[str, Any] = dict(commit=commit or results.commit_of_code(), date=str(date.today()))
-    meta |= dict(gpu=device.name() if device.present() else "", cpus=os.cpu_count())
-    meta |= dict(python=sys.version.split()[0]) | packages
-    write_json(out, results.read(out) | {name: {"meta": meta} | figures})
+PACKAGES = ("tiktoken", "tokenizers", "triton")
 
 
 # ---- encode ----
@@ -120,7 +111,7 @@ def encode(*tokenizers: str, out: Path = results.RECORD, commit: str = "") -> No
         for who, speed in speeds(name, count).items():
             figures[f"{Path(name).name}.{who}_{count}"] = speed
         print(name, count, figures, flush=True)
-        write_section(out, "encode", figures, commit)
+        write_section(out, "encode", figures, commit, *PACKAGES)
 
 
 # ---- training ----
@@ -190,7 +181,7 @@ def sources(
             data = ("--data.train", pattern, "--data.val", f"{folder}/s0/t.bin")
             ms = milliseconds(trained(folder, folder / "config.yaml", *data, *options))
             add(figures, f"{precision}.{arm}.ms", ms)
-            write_section(out, "sources", figures, commit)
+            write_section(out, "sources", figures, commit, *PACKAGES)
 
 
 @app.command
@@ -243,7 +234,7 @@ def own(
             key = Path(arm).name
             for figure, value in outcome(records, folder, arm).items():
                 add(figures, f"{key}.{figure}", value)
-            write_section(out, "own_tokenizer", figures, commit)
+            write_section(out, "own_tokenizer", figures, commit, *PACKAGES)
 
 
 def chosen_steps(folder: Path, *words: object) -> int:

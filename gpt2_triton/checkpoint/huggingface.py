@@ -173,7 +173,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         else {"bos_token_id": tokenizer.begin or tokenizer.delimiter, "eos_token_id": tokenizer.eot}
     )
     ids |= source_files.ids(weights.beside)
-    write_json(directory / source_files.CONFIG, _config(weights.model, dtype) | ids)
+    write_json(directory / source_files.CONFIG, config_of(weights.model, dtype) | ids)
     write_json(directory / source_files.GENERATION, {"_from_model_config": True} | ids)
     prefix = "" if weights.model.arch == "llama" else "transformer."
     shapes = {
@@ -194,7 +194,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
     return tokenizer.vocab_size
 
 
-def _config(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json, with dropout as in training here."""
     stored = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if model.arch == "llama":
