@@ -46,10 +46,11 @@ def tensors(params: Any, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bo
     """
     for e in param_entries(type(params), dims):
         value = getattr(params, e.name)
+        decays = e.bucket <= dims["L"]  # not norms and biases
         yield (
-            (e.name, value, e.decay)
+            (e.name, value, decays)
             if e.layer is None
-            else (f"{e.name}[{e.layer}]", value[e.layer], e.decay)
+            else (f"{e.name}[{e.layer}]", value[e.layer], decays)
         )
 
 

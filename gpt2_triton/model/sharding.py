@@ -36,7 +36,6 @@ class Bucket(NamedTuple):
     length: int  # parameters
     start: int  # offset in the padded parameters
     padded: int  # elements there
-    decay: bool
     optimizer: Optimizer
 
 
@@ -49,7 +48,6 @@ class Shard(NamedTuple):
     param: int  # offset in `params`
     states: dict[str, int]  # in the buffer of each of the optimizer's states, and in "low"
     grad: int  # in `grads`, at stage 2 in `reduced`
-    decay: bool
     optimizer: Optimizer
 
     def of(self, buffer: Tensor, state: str) -> Tensor:
@@ -61,11 +59,10 @@ def buckets(dims: dict[str, int]) -> list[Bucket]:
     """Return the buckets for dims["ranks"] ranks, in the flat order."""
     L, alignment = dims["L"], 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
     lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
-    decays = [True] * (L + 1) + [False]
     padded = [-(-n // alignment) * alignment for n in lengths]
     firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
     optimizers = [ADAMW, *[OPTIMIZERS[dims["optimizer"]]] * L, ADAMW]
-    return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, decays, optimizers)]
+    return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, optimizers)]
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
@@ -132,7 +129,7 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
         n = min(part, b.length - begin)
         states = {state: at + (0 if zero else rank * part) for state, at in starts.items()}
         grad = own if zero == 2 else offset
-        out.append(Shard(i, b.first + begin, n, offset, states, grad, b.decay, b.optimizer))
+        out.append(Shard(i, b.first + begin, n, offset, states, grad, b.optimizer))
         own += part
     return out
 
@@ -148,10 +145,11 @@ def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     out: list[Shard] = []
     for i, (b, starts) in enumerate(zip(buckets(dims), state_starts(dims))):
         last = out[-1] if out else None
-        if last and last.bucket and last.decay == b.decay and last.param + last.length == b.start:
+        is_layer = i <= dims["L"]
+        if last and last.bucket and is_layer and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            whole = Shard(i, b.first, b.length, b.start, starts, b.start, b.decay, b.optimizer)
+            whole = Shard(i, b.first, b.length, b.start, starts, b.start, b.optimizer)
             out.append(whole)
     return out
 

@@ -93,7 +93,7 @@ Span = tuple[int, int]  # of a checkpoint's tensor: flat index, elements
 Part = tuple[str, int, Tensor]
 
 
-def param(shape: str, group: str, init: str, decay: bool = False, matrices: str = "") -> Any:
+def param(shape: str, group: str, init: str, matrices: str = "") -> Any:
     """Return a dataclass field that declares a parameter.
 
     group    "embed", "layer" (one tensor per layer) or "rest"
@@ -101,9 +101,7 @@ def param(shape: str, group: str, init: str, decay: bool = False, matrices: str 
     matrices shapes of the matrices, one below the other, that Muon takes
     apart; "": the parameter is one
     """
-    return dataclasses.field(
-        metadata=dict(shape=shape, group=group, init=init, decay=decay, matrices=matrices)
-    )
+    return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, matrices=matrices))
 
 
 # fmt: off
@@ -221,7 +219,6 @@ class ParamEntry(NamedTuple):
     shape: tuple[int, ...]
     used: int  # elements before its padding, the rows from V on
     init: str
-    decay: bool
 
 
 def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
@@ -245,7 +242,6 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
                 shape,
                 used,
                 m["init"],
-                m["decay"],
             )
             offset += math.prod(shape)
 

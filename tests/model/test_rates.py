@@ -30,7 +30,7 @@ def test_each_span_is_updated_with_its_buckets_rate(optim):
             rate.parameters,
         )
     for matrices in model.train_view.matrices:
-        assert (rates[1].optimizer, matrices.decay) == ("muon", rates[1].decay)
+        assert (rates[1].optimizer, matrices.part.decay) == ("muon", rates[1].decay)
 
 
 def test_the_plan_lists_the_buckets_with_rate_and_decay():

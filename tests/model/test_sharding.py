@@ -66,7 +66,6 @@ def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
     dims = dims_of(1, 0)
     assert dims["Nf"] == dims["Nt"] == dims["Ng"] == SIZES["N"] and dims["Nr"] == dims["Nx"] == 0
     embed, layers, rest = sharding.updated_shards(dims, 0)
-    assert (embed.decay, layers.decay, rest.decay) == (True, True, False)
     assert (
         embed.length == layers.first == layers.param
         and layers.first + layers.length == rest.first == rest.param

@@ -18,14 +18,14 @@ class Params:
     `rest` in the flat order.
     """
 
-    #                        shape        group    init        decay
+    #                        shape        group    init        matrices
     # also the output head; rows V..Vp stay zero
-    wte:      Tensor  = param("Vp C",   "embed", "normal",   True)
-    wpe:      Tensor  = param("Tmax C", "embed", "normal",   True)
-    qkvw:     Tensors = param("D C",    "layer", "normal",   True, "C C, C C, C C")
-    attprojw: Tensors = param("C C",    "layer", "residual", True)
-    fcw:      Tensors = param("G C",    "layer", "normal",   True)
-    fcprojw:  Tensors = param("C F",    "layer", "residual", True)
+    wte:      Tensor  = param("Vp C",   "embed", "normal")
+    wpe:      Tensor  = param("Tmax C", "embed", "normal")
+    qkvw:     Tensors = param("D C",    "layer", "normal",   "C C, C C, C C")
+    attprojw: Tensors = param("C C",    "layer", "residual")
+    fcw:      Tensors = param("G C",    "layer", "normal")
+    fcprojw:  Tensors = param("C F",    "layer", "residual")
     lnw:      Tensor  = param("S C",    "rest",  "one")
     lnb:      Tensor  = param("S C",    "rest",  "zero")
     qkvb:     Tensor  = param("L D",    "rest",  "zero")

@@ -15,12 +15,12 @@ from gpt2_triton.model.tables import HeadActs, Tensors, param
 class Params:
     """Parameters; weights are [out, in].  qkvw has rows of q, k, v; fcw of gate, value."""
 
-    #                        shape     group    init        decay
-    wte:      Tensor  = param("Vp C", "embed", "normal",   True)  # rows V..Vp stay zero
-    qkvw:     Tensors = param("D C",  "layer", "normal",   True, "Cq C, Ckv C, Ckv C")
-    attprojw: Tensors = param("C Cq", "layer", "residual", True)
-    fcw:      Tensors = param("G C",  "layer", "normal",   True, "F C, F C")
-    fcprojw:  Tensors = param("C F",  "layer", "residual", True)
+    #                        shape     group    init        matrices
+    wte:      Tensor  = param("Vp C", "embed", "normal")  # rows V..Vp stay zero
+    qkvw:     Tensors = param("D C",  "layer", "normal",   "Cq C, Ckv C, Ckv C")
+    attprojw: Tensors = param("C Cq", "layer", "residual")
+    fcw:      Tensors = param("G C",  "layer", "normal",   "F C, F C")
+    fcprojw:  Tensors = param("C F",  "layer", "residual")
     lnw:      Tensor  = param("S C",  "rest",  "one")
 
 
@@ -28,7 +28,7 @@ class Params:
 class UntiedParams(Params):
     """Parameters of a model whose output head is not wte; the head lies directly behind it."""
 
-    lmhead:   Tensor  = param("Vp C", "embed", "normal",   True)
+    lmhead:   Tensor  = param("Vp C", "embed", "normal")
 
 
 @dataclasses.dataclass
