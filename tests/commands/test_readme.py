@@ -27,7 +27,7 @@ from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import FLAGS, parse_overrides
+from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
@@ -365,23 +365,16 @@ def test_the_yaml_file_of_the_guide_is_a_configuration_and_its_first_half_the_de
     assert config.log.wandb_tags == "fineweb,adamw" and config.eval.hellaswag_every > 0
 
 
-def test_the_command_with_muon_has_what_was_measured():
-    """The longest run with Muon of benchmarks/losses/scale.yaml."""
-    (command,) = (
-        c for c in commands(text_of(ROOT / "docs" / "guide" / "recipes.md")) if "muon" in c.words
-    )
-    printed = Config.load(
-        command.words[0], parse_overrides([w for w in command.words[1:] if w != "--resume"][2:])
-    )
-    measured = pairs.read_series(LOSSES / "scale.yaml").arms["L1 muon 1B"].options
-    run = Config.load("gpt2_124m", measured)
-    assert printed.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
-    assert printed.replace(optim={"lr": run.optim.lr}).optim == run.optim
-    assert (printed.train.steps, printed.train.step_tokens) == (
-        run.train.steps,
-        run.train.step_tokens,
-    )
-    assert printed.choose_precision("9.0")[0].train.precision == run.train.precision
+def test_the_recipe_with_muon_has_the_rates_that_were_searched():
+    """Those of benchmarks/losses/steps_524k.yaml, with a warmup of a tenth of the steps."""
+    recipe = Config.load("gpt2_124m_fast")
+    searched = pairs.read_series(LOSSES / "steps_524k.yaml").arms["A"].options
+    run = Config.load("gpt2_124m", searched)
+    warmup = round(0.1 * recipe.train.steps)
+    assert recipe.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
+    assert recipe.optim == run.replace(optim={"lr": recipe.optim.lr, "warmup": warmup}).optim
+    assert recipe.train.step_tokens == run.train.step_tokens
+    assert recipe.choose_precision("9.0")[0].train.precision == run.train.precision
 
 
 @pytest.mark.parametrize(
