@@ -7,24 +7,30 @@ cores, without launching them.
     compiled.kernels, compiled.from_cache, compiled.seconds
 
 The code calls launchers as in a step, so nobody keeps a list of kernels, types and blocks.
-Triton's asynchronous mode compiles and then launches, unless `warmup` is set.  Here a replacement
-of `JITFunction.run` sets `warmup`.
+Triton's asynchronous mode asks an executor to compile, and then launches unless `warmup` is set.
+Here a replacement of `JITFunction.run` sets `warmup`, and the executor notes what is missing in
+Triton's cache.  Forked processes compile that into the cache, where this process finds it.
+
+Threads would wait for each other.  A third of the work is Python's: building the first IR of each
+kernel.  The rest allocates, and maps memory, in one address space.
 """
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
+import signal
 import time
+from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
-import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
-from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 
-from gpt2_triton.kernels.replaced import MovableCache
+from gpt2_triton.kernels.replaced import Absent, MovableCache, only_reading
 
 
 @dataclasses.dataclass
@@ -38,62 +44,111 @@ class Compiled:
     seconds: float = 0.0
 
 
+class _Executor:
+    """Reads kernels from Triton's cache at once, and keeps the calls that compile others."""
+
+    def __init__(self) -> None:
+        self.found = 0
+        self.missing: list[tuple[Callable[[], Any], Future[Any]]] = []
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
+        kernel: Future[Any] = Future()
+        try:
+            kernel.set_result(compile())
+            self.found += 1
+        except Absent:
+            self.missing.append((compile, kernel))
+        return kernel
+
+
 @contextlib.contextmanager
 def compiling(
     ignore_errors: bool = False, report: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[Compiled]:
-    """Compile each kernel launched in the context on a thread pool; at its
-    end, wait until all are loaded.
+    """Compile each kernel launched in the context on all cores; at its end all are loaded.
 
-    Threads suffice: MLIR's passes, ptxas and gcc run without Python's lock.  With `ignore_errors`,
-    a kernel that does not compile, or needs more than the GPU has, raises at its launch instead.
-    `report` gets two numbers: launches with a compiled kernel, and all launches.
+    With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises
+    at its launch instead.  `report` gets two numbers: kernels compiled, and kernels to compile.
     """
-    out, began, gpu = Compiled(), time.perf_counter(), torch.cuda.current_device()
-    launched, cached = [], []
+    out, began = Compiled(), time.perf_counter()
+    launched: dict[Any, None] = {}
     launch = JITFunction.run
+    executor = _Executor()
 
     def compile_only(
         self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any
     ) -> None:
-        launched.append(launch(self, *args, grid=grid, warmup=True, **keywords))
+        launched[launch(self, *args, grid=grid, warmup=True, **keywords)] = None
 
-    with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: torch.cuda.set_device(gpu)) as pool:
-        with (
-            knobs.compilation.scope(),
-            knobs.cache.scope(),
-            AsyncCompileMode(pool, ignore_errors=ignore_errors),
-        ):
-            knobs.compilation.listener = lambda *, cache_hit, **_: cached.append(cache_hit)
-            knobs.cache.manager_class = knobs.cache.manager_class or MovableCache
-            JITFunction.run = compile_only
+    with knobs.cache.scope():
+        manager = knobs.cache.manager_class or MovableCache
+        knobs.cache.manager_class = only_reading(manager)
+        mode = active_mode.set(AsyncCompileMode(executor))
+        JITFunction.run = compile_only
+        try:
+            yield out
+        finally:
+            JITFunction.run = launch
+            active_mode.reset(mode)
+            knobs.cache.manager_class = manager
+        # backward: the kernels of the backward pass are launched last, and take longest
+        compile_missing = [compile for compile, _ in reversed(executor.missing)]
+        _compile_in_children(compile_missing, report)
+        for compile, kernel in executor.missing:
             try:
-                yield out
-            finally:
-                JITFunction.run = launch
-            kernels = set()
-            for done, kernel in enumerate(launched, 1):
-                kernels.add(
-                    kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
-                )
-                report(done, len(launched))
-        kernels.discard(None)
-        ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
-        list(pool.map(lambda kernel: _make_launcher(kernel, ignored), kernels))
-    # in one thread: Triton 3.6's extensions have one name, and could get another's launcher
+                kernel.set_result(compile())  # reads it, or fails as it did in the child
+            except Exception as error:
+                kernel.set_exception(error)
+    kernels = {
+        kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
+        for kernel in launched
+    }
+    kernels.discard(None)
+    ignored = (Exception,) if ignore_errors else ()  # Triton's and the driver's
     for kernel in kernels:
         with contextlib.suppress(*ignored):
             _ = kernel.run
-    out.kernels, out.from_cache, out.seconds = (
-        len(kernels),
-        sum(cached),
-        time.perf_counter() - began,
-    )
+    out.kernels, out.from_cache = len(kernels), executor.found
+    out.seconds = time.perf_counter() - began
 
 
-def _make_launcher(kernel: Any, ignored: tuple[type[Exception], ...]) -> None:
-    """Compile the launcher: Triton 3.6 builds a Python extension per signature with
-    gcc, and caches it on disk.
+def _compile_in_children(
+    calls: list[Callable[[], Any]], report: Callable[[int, int], None]
+) -> None:
+    """Compile in forks of this process, which inherit the calls, and take the next number
+    of a call whenever they are free.
     """
-    with contextlib.suppress(*ignored):
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    numbers, numbers_in = os.pipe()
+    done, done_in = os.pipe()
+    os.write(numbers_in, array("H", range(len(calls))).tobytes())
+    os.close(numbers_in)
+    target = driver.active.get_current_target()
+    fork = multiprocessing.get_context("fork")
+    size = min(len(calls), len(os.sched_getaffinity(0)))
+    children = [
+        fork.Process(target=_compile_some, args=(calls, target, numbers, done_in), daemon=True)
+        for _ in range(size)
+    ]
+    for child in children:
+        child.start()
+    os.close(numbers)
+    os.close(done_in)
+    compiled = 0
+    while os.read(done, 1):  # empty once all children have ended
+        compiled += 1
+        report(compiled, len(calls))
+    os.close(done)
+    for child in children:
+        child.join()
+
+
+def _compile_some(calls: list[Callable[[], Any]], target: Any, numbers: int, done: int) -> None:
+    """Compile kernels until no number is left.  The parent reports what does not compile."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver.active.get_current_target = lambda: target  # a fork may not ask CUDA
+    while number := os.read(numbers, 2):
+        with contextlib.suppress(Exception):
+            kernel = calls[array("H", number)[0]]()
+            # Triton 3.6 builds a Python extension per signature with gcc
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+        os.write(done, b".")

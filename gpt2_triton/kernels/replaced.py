@@ -4,7 +4,6 @@ replaced                 seen with      what it buys
 cache.triton_key         3.6, 3.8, 3.9  a second of each start: Triton hashes its own 400 MB
 _update_hash             3.6            keys that do not depend on the order of earlier launches
 _do_compile              3.6, 3.8       no second compilation of a kernel that a thread compiles
-JITFunction.parse        3.6, 3.8, 3.9  threads that parse: CPython 3.11.7 raises SystemError
 FileCacheManager         3.6, 3.8, 3.9  a cache folder that was moved, by `gpt2-triton compile`
 
 The key of an entry of the cache is a hash of the kernel's source and options, and of Triton.
@@ -17,7 +16,6 @@ names each private attribute of them all: a new Triton or torch fails there firs
 import functools
 import hashlib
 import os
-import threading
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -82,15 +80,22 @@ class MovableCache(FileCacheManager):
         return {name: self._make_path(name) for name in (filename, *names)}
 
 
-_parse, _parsing = JITFunction.parse, threading.Lock()
+class Absent(Exception):
+    """A kernel is not in Triton's cache."""
 
 
-def _parse_alone(function: JITFunction) -> Any:
-    """Parse a kernel in one thread at a time."""
-    with _parsing:
-        return _parse(function)
+def only_reading(manager: Any) -> Any:
+    """Return a cache manager that raises Absent where Triton would compile."""
+
+    class Reader(manager):
+        def get_group(self, filename: str) -> dict[str, str]:
+            found: dict[str, str] | None = super().get_group(filename)
+            if found is None:
+                raise Absent
+            return found
+
+    return Reader
 
 
 cache.triton_key = triton_key
-JITFunction.parse = _parse_alone
 DependenciesFinder._update_hash, JITFunction._do_compile = _hash_callee_first, _compile_once

@@ -30,10 +30,10 @@ PRIVATE = {
         "shared_memory_descriptor.reinterpret",
     },
     "kernels/precompile.py": {
-        "triton.runtime._async_compile": "AsyncCompileMode FutureKernel.result",
+        "triton.runtime._async_compile": "AsyncCompileMode FutureKernel.result active_mode",
     },
     "kernels/replaced.py": {
-        "triton": "JITFunction._do_compile JITFunction.parse",
+        "triton": "JITFunction._do_compile",
         "triton.runtime._async_compile": "FutureKernel",
         "triton.runtime.cache": "triton_key FileCacheManager._make_path FileCacheManager.has_file",
         "triton.runtime.jit": "DependenciesFinder._update_hash",
