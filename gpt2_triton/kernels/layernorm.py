@@ -59,7 +59,7 @@ def _elements(r, c, C):
     return tl.max_contiguous(r[:, None] * C + c[None, :], [1, 8])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def _layernorm_fwd_kernel(
     out_ptr, out8_ptr, mean_ptr, rstd_ptr, x_ptr, w_ptr, b_ptr, scale_ptr, amax_ptr, R, C, eps,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,

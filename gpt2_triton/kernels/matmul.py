@@ -216,7 +216,7 @@ def _matmul_dw_kernel(
             store_block(out_desc, [n, k + BLOCK_N // 2], right)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "split_tiles", "k_parts"])
 def _add_dw_partials_kernel(
     out_ptr, part_ptr, N, K, first_tile, split_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,

@@ -67,7 +67,8 @@ def _cast_block(w, t, x_buf, r_buf, c_buf, full):
     tma_store(w.columns, [c, r // 2], c_buf)
 
 
-@gluon.jit
+# each scale is one number: alignment gains nothing
+@gluon.jit(do_not_specialize_on_alignment=[f"{p}_{i}" for p in ("scale", "amax") for i in range(4)])
 def _cast_weights_kernel(
     rows_0, columns_0, x_0, scale_0, amax_0, across_0, end_0, rows_1, columns_1, x_1, scale_1,
     amax_1, across_1, end_1, rows_2, columns_2, x_2, scale_2, amax_2, across_2, end_2, rows_3,

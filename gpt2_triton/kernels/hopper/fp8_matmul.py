@@ -159,7 +159,7 @@ def fp8_partition(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["a_scale_ptr", "w_scale_ptr"])
 def _fp8_kernel(
     out_desc, a_desc, w_desc, b_ptr, res_desc, rope_ptr, a_scale_ptr, w_scale_ptr, M, N, K, T,
     rotated_columns, HS: gl.constexpr,

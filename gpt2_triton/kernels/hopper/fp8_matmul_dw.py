@@ -23,6 +23,7 @@ from gpt2_triton.kernels.hopper.fp8_matmul import (
     unscale_of,
 )
 from gpt2_triton.kernels.hopper.matmul_dw import (
+    COUNTS,
     STAGES,
     arguments,
     destination,
@@ -73,7 +74,12 @@ def fp8_dw_partition(
         store_parts(parts, ptr, stride, height, width, slot, add, turned)
 
 
-@gluon.jit(do_not_specialize=["turned", "add"])
+@gluon.jit(
+    do_not_specialize=COUNTS,
+    do_not_specialize_on_alignment=[
+        "dout_scale_ptr", "inp_scale_ptr", "dout2_scale_ptr", "inp2_scale_ptr"
+    ],
+)  # fmt: skip
 def _fp8_dw_kernel(
     out_ptr, out2_ptr, part_ptr, a_desc, w_desc, a2_desc, w2_desc,
     dout_scale_ptr, inp_scale_ptr, dout2_scale_ptr, inp2_scale_ptr, first2, N, N2, K, K2, turned,

@@ -37,6 +37,9 @@ from gpt2_triton.kernels.tuning import programs
 
 # one more than the other products: no tile waits in shared memory to be stored
 STAGES = gl.constexpr(4)
+# no addresses: divisibility gains nothing.  Nor is one a constant: Triton 3.6 fails on code that
+# cannot be reached
+COUNTS = ["first2", "turned", "whole_tiles", "split_tiles", "items", "steps", "part_steps", "add"]
 
 
 @gluon.jit
@@ -159,8 +162,7 @@ def dw_partition(outs, part_ptr, ring, matrices, work, add):
         store_parts(quarters(acc), ptr, stride, height, width, slot, add, turned)
 
 
-# not a constant: Triton 3.6 fails on code that cannot be reached
-@gluon.jit(do_not_specialize=["turned", "add"])
+@gluon.jit(do_not_specialize=COUNTS)
 def _dw_kernel(
     out_ptr, out2_ptr, part_ptr, a_desc, w_desc, a2_desc, w2_desc, first2, N, N2, K, K2, turned,
     whole_tiles, split_tiles, items, steps, part_steps, add,
