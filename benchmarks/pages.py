@@ -157,8 +157,8 @@ COLUMNS = {  # name of a figure: head and format of its column
     "alone_ms": ("ms alone", ".1f"), "in_step_ms": ("ms in step", ".1f"),
     "together_ms": ("ms together", ".1f"), "tok_s": ("tokens/s", ",.0f"), "joules": ("J", ".1f"),
     "gib": ("GiB", ".1f"), "speed": ("speed", ".2f"), "of_alone": ("of alone", ".1%"),
-    "cold_s": ("s, empty cache", ".1f"), "compile_s": ("s of `compile`", ".1f"),
-    "warm_s": ("s, filled cache", ".1f"),
+    "cold_s": ("s, empty cache", ".1f"), "warm_s": ("s, filled cache", ".1f"),
+    "compile_s": ("s of `compile`", ".1f"), "compiled_s": ("s after it", ".1f"),
 }  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def hours(record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "steps": measured(programs, "steps"),
     "peers": measured(programs, "peer"),
-    "first_step": measured(programs, "first_step", "first_step_compiled", "first_step_torch"),
+    "first_step": measured(programs, "first_step"),
     "multi": measured(programs, "multi"),
     "muon": measured(programs, "muon"),
     "levels": measured(programs, "levels"),

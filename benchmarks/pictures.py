@@ -26,8 +26,7 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "fp8_head": "fp8, head in bf16", "muon": "bf16, Muon", "bf16_muon": "bf16, Muon",
     "fp8_muon": "fp8, Muon", "torch_muon": "PyTorch, Muon",
     "torchao_tensorwise": "torchao, tensorwise", "torchao_rowwise": "torchao, rowwise",
-    "PyTorch_chunks": "PyTorch, loss in chunks", "first_step": "gpt2_triton",
-    "first_step_compiled": "gpt2_triton after `compile`", "first_step_torch": "PyTorch",
+    "PyTorch_chunks": "PyTorch, loss in chunks",
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from benchmarks import as_gpu, pages, pictures
 from benchmarks.as_gpu import Code
 from benchmarks.losses import pairs
-from benchmarks.speed.sizes import MODELS, SIZES, work_of
+from benchmarks.speed.sizes import MODELS, SIZES, Work, work_of
 from benchmarks.speed.steps import (
     CHUNKED,
     PYTORCH,
@@ -53,10 +53,7 @@ from gpt2_triton.version import installed
 
 RECORD = pages.ROOT / "docs" / "results" / "current.json"
 MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
-KINDS = (
-    "steps,recipe_step,first_step,ops,peer,muon,levels,first_step_torch,first_step_compiled,"
-    "multi,multi_first_step"
-)
+KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,multi,multi_first_step"
 MULTI_GPU = "benchmarks.speed.multi_gpu"
 STEPS, FEWEST = 30, 6  # steps of a run; steps of a run that times its first step
 LEVELS = ("none", "gelu+ln", "gelu+ln+qkv:9")
@@ -105,25 +102,26 @@ def first_step(program: Program, size: str, limit: float, env: Env) -> Figures:
     return dict(cold_s=cold["first_step"], warm_s=warm["first_step"])
 
 
-def first_step_compiled(size: str, gpu: str, limit: float, env: Env) -> Figures:
-    """Return the seconds of `compile` without a GPU, and of a first step
-    with the cache that it fills.
+def own_first_step(work: Work, gpu: str, limit: float, env: Env) -> Figures:
+    """Return `first_step` of this package, the seconds of `compile` without a GPU, and of a
+    first step with the cache that it fills.
     """
+    program, end = ours(work), time.monotonic() + limit
+    figures = first_step(program, work.size, limit, env)
     with tempfile.TemporaryDirectory() as folder:
         config, env = Path(folder) / "config.yaml", env | dict(TRITON_CACHE_DIR=folder)
-        config.write_text(work_of(size).config().to_yaml())
-        command, begin = (
-            [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu],
-            time.monotonic(),
-        )
+        config.write_text(work.config().to_yaml())
+        begin, gpuless = time.monotonic(), os.environ | env | dict(CUDA_VISIBLE_DEVICES="")
         subprocess.run(
-            command, check=True, timeout=limit, env=os.environ | env | dict(CUDA_VISIBLE_DEVICES="")
+            [sys.executable, "-m", "gpt2_triton", "compile", str(config), "--gpu", gpu],
+            check=True,
+            timeout=end - begin,
+            env=gpuless,
         )
-        seconds = time.monotonic() - begin
-        found = run_program(
-            ours(work_of(size)), size, SIZES[size].batch, FEWEST, limit - seconds, env
-        )
-    return dict(compile_s=seconds, warm_s=found["first_step"])
+        figures["compile_s"] = time.monotonic() - begin
+        rest = end - time.monotonic()
+        compiled = run_program(program, work.size, work.batch, FEWEST, rest, env)
+    return figures | dict(compiled_s=compiled["first_step"])
 
 
 def operations(size: str, options: tuple[str, ...], limit: float, env: Env) -> Figures:
@@ -194,7 +192,7 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             ),
             step("steps", size, "fp8", fp8(size), more=8),
             *(
-                [part(f"first_step_torch.{size}", 90, first_step, PYTORCH, size)]
+                [part(f"first_step.{size}.torch", 90, first_step, PYTORCH, size)]
                 if size == first
                 else ()
             ),
@@ -206,9 +204,12 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
                 else ()
             ),
         ]
-        return [part(f"first_step.{size}", 30, first_step, ours(work_of(size)), size), *found][
-            size != first :
+        works = dict(fp8=work_of(size, None, "none", "fp8"), bf16=work_of(size))
+        own = [
+            part(f"first_step.{size}.{arm}", 60, own_first_step, work, gpu)
+            for arm, work in works.items()
         ]
+        return [*(own if size == first else ()), *found]
 
     def peers(size: str, *programs: Program) -> list[Part]:
         return [
@@ -256,7 +257,6 @@ def parts_of(sizes: list[str], gpu: str) -> list[list[Part]]:
             step("steps", "llama:c768", "fp8", fp8("llama:c768"), 15),
             step("steps", "llama:c768", "torch", PYTORCH, 60),
         ],
-        [part(f"first_step_compiled.{first}", 50, first_step_compiled, first, gpu)],
     ]
 
 
@@ -403,8 +403,8 @@ class Measuring:
                 raise
 
     def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
-        # a size's, or a first step's
-        begin, caches = time.monotonic(), f"{self.caches.name}/{part.key.split('.')[-2]}"
+        begin, (kind, size, *_) = time.monotonic(), part.key.split(".")
+        caches = f"{self.caches.name}/{part.key if 'first_step' in kind else size}"
         if begin + part.seconds > min(end, self.end):
             print(
                 f"{part.key}: left for another run, because it takes about {part.seconds} s",
