@@ -71,7 +71,9 @@ class Pair:
             return self.together.arena, []
 
         # the other model is made once this one has seen that its plan fits into the free memory
-        alone: Any = SimpleNamespace(rank=0, size=1, allocate_shared=allocate)
+        alone: Any = SimpleNamespace(
+            rank=0, size=1, allocate_shared=allocate, first_on_host=group.first_on_host
+        )
         self.alone, self.packed = Model(config, K, group.device, group=alone), packed_batch(config)
         for model in (self.alone, self.together):
             model.compile()

@@ -51,6 +51,7 @@ def compile_kernels(
 
     import gpt2_triton.kernels as K
     from gpt2_triton.kernels.absent_gpu import standing_in
+    from gpt2_triton.model.compiling import compile_run
     from gpt2_triton.model.memory_plan import CONTEXT_BYTES, choose_recompute, free_bytes
     from gpt2_triton.model.model import Model
 
@@ -60,7 +61,7 @@ def compile_kernels(
             size=gpus, rank=0, device="cpu", allocate_shared=_address_space
         )
         model = Model(settings, K, "cpu", group=ranks)
-        made = model.compile({(model.B, model.T)} if settings.eval.every else ())
+        made = compile_run(model, {(model.B, model.T)} if settings.eval.every else set(), set())
     for note in notes:
         print_line(note)
     there = f", of which {made.from_cache} were there" if made.from_cache else ""

@@ -53,11 +53,13 @@ class ProcessGroup:
         self._stream_barrier: shared_memory.StreamBarrier | None = None
         if device == "cuda":
             torch.cuda.set_device(local_gpu())
+        self._turns = ControlGroup("turns")
         if self.size == 1:
             return
         # NCCL promises no fixed order of multicast sums
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         self.store = connect(self.rank, self.size, 3 * timeout)
+        self._turns = self.control("turns")
         gpu = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
         kind: dict[str, Any] = dict(
             backend="nccl" if gpu else "gloo", timeout=self._timeout, device_id=gpu
@@ -91,6 +93,13 @@ class ProcessGroup:
                 error=True,
             )
         return own, arenas
+
+    def first_on_host(self, function: Callable[[], Any]) -> Any:
+        """Return function(), which one rank of each host calls before the other ranks call it."""
+        first = self.local_rank == 0
+        result = function() if first else None
+        self._turns.all_gather(None)
+        return result if first else function()
 
     # ---- collectives, in the order of the current stream ----
 

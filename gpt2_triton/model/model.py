@@ -5,6 +5,7 @@ evaluate and decode with it.
 same launchers in plain torch.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -100,6 +101,7 @@ class Model:
         # Llama's rotations
         self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
+        self._group = group
         self.rank = group.rank if group else 0
         self.saved = SavedState(self.state, self.dims, self.rank)
         self.comm = Communicator()
@@ -291,9 +293,10 @@ class Model:
         self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()
     ) -> Any:
         """Compile the kernels of a whole run that evaluates batches of these
-        shapes; see compiling.py.
+        shapes; see compiling.py.  All ranks call it; one of each host compiles.
         """
-        return compile_run(self, {*validated}, {*answered})
+        make = functools.partial(compile_run, self, {*validated}, {*answered})
+        return self._group.first_on_host(make) if self._group else make()
 
     def release_graphs(self) -> None:
         """Destroy the graphs, for which NCCL waits, and close other ranks' memory,

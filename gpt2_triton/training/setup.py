@@ -212,7 +212,7 @@ def build_model(
             run_dir / "checkpoints", model.saved.spec(), state.step, state.best_step, config
         )
     if group.device == "cuda":
-        made = compile_kernels(model, group, control, data)
+        made = compile_kernels(model, data)
         ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
         start.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
     _fill(model, start)
@@ -236,13 +236,11 @@ def _fill(model: Model, start: Start) -> None:
         model.load(start.checkpoint.parts(model.saved.needs()))
 
 
-def compile_kernels(model: Model, group: ProcessGroup, control: ControlGroup, data: Data) -> Any:
-    """Compile on one rank of each host; the other ranks then find all kernels in Triton's cache."""
+def compile_kernels(model: Model, data: Data) -> Any:
+    """Compile the kernels of a run on this data."""
     validated = data.validation.shapes(model.B) if data.validation else set()
     answered = hellaswag.shapes(model, data.hellaswag) if data.hellaswag else set()
-    made = model.compile(validated, answered) if group.local_rank == 0 else None
-    control.all_gather(None)
-    return made or model.compile(validated, answered)
+    return model.compile(validated, answered)
 
 
 def open_log(

@@ -3,6 +3,8 @@ the program has made before.
 """
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +36,23 @@ def test_failed_collective_is_one_line_with_torchs_first_sentence():
 def test_lost_store_is_one_line():
     with pytest.raises(PeerLostError, match="^rank 0 or the launcher has exited; .*$"):
         ControlGroup("name", 1, 2, SimpleNamespace(set=gone)).all_gather(1)
+
+
+def test_one_rank_of_a_host_goes_first():
+    store, order = dist.HashStore(), []
+
+    def join(rank):
+        def work():
+            time.sleep(0.1 * (1 - rank))
+            order.append(rank)
+            return rank
+
+        turns = ControlGroup("turns", rank, 2, store)
+        return ProcessGroup.first_on_host(SimpleNamespace(local_rank=rank, _turns=turns), work)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(join, (1, 0))] == [1, 0]
+    assert order == [0, 1]
 
 
 def beside_a_group_of_the_program():

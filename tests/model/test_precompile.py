@@ -47,7 +47,7 @@ def note_late_kernels(rows: str, directory: Path) -> None:
         config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
         trainer = Trainer(config, directory / str(i))
         seen.clear()
-        compile_kernels(trainer.model, trainer.group, trainer.control, trainer.data)
+        compile_kernels(trainer.model, trainer.data)
         ahead = frozenset(seen)
         seen.clear()
         trainer._between_steps(1)
