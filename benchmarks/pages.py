@@ -44,6 +44,7 @@ UNITS = {  # factor, format, text after the number; in a marker, 3x means x with
 }  # fmt: skip
 
 Record = dict[str, dict[str, Any]]
+Table = Callable[[Record], str]
 Group = dict[tuple[str, str], dict[str, Any]]  # (size, arm): figures by name
 
 
@@ -152,6 +153,7 @@ PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is
 SCALE = LOSSES / "scale.jsonl"
 # of modded-nanogpt's GPT-2 to a loss of 3.28; what an hour of a GPU is taken to cost
 ADAMW_TOKENS, DOLLARS = 6.44e9, 3.0
+PACKAGES = ("torch", "triton", "tiktoken", "tokenizers", "transformers")  # in captions
 COLUMNS = {  # name of a figure: head and format of its column
     "recompute": ("recompute", ""), "batch": ("B", ""), "ms": ("ms", ".1f"),
     "alone_ms": ("ms alone", ".1f"), "in_step_ms": ("ms in step", ".1f"),
@@ -216,10 +218,7 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
     cells = [
         [
             *map(NAMES.__getitem__, row),
-            *(
-                f"{found[name]:{form}}" if name in found else ""
-                for name, (_, form) in columns.items()
-            ),
+            *shown(found, columns),
         ]
         for row, found in rows.items()
     ]
@@ -248,9 +247,7 @@ def operations(section: dict[str, Any], kind: str) -> str:
     return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
 
 
-def measured(
-    table: Callable[..., str], *kinds: str, executed: bool = False
-) -> Callable[[Record], str]:
+def measured(table: Callable[..., str], *kinds: str, executed: bool = False) -> Table:
     """Return a function that renders the table of each machine with figures of the first kind;
     `executed`: of each code of another GPU that a machine executed.
     """
@@ -263,6 +260,38 @@ def measured(
         )
 
     return tables
+
+
+def own_section(name: str, first: str, columns: dict[str, tuple[str, str]]) -> Table:
+    """Return a function that renders the section `name`, whose keys are ROW.COLUMN; a column has
+    a head and a format.
+    """
+
+    def table(record: Record) -> str:
+        if name not in record:
+            return ""
+        section = dict(record[name])
+        meta = section.pop("meta")
+        rows: dict[str, dict[str, Any]] = {}
+        for key, value in section.items():
+            row, dot, column = key.partition(".")
+            if dot:
+                rows.setdefault(row, {})[column] = value
+        cells = [
+            [NAMES.get(row, row.replace("_", " ")), *shown(found, columns)]
+            for row, found in rows.items()
+        ]
+        versions = [f"{key} {meta[key]}" for key in PACKAGES if key in meta]
+        where = ", ".join([meta["gpu"] or f"{meta['cpus']} CPUs", *versions])
+        heads = [head for head, _ in columns.values()]
+        return f"{where}, commit {meta['commit']}.\n\n{markdown([first, *heads], cells)}"
+
+    return table
+
+
+def shown(found: dict[str, Any], columns: dict[str, tuple[str, str]]) -> list[str]:
+    """Return a cell for each column, an empty one for a figure that is not there."""
+    return [f"{found[name]:{form}}" if name in found else "" for name, (_, form) in columns.items()]
 
 
 def memory(_: Record) -> str:
@@ -314,7 +343,12 @@ def hours(record: Record) -> str:
     return markdown(["", "tokens", *speeds], rows)
 
 
-TABLES: dict[str, Callable[[Record], str]] = {
+def beside(*programs: str) -> dict[str, tuple[str, str]]:
+    """Return the columns of tokens/s of one sequence, then of 32, of programs."""
+    return {f"{p}_{n}": (f"{p}, {n}", ",.0f") for n in (1, 32) for p in programs}
+
+
+TABLES: dict[str, Table] = {
     "steps": measured(programs, "steps"),
     "peers": measured(programs, "peer"),
     "first_step": measured(programs, "first_step"),
@@ -323,6 +357,30 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "levels": measured(programs, "levels"),
     "ops": measured(operations, "ops"),
     "executed": measured(programs, "steps", executed=True),
+    "sampling": own_section("sampling", "tokens/s", beside("ours", "static", "dynamic")),
+    "encode": own_section(
+        "encode",
+        "MB/s",
+        {
+            "ours_1": ("one process", ".1f"),
+            "ours_8": ("eight", ".0f"),
+            "library_1": ("the library, one thread", ".1f"),
+            "library_8": ("eight", ".0f"),
+        },
+    ),
+    "sources": own_section(
+        "sources", "ms", {"one.ms": ("one source", ".2f"), "eight.ms": ("eight", ".2f")}
+    ),
+    "own_tokenizer": own_section(
+        "own_tokenizer",
+        "tokens",
+        {
+            "bytes_per_token": ("bytes per token", ".2f"),
+            "early_nats": ("nats per byte, early", ".3f"),
+            "nats": ("in the end", ".3f"),
+            "seconds": ("after seconds", ".0f"),
+        },
+    ),
     "memory": memory,
     "prices": prices,
     "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(SCALE)))[0],

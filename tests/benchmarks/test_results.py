@@ -64,6 +64,15 @@ RECORD = {
     | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
     | {f"pairs.fp8_d12.fp8.{loss}.{key}": n for loss in ("train", "val") for key, n in PAIR.items()}
     | {"pairs.fp8_d12.bf16_80.val.mean": 0.223},
+    "sampling": {"meta": META, "d12.ours_1": 2900.4, "d12.dynamic_1": 118.0, "d12.ours_32": 34_600},
+    "encode": {"meta": META | dict(gpu="", cpus=16, tiktoken="0.14"), "gpt2.ours_1": 10.04},
+    "sources": {"meta": META, "bf16.one.ms": 165.642, "bf16.one.ms_each": [165.6, 165.7]},
+    "own_tokenizer": {
+        "meta": META,
+        "compared_after_s": 10,
+        "own_2048.nats": 0.6571,
+        "own_2048.nats_each": [0.65, 0.66],
+    },
 }
 
 
@@ -112,6 +121,11 @@ def test_tables_have_the_figures_of_each_machine():
     assert text["peers"].endswith("| 124M | torchao, tensorwise | 130.0 | 504,123 | 26.0 | 0.92 |")
     assert text["ops"].endswith("| 80.0 (71.0) |")
     assert text["multi"].endswith("| 1,284,000 | 1.23 | 98.0% |")
+    assert "| 124M | 2,900 |  | 118 | 34,600 |  |  |" in text["sampling"]
+    assert text["encode"].startswith("16 CPUs, torch 2.11, triton 3.6, tiktoken 0.14, commit abc")
+    assert "| gpt2 | 10.0 |  |  |  |" in text["encode"] and "| bf16 | 165.64 |" in text["sources"]
+    assert text["own_tokenizer"].endswith("| own 2048 |  |  | 0.657 |  |")
+    assert pages.TABLES["encode"]({}) == ""
     assert not text.pop("executed")  # RECORD has no other GPU's code
     for table in text.values():
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
