@@ -36,6 +36,7 @@ def leaves(
         **{
             name: [leaf(t) for t in v] if isinstance(v, list) else leaf(v)
             for name, v in views.items()
+            if v is not None
         }
     )
 
@@ -98,6 +99,9 @@ def llama_loss(
     def norm(x: Tensor, i: int) -> Tensor:
         return F.rms_norm(x, (C,), p.lnw[i], eps)
 
+    def head_norm(x: Tensor, l: int, of_k: int) -> Tensor:
+        return x if p.qknormw is None else F.rms_norm(x, x.shape[-1:], p.qknormw[l, of_k], eps)
+
     def rotate(x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, -1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
@@ -106,9 +110,8 @@ def llama_loss(
     for l in range(len(p.qkvw)):
         qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, HS).transpose(1, 2)
         q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
-        att = F.scaled_dot_product_attention(
-            rotate(q), rotate(k), v, is_causal=True, enable_gqa=True
-        )
+        q, k = rotate(head_norm(q, l, 0)), rotate(head_norm(k, l, 1))
+        att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + F.linear(att.transpose(1, 2).reshape(B, T, -1), p.attprojw[l])
         gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])

@@ -68,12 +68,23 @@ class Linear(NamedTuple):
     db: Tensor = UNUSED
 
 
+class HeadNorm(NamedTuple):
+    """The RMSNorm of the heads of q and k (kernels/qk_norm.py)."""
+
+    w: Tensor  # [2, HS], of q's heads and of k's
+    rstd: Tensor  # fp32 [R, heads of q and k], of the forward pass
+    dw: Tensor
+    NH: int  # heads of q
+    eps: float
+
+
 class Rope(NamedTuple):
     """Rotary positions (kernels/rope.py); row r of a batch is at position r % T."""
 
     table: Tensor  # fp32 [positions, HS], cosines and sines
     T: int
     columns: int  # that are rotated, the first ones: the heads of q and k
+    norm: HeadNorm | None = None  # before the rotation
 
 
 class Dropout(NamedTuple):

@@ -90,6 +90,7 @@ def scratch(s: Sizes) -> Tensor:
         Rc=s.R,
         Vp=s.Vp,
         N=s.updated,
+        Qn=2 * s.NH,
     )
     dims["slots"] = slots
     return empty32(K.scratch_elements(dims, "bf16" if GPU else "fp32"))

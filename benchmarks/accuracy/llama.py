@@ -19,7 +19,7 @@ from benchmarks.accuracy.comparison import (
     scratch,
 )
 from gpt2_triton.model.llama import rope
-from gpt2_triton.operands import Branch, Linear, Norm, Rope
+from gpt2_triton.operands import Branch, HeadNorm, Linear, Norm, Rope
 
 EPS = 1e-5
 NARROW, WIDE = 4, 48  # sequences: above 16 they go through tensor cores
@@ -36,25 +36,69 @@ def rmsnorm(s: Sizes) -> Iterator[Comparison]:
     yield same("rmsnorm", "out again", again, out)
 
 
+def rotation(s: Sizes) -> Tensor:
+    """Return cosines and sines of T positions."""
+    return torch.from_numpy(rope.table(s.T, s.C // s.NH, 5e5, 1.0)).to(DEVICE)
+
+
+def turned(qkv: Tensor, w: Tensor | None, table: Tensor, s: Sizes) -> Tensor:
+    """Return qkv with the heads of q and k normed, if there are weights w, and rotated."""
+    qk, v = qkv.split([2 * s.C, s.C], 1)
+    heads = qk.view(s.B, s.T, 2, s.NH, -1)
+    if w is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], eps=EPS) * w[:, None]
+    first, last = heads.chunk(2, -1)
+    wide = torch.promote_types(qk.dtype, torch.float32)
+    cos, sin = table[:, None, None].to(wide).chunk(2, -1)
+    both = torch.cat([first * cos - last * sin, last * cos + first * sin], -1)
+    return torch.cat([both.view(s.R, -1).to(v.dtype), v], 1)
+
+
 def rotated_product(s: Sizes) -> Iterator[Comparison]:
     """Compare a product whose first two thirds of columns, q and k, are rotated."""
-    HS, x, w, out = (
-        s.C // s.NH,
-        randn(s.R, s.C),
-        randn(3 * s.C, s.C, scale=0.04),
-        empty(s.R, 3 * s.C),
-    )
-    table = torch.from_numpy(rope.table(s.T, HS, 5e5, 1.0)).to(DEVICE)
+    x, w = randn(s.R, s.C), randn(3 * s.C, s.C, scale=0.04)
+    out = empty(s.R, 3 * s.C)
+    table = rotation(s)
     K.matmul_rope(out, x, w, Rope(table, s.T, 2 * s.C))
+    yield from compare(
+        lambda x, w: turned(F.linear(x, w), None, table, s),
+        (x, w),
+        out,
+        dict(out=out),
+        "matmul_rope",
+    )
 
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        qk, v = F.linear(x, w).split([2 * s.C, s.C], 1)
-        first, last = qk.view(s.B, s.T, -1, HS).chunk(2, -1)
-        cos, sin = table[:, None].to(torch.promote_types(qk.dtype, torch.float32)).chunk(2, -1)
-        turned = torch.cat([first * cos - last * sin, last * cos + first * sin], -1)
-        return torch.cat([turned.view(s.R, -1).to(v.dtype), v], 1)
 
-    yield from compare(function, (x, w), out, dict(out=out), "matmul_rope")
+def head_norms(s: Sizes) -> Iterator[Comparison]:
+    """Compare a product whose q and k are normed and rotated, and attention's way back."""
+    x, dout = randn(2, s.R, s.C)
+    w = randn(3 * s.C, s.C, scale=0.04)
+    table = rotation(s)
+    weights = 1 + randn(2, s.C // s.NH, scale=0.1)
+    att = empty(s.R, s.C)
+    qkv, dqkv = empty(2, s.R, 3 * s.C)
+    rstd, dw = empty32(s.R, 2 * s.NH), empty32(*weights.shape)
+    lse, delta = empty32(2, s.B, s.NH, s.T)
+    given = Rope(table, s.T, 2 * s.C, HeadNorm(weights, rstd, dw, s.NH, EPS))
+    K.matmul_rope(qkv, x, w, given)
+    yield from compare(
+        lambda x, w: turned(F.linear(x, w), weights, table, s),
+        (x, w),
+        qkv,
+        dict(out=qkv),
+        "matmul_rope, normed",
+    )
+    K.attention_fwd(att, lse, qkv)
+    K.attention_bwd(dqkv, None, delta, scratch(s), dout, qkv, att, lse, False, given)
+
+    def function(before: Tensor, weights: Tensor) -> Tensor:
+        after = turned(before, weights, table, s)
+        q, k, v = (t.view(s.B, s.T, s.NH, -1).transpose(1, 2) for t in after.chunk(3, -1))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return found.transpose(1, 2).reshape(s.R, s.C)
+
+    ours = dict(out=att, dqkv=dqkv, dw=dw)
+    yield from compare(function, (F.linear(x, w), weights), dout, ours, "attention, normed")
 
 
 def gated(pre: Tensor) -> Tensor:
@@ -134,5 +178,5 @@ def decoded_attention(s: Sizes) -> Iterator[Comparison]:
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:
-    for check in (rmsnorm, rotated_product, swiglu, decoded_rows, decoded_attention):
+    for check in (rmsnorm, rotated_product, head_norms, swiglu, decoded_rows, decoded_attention):
         yield from check(s)

@@ -65,7 +65,8 @@ class Config(Sections):
         mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
         # q and the attention's output, k and v
         layer = 2 * m.q_channels + 2 * m.kv_channels + mlp * m.inner + rows
-        return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last)
+        heads = 2 * m.head_size * m.n_layer if m.qk_norm else 0
+        return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last) + heads
 
     @property
     def flops_per_token(self) -> int:

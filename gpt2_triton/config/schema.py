@@ -160,6 +160,12 @@ class ModelConfig(ConfigSection):
         "gelu", "of the MLP; relu2 is ReLU squared", "gpt2", fp8=False, formats=("hf",)
     )
     norm_eps: float = kept(1e-5, "epsilon of the norms", "llama", gt=0)
+    qk_norm: bool = kept(
+        False,
+        "RMSNorm of each head of q and k before its rotation, with weights, as in Qwen3",
+        "llama",
+        formats=("hf",),
+    )
     rope_theta: float = kept(500_000.0, "base of the rotations' frequencies", "llama", gt=1)
     rope_factor: float = kept(
         1.0, "divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", "llama", ge=1

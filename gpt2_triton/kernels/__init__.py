@@ -86,7 +86,7 @@ def scratch_elements(
     return max(
         layernorm_bwd_scratch(R, C, dtype),
         matmul_dx_dact_scratch(R, d["F"], dtype),
-        attention_bwd_scratch(d["B"], d["T"], d["Cq"], d["HS"], dtype),
+        attention_bwd_scratch(d["B"], d["T"], d["Cq"], d["HS"], dtype, d.get("Qn", 0) > 0),
         classifier_fwd_scratch(Rc, Vp, head),
         embedding_bwd_scratch(d["slots"], C),
         sum_squares_scratch(d["N"]),

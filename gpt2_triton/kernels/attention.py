@@ -19,7 +19,8 @@ stored dtype before they are multiplied.  The backward pass is two kernels: the 
 per block of queries (delta, dq), the second a program per block of keys (dk, dv).  They compute 7
 products where 5 would do.  But each output has one writer: there are no atomics, and two runs have
 equal bits.  A program of dk and dv adds up a group's heads in their order.
-With `rope` the gradients of q and k are rotated back (rope.py).  Heads of 80 and 96 columns run in
+With `rope` the gradients of q and k are rotated back (rope.py), and taken through their norm if
+they have one (qk_norm.py).  Heads of 80 and 96 columns run in
 blocks of 128, with zeros.  On Hopper, hopper.takes decides which passes run in the kernels of
 hopper/: bf16 with heads of 64 columns, in whole blocks of 64 tokens.
 """
@@ -36,6 +37,7 @@ from gpt2_triton.kernels.blocks import Blocks, describe, load_block, rounded, st
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
+from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.fp8 import (
     Fp8,
     Operand,
@@ -49,8 +51,9 @@ from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
+from gpt2_triton.kernels.qk_norm import head_norm_bwd, noise, weight_gradient
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.rope import rotated
+from gpt2_triton.kernels.rope import cos_sin, rotated_back
 from gpt2_triton.kernels.table_file import Row
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 from gpt2_triton.operands import Rope
@@ -111,9 +114,9 @@ def _attention_fwd_kernel(
 @triton.jit
 def _attention_bwd_dq_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, part_ptr, delta_ptr, dout_desc,
-    q_desc, kv_desc, out_desc, out_scale_ptr, lse_ptr, rope_ptr, T, NH, factor, scale,
-    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q_desc, kv_desc, out_desc, out_scale_ptr, lse_ptr, rope_ptr, norm_ptr, rstd_ptr, T, NH, factor,
+    scale, NOISE: tl.constexpr, GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -140,19 +143,30 @@ def _attention_bwd_dq_kernel(
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq *= scale
+    terms = dq
     if rope_ptr is not None:
-        dq = rotated(dq, rope_ptr, tl.minimum(i, T - 1), True, HS)
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, h, first, dq)
+        cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
+        if norm_ptr is None:
+            dq = rotated_back(dq, cos, sin, HS)
+            terms = dq
+        else:
+            rstd_ptr += (tl.cast(b, tl.int64) * T + i) * (NH + NH // GROUP) + h
+            rstd = tl.load(rstd_ptr, mask=i < T, other=0.0)
+            # loaded again: through the loop registers do not hold it
+            y = load_block(q_desc, [b, h, first, 0]).to(tl.float32)
+            dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, HS)
     if part_ptr is not None:
         d = tl.arange(0, BLOCK_D)
-        tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(dq, 0), mask=d < HS)
+        tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(terms, 0), mask=d < HS)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, h, first, dq)
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, q_desc, kv_desc, lse_ptr,
-    delta_ptr, rope_ptr, T, NH, factor, scale, GROUP: tl.constexpr, HS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    delta_ptr, rope_ptr, norm_ptr, rstd_ptr, T, NH, factor, scale, NOISE: tl.constexpr,
+    GROUP: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # blocks of queries start where the block of keys starts
     tl.static_assert(BLOCK_N % BLOCK_M == 0)
@@ -182,16 +196,27 @@ def _attention_bwd_dkdv_kernel(
             # starting the sum at -delta saves a subtraction, and registers
             ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
             dk = dot(ds.to(q.dtype), q, dk)
-    dk *= scale
-    if rope_ptr is not None:
-        dk = rotated(dk, rope_ptr, tl.minimum(j, T - 1), True, HS)
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
+    # dv first: dk's norm takes its registers
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)
     if part_ptr is not None:
         d = tl.arange(0, BLOCK_D)
         part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
-        tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
         tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
+    dk *= scale
+    terms = dk
+    if rope_ptr is not None:
+        cos, sin = cos_sin(rope_ptr, tl.minimum(j, T - 1), HS)
+        if norm_ptr is None:
+            dk = rotated_back(dk, cos, sin, HS)
+            terms = dk
+        else:
+            rstd_ptr += (tl.cast(b, tl.int64) * T + j) * (NH + NKV) + NH + kv
+            rstd = tl.load(rstd_ptr, mask=j < T, other=0.0)
+            y = load_block(kv_desc, [b, NH + kv, first, 0]).to(tl.float32)
+            dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + HS, rstd, NOISE, HS)
+    if part_ptr is not None:
+        tl.store(part_ptr, tl.sum(terms, 0), mask=d < HS)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
 
 
 def _head_size(out: Tensor, lse: Tensor) -> int:
@@ -220,6 +245,13 @@ def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
     return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(
         BLOCK_D=next_power_of_2(HS)
     )
+
+
+def _bwd_row(op: str, dtype: str, T: int, HS: int, rope: RopeArguments) -> dict[str, int]:
+    row = _row(op, dtype, T, HS)
+    if rope.w is not None:
+        row.pop("maxnreg", None)  # it leaves too few registers for the norm
+    return row
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,D]")
@@ -258,24 +290,30 @@ def _in_forms(x: Operand) -> Forms:
 
 
 def _sizes(qkv: Tensor, lse: Tensor, HS: int) -> dict[str, int | float]:
-    scale, group = 1.0 / math.sqrt(HS), _group(qkv, lse, HS)
+    scale = 1.0 / math.sqrt(HS)
     return dict(
-        T=lse.shape[2], NH=lse.shape[1], factor=scale * LOG2E.value, scale=scale, GROUP=group, HS=HS
+        T=lse.shape[2],
+        NH=lse.shape[1],
+        factor=scale * LOG2E.value,
+        scale=scale,
+        NOISE=noise(qkv),
+        GROUP=_group(qkv, lse, HS),
+        HS=HS,
     )
 
 
 def _launch_dq(
     dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand,
-    lse: Tensor, rope: Tensor | None,
+    lse: Tensor, rope: RopeArguments,
 ) -> int:  # fmt: skip
-    """Write dq, delta, out's columns, and part, the column sums of dq for each block of
-    queries; return part's rows.
+    """Write dq, delta, out's columns, and part, for each block of queries the column sums of dq,
+    or the terms of the norm's dw; return part's rows.
     """
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dq", T, HS, dtype):
         tensors = _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse
         return hopper_dq.attention_bwd_dq(*tensors, rope, _group(qkv, lse, HS))
-    row = _row("attention_bwd_dq", dtype, T, HS)
+    row = _bwd_row("attention_bwd_dq", dtype, T, HS, rope)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
     dq_desc, dout_desc, q_desc, out_desc = (
         _rows(t, lse, HS, row, "BLOCK_M") for t in (rows, dout, qkv, full(out))
@@ -284,7 +322,8 @@ def _launch_dq(
     columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
     _attention_bwd_dq_kernel[(blocks * B * NH,)](
         dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc,
-        stored(out)[1], lse, rope, **_sizes(qkv, lse, HS), **row,
+        stored(out)[1], lse, rope.table, rope.w, rope.rstd, **_sizes(qkv, lse, HS),
+        **row,
     )  # fmt: skip
     return B * blocks
 
@@ -296,14 +335,16 @@ def _launch_dkdv(
     qkv: Tensor,
     lse: Tensor,
     delta: Tensor,
-    rope: Tensor | None,
+    rope: RopeArguments,
 ) -> int:
-    """Write dk, dv and part, their column sums for each block of keys; return part's rows."""
+    """Write dk, dv and part, for each block of keys their column sums, or for dk the terms of the
+    norm's dw; return part's rows.
+    """
     (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
     if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
         tensors, group = (_in_forms(dqkv), part, dout, qkv, lse, delta), _group(qkv, lse, HS)
         return hopper_dkdv.attention_bwd_dkdv(*tensors, rope, group)
-    row = _row("attention_bwd_dkdv", dtype, T, HS)
+    row = _bwd_row("attention_bwd_dkdv", dtype, T, HS, rope)
     blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
     dkdv_desc, kv_desc = (_rows(t, lse, HS, row, "BLOCK_N") for t in (rows, qkv))
     dout_desc, q_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (dout, qkv))
@@ -318,7 +359,9 @@ def _launch_dkdv(
         kv_desc,
         lse,
         delta,
-        rope,
+        rope.table,
+        rope.w,
+        rope.rstd,
         **sizes,
         **row,
     )
@@ -326,33 +369,40 @@ def _launch_dkdv(
 
 
 @contract(
-    "dqkv[B*T,D] dbias[D]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] "
-    "qkv[B*T,D] out[B*T,C] lse[B,NH,T] rope.table[Tr,HS]?"
+    "dqkv[B*T,D] dbias[D]?+ rope.norm.dw[2,HS]?+ delta[B,NH,T] scratch[*] <- dout[B*T,C] "
+    "qkv[B*T,D] out[B*T,C] lse[B,NH,T] rope.table[Tr,HS]? rope.norm.w[2,HS]? rope.norm.rstd[B*T,H]?"
 )
 def attention_bwd(
     dqkv: Operand, dbias: Tensor | None, delta: Tensor, scratch: Tensor,
     dout: Tensor, qkv: Tensor, out: Operand, lse: Tensor, acc: bool, rope: Rope | None = None,
 ) -> None:  # fmt: skip
     """Write dqkv, and dbias (+)= the column sums of dqkv before rounding; delta is workspace.  With
-    `rope`, q and k of qkv are rotated, and dqkv is the gradient before the rotation.
+    `rope`, q and k of qkv are rotated, and dqkv is the gradient before the rotation, and before its
+    norm, whose dw (+)= the gradient of the weights; a norm has no dbias beside it.
 
     An `out` in fp8 with `transposed` also gets its columns, which the forward pass does
     not write: dQ reads out anyway.
     """
-    C, part = out.shape[1], scratch if dbias is not None else None
-    table = None if rope is None else rope.table
-    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, table)
+    arguments = RopeArguments.of(rope)
+    norm = None if rope is None else rope.norm
+    C, D = out.shape[1], qkv.shape[1]
+    part = None if dbias is None and norm is None else scratch
+    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, arguments)
     if dbias is not None:
         column_sums(dbias[:C], None, None, scratch, rows, acc)
-    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, table)
+    elif norm is not None:
+        weight_gradient(norm, False, scratch, rows, C, acc)
+    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, arguments)
     if dbias is not None:
         column_sums(dbias[C:], None, None, scratch, rows, acc)
+    elif norm is not None:
+        weight_gradient(norm, True, scratch, rows, D - C, acc)
 
 
-def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str) -> int:
+def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: bool = False) -> int:
     """Return the fp32 elements: column sums of dq per block of queries, then of dk
-    and dv per block of keys.
+    and dv per block of keys; with normed heads, also the sums of these.
     """
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
-    return B * C * max(2 * keys, queries)
+    return B * C * max(2 * keys, queries) + 2 * C * normed

@@ -12,7 +12,8 @@ The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds
 token's row in the cache, the number of tokens sampled (sampling.py), and the low and high 31 bits
 of the seed.  So all steps have the same launches, and one CUDA graph replays them.  cache is [B, T,
 2, Ckv], one per layer; Ckv holds the heads of k or v, which the heads of q share in groups.  With
-`rope` q and k are rotated first (rope.py), and the cache holds rotated k.
+`rope` q and k are rotated first (rope.py), and normed before that if it has a norm (qk_norm.py);
+the cache holds k as attention reads it.
 
 Reading the weights bounds a step; with few sequences, so does the number of launches, five per
 layer.  To save launches, each program of a product reads its input rows from L2 and normalises
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, activation, dot
+from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 from gpt2_triton.operands import Linear, Norm, Operand, Rope
@@ -144,14 +146,19 @@ def _decode_matmul_kernel(
 
 
 @triton.jit
-def _head(x_ptr, rope_ptr, d, HS):
+def _head(x_ptr, rope_ptr, norm_ptr, eps, d, HS):
     """Return a head of HS columns, in fp32; with rope_ptr, which points
-    to its position, rotated.
+    to its position, rotated, and with norm_ptr, its weights, normed before that.
     """
     x = tl.load(x_ptr + d, mask=d < HS, other=0.0).to(tl.float32)
     if rope_ptr is not None:
         half = HS // 2
-        partner = tl.load(x_ptr + (d + half) % HS, mask=d < HS, other=0.0).to(tl.float32)
+        across = (d + half) % HS
+        partner = tl.load(x_ptr + across, mask=d < HS, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HS + eps)
+            x *= rstd * tl.load(norm_ptr + d, mask=d < HS, other=0.0).to(tl.float32)
+            partner *= rstd * tl.load(norm_ptr + across, mask=d < HS, other=0.0).to(tl.float32)
         cos = tl.load(rope_ptr + d % half, mask=d < HS, other=0.0)
         sin = tl.load(rope_ptr + half + d % half, mask=d < HS, other=0.0)
         x = x * cos + tl.where(d < half, -partner, partner) * sin
@@ -160,7 +167,7 @@ def _head(x_ptr, rope_ptr, d, HS):
 
 @triton.jit
 def _decode_attention_kernel(
-    att_ptr, cache_ptr, qkv_ptr, seq_ptr, rope_ptr, T, NH, HS, factor,
+    att_ptr, cache_ptr, qkv_ptr, seq_ptr, rope_ptr, norm_q_ptr, norm_k_ptr, eps, T, NH, HS, factor,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one sequence in BLOCK_T slots, which are combined at the end."""
@@ -174,9 +181,9 @@ def _decode_attention_kernel(
     qkv_ptr += b * (C + 2 * CKV)
     if rope_ptr is not None:
         rope_ptr += row * HS
-    q = _head(qkv_ptr + h * HS, rope_ptr, d, HS) * factor
-    k = _head(qkv_ptr + C + shared, rope_ptr, d, HS)
-    v = _head(qkv_ptr + C + CKV + shared, None, d, HS)
+    q = _head(qkv_ptr + h * HS, rope_ptr, norm_q_ptr, eps, d, HS) * factor
+    k = _head(qkv_ptr + C + shared, rope_ptr, norm_k_ptr, eps, d, HS)
+    v = _head(qkv_ptr + C + CKV + shared, None, None, eps, d, HS)
     cache_ptr += b * T * 2 * CKV + shared + d
     first_of_group = tl.where(inside, h % GROUP, 1) == 0
     tl.store(cache_ptr + row.to(tl.int64) * 2 * CKV, k, mask=first_of_group)
@@ -248,7 +255,7 @@ def decode_matmul(
     _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, **row)
 
 
-@contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5] rope.table[Tr,HS]?")
+@contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5] rope.table[Tr,HS]? rope.norm.w[2,HS]?")
 def decode_attention(
     att: Tensor, cache: Tensor, qkv: Tensor, seq: Tensor, NH: int, rope: Rope | None = None
 ) -> None:
@@ -256,9 +263,10 @@ def decode_attention(
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
-    table = None if rope is None else rope.table
+    table, _, _, weights, _, _, eps = RopeArguments.of(rope)
+    norm_q, norm_k = (None, None) if weights is None else weights
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, table, T, NH, HS, LOG2E.value / math.sqrt(HS),
+        att, cache, qkv, seq, table, norm_q, norm_k, eps, T, NH, HS, LOG2E.value / math.sqrt(HS),
         GROUP=C // cache.shape[3], BLOCK_D=next_power_of_2(HS), **row,
     )  # fmt: skip
 

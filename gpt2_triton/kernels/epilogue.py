@@ -1,12 +1,35 @@
 """What follows a product before its tiles are stored; the kernels of products know it by name."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gpt2_triton.operands import Rope
 
-NO_ROPE = (None, 1, 0)  # in the place of a Rope
+
+class RopeArguments(NamedTuple):
+    """What kernels take of a Rope: pointers and numbers."""
+
+    table: Any = None
+    T: int = 1
+    columns: int = 0
+    w: Any = None  # of the norm, if there is one
+    rstd: Any = None
+    NH: int = 0
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, rope: Rope | None) -> "RopeArguments":
+        if rope is None:
+            return cls()
+        if rope.norm is None:
+            return cls(*rope[:3])
+        return cls(*rope[:3], rope.norm.w, rope.norm.rstd, rope.norm.NH, rope.norm.eps)
+
+    @property
+    def HS(self) -> int:
+        """Columns of a head, 0 without a rotation."""
+        return 0 if self.table is None else self.table.shape[1]
 
 
 class Epilogue(NamedTuple):

@@ -43,12 +43,12 @@ from gpt2_triton.kernels.blocks import (
 )
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
-from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
+from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
-from gpt2_triton.kernels.rope import rotated
+from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import product_row, programs
 
@@ -56,7 +56,8 @@ from gpt2_triton.kernels.tuning import product_row, programs
 @triton.jit
 def _finish(
     acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
-    part_ptr, rope_ptr, M, N, T, rotated_columns, EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    part_ptr, M, N, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
+    EPILOGUE: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store half a tile that begins at row m, column n."""
     r = m + tl.arange(0, acc.shape[0])
@@ -83,9 +84,9 @@ def _finish(
         if EPILOGUE == "add":
             acc += load_block(res_desc, [m, n]).to(tl.float32)
         elif EPILOGUE == "rope":
-            acc = tl.where(
-                (c < rotated_columns)[None, :], rotated(acc, rope_ptr, r % T, False, HS), acc
-            )
+            acc = rotated_before(
+                acc, m, n, M, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS
+            )  # fmt: skip
         else:
             tl.static_assert(EPILOGUE == "")
         store_block(out_desc, [m, n], acc)
@@ -94,7 +95,8 @@ def _finish(
 @triton.jit
 def _fp8_matmul_kernel(
     out_desc, a_desc, w_desc, a_scale_ptr, w_scale_ptr, b_ptr, res_desc,
-    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, K, T, rotated_columns,
+    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, K,
+    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
     EPILOGUE: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +117,8 @@ def _fp8_matmul_kernel(
         for half in tl.static_range(2):
             _finish(
                 left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
-                res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, rope_ptr, M, N, T,
-                rotated_columns, EPILOGUE, HS,
+                res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, rope_ptr, T,
+                columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, HS,
             )  # fmt: skip
 
 
@@ -164,23 +166,22 @@ def _classifier_lns_kernel(
 def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> int:
     """Launch a product of matmul.py; return the number of rows of tiles."""
     name, b, res, slope, _, part, _ = epilogue
-    rope, T, rotated_columns = epilogue.rope or NO_ROPE
+    rope = RopeArguments.of(epilogue.rope)
     a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
     (M, K), N = a.shape, w.shape[0]
     kernel = hopper.takes(f"matmul_{name}" if name else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         return hopper_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
-        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope, T, rotated_columns)
-    row = product_row("fp8", M, N, K, rope)
-    HS = 0 if rope is None else rope.shape[1]
+        return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope)
+    row = product_row("fp8", M, N, K, rope.HS)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
         describe_halves(plain, block_m, block_n), describe(a, block_m, block_k),
         describe(w, block_n, block_k), a_scale, w_scale, b, describe_halves(res, block_m, block_n),
-        *parts, slope, part, rope, M, N, K, T, rotated_columns, EPILOGUE=name, HS=HS, **row,
+        *parts, slope, part, M, N, K, *rope, EPILOGUE=name, HS=rope.HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)

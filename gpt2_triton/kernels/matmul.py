@@ -5,7 +5,8 @@ matmul           out  = inp @ w.T + b
 matmul_act       pre  = inp @ w.T + b,  out = act(pre), gelu or another activation
 matmul_add       out  = res + (inp @ w.T + b)
 matmul_swiglu    pre  = inp @ w.T,  out = swiglu(pre)
-matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py)
+matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py), and before that
+                 normed (qk_norm.py) if the rope has a norm
 matmul_dx        dinp = dout @ w
 matmul_dx_dact   dpre = (dout @ w) * act'(pre),  dbias (+)= sum_R dpre,  act_out = act(pre)
 matmul_dw        dw (+)= dout.T @ inp
@@ -46,15 +47,15 @@ from gpt2_triton.kernels.blocks import (
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import activation, dactivation, dot, dot_added_in_fp32
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
-from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
+from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
+from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.rope import rotated
 from gpt2_triton.kernels.swiglu import swiglu
 from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position, walk
 from gpt2_triton.kernels.tuning import (
@@ -70,8 +71,9 @@ from gpt2_triton.operands import Rope
 
 @triton.jit
 def _epilogue(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, rope_ptr, N, T,
-    rotated_columns, EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N,
+    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
+    EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
     """Finish and store the fp32 sums of half a tile that begins at row m, column n."""
     cols = n + tl.arange(0, acc.shape[1])
@@ -80,10 +82,9 @@ def _epilogue(
     if EPILOGUE == "add":
         acc += load_block(res_desc, [m, n]).to(tl.float32)
     elif EPILOGUE == "rope":
-        position = (m + tl.arange(0, acc.shape[0])) % T
-        acc = tl.where(
-            (cols < rotated_columns)[None, :], rotated(acc, rope_ptr, position, False, HS), acc
-        )
+        acc = rotated_before(
+            acc, m, n, M, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS
+        )  # fmt: skip
     elif EPILOGUE == "act":
         # of the stored value: the backward pass can recompute the same bits
         pre = rounded(acc, pre_desc)
@@ -139,9 +140,9 @@ def tile_product(
 
 @triton.jit
 def _matmul_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, rope_ptr, M, N, K, T,
-    rotated_columns, W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr,
-    HS: tl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N, K,
+    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
+    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K]
@@ -160,8 +161,8 @@ def _matmul_kernel(
         for half in tl.static_range(2):
             _epilogue(
                 left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
-                res_desc, pre_desc, act_desc, part_ptr, rope_ptr, N, T, rotated_columns, EPILOGUE,
-                ACT, HS,
+                res_desc, pre_desc, act_desc, part_ptr, M, N, rope_ptr, T, columns, norm_ptr,
+                rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
             )  # fmt: skip
 
 
@@ -266,9 +267,8 @@ def _launch(
     if kernel == "matmul":
         return hopper_matmul.matmul(out, a, w, special, w_is_nk)
     name, b, res, pre, act_out, part, _ = epilogue
-    rope, T, rotated_columns = epilogue.rope or NO_ROPE
-    row = product_row(dtype_name(a), M, N, K, rope)
-    HS = 0 if rope is None else rope.shape[1]
+    rope = RopeArguments.of(epilogue.rope)
+    row = product_row(dtype_name(a), M, N, K, rope.HS)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, act_desc = (
         describe_halves(t, block_m, block_n) for t in (out, res, pre, act_out)
@@ -277,8 +277,8 @@ def _launch(
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
-        out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, rope, M, N, K, T,
-        rotated_columns, W_IS_NK=w_is_nk, EPILOGUE=name, ACT=act, HS=HS, **row,
+        out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, M, N, K, *rope,
+        W_IS_NK=w_is_nk, EPILOGUE=name, ACT=act, HS=rope.HS, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 
@@ -309,9 +309,11 @@ def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
         swiglu(out, pre)
 
 
-@contract("out[R,N] <- inp[R,K] w[N,K] rope.table[Tr,HS]")
+@contract("out[R,N] rope.norm.rstd[R,H]? <- inp[R,K] w[N,K] rope.table[Tr,HS] rope.norm.w[2,HS]?")
 def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Rope) -> None:
-    """Write out = inp @ w.T, and rotate the heads in its first columns."""
+    """Write out = inp @ w.T, and norm, if the rope has a norm, and rotate the heads in its first
+    columns.
+    """
     _launch(out, inp, w, Epilogue("rope", rope=rope))
 
 

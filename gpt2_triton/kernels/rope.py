@@ -5,7 +5,7 @@ pairs (i, i + HS/2) of a head:
 
 A table, fp32 [positions, HS], holds the HS/2 cosines of a position, then its sines.  The
 product that gives q and k rotates them in its epilogue.  Attention's backward pass rotates
-their gradients back, by -sin.
+their gradients back, by -sin.  qk_norm.py has the norm that may come before the rotation.
 """
 
 import triton
@@ -30,14 +30,14 @@ def rotated_halves(x1, x2, cos, sin):
 
 
 @triton.jit
-def rotated(x, rope_ptr, position, BACK: tl.constexpr, HS: tl.constexpr):
-    """Return x [rows, heads*HS] with each row rotated to its position, or if BACK, from
-    there; HS is a power of 2.
-    """
+def cos_sin(rope_ptr, position, HS: tl.constexpr):
+    """Return cosines and sines, [rows, 1, HS/2], of the rows' positions; HS is a power of 2."""
     at = position[:, None] * HS + tl.arange(0, HS // 2)[None, :]
-    cos = tl.load(rope_ptr + at)[:, None, :]
-    sin = tl.load(rope_ptr + at + HS // 2)[:, None, :]
-    if BACK:
-        sin = -sin
+    return tl.load(rope_ptr + at)[:, None, :], tl.load(rope_ptr + at + HS // 2)[:, None, :]
+
+
+@triton.jit
+def rotated_back(x, cos, sin, HS: tl.constexpr):
+    """Return x [rows, heads*HS] with each row rotated back from its position."""
     x1, x2 = head_halves(x, HS)
-    return rotated_halves(x1, x2, cos, sin)
+    return rotated_halves(x1, x2, cos, -sin)

@@ -89,13 +89,12 @@ def tuned(op: str, dtype: str, **sizes: int) -> Row:
     return row
 
 
-def product_row(dtype: str, M: int, N: int, K: int, rope: torch.Tensor | None) -> Row:
-    """Return a new row for a product [M, N].  If its epilogue rotates heads, each half
-    of a tile has whole heads.
+def product_row(dtype: str, M: int, N: int, K: int, HS: int) -> Row:
+    """Return a new row for a product [M, N].  If its epilogue rotates heads of HS columns, each
+    half of a tile has whole heads; HS is 0 without.
     """
     row = tuned("matmul", dtype, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
-    heads = 0 if rope is None else 2 * rope.shape[1]
-    wider = max(1, heads // row["BLOCK_N"])
+    wider = max(1, 2 * HS // row["BLOCK_N"])
     row["BLOCK_N"] *= wider
     if not has_tma():
         row["BLOCK_M"] //= wider  # registers hold the tile

@@ -75,6 +75,8 @@ def dimensions(m: ModelConfig) -> dict[str, int]:
     L, C = m.n_layer, m.n_embd
     d = dict(NH=m.n_head, HS=m.head_size, C=C, Cq=m.q_channels, Ckv=m.kv_channels)
     d["D"] = d["Cq"] + 2 * d["Ckv"]
+    normed = (d["Cq"] + d["Ckv"]) // d["HS"] if m.qk_norm else 0
+    d |= dict(Qn=normed, Hn=d["HS"] if normed else 0)
     d |= dict(F=m.inner, G=m.inner * (2 if m.arch == "llama" else 1))
     d |= dict(L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size)
     entries = list(param_entries(of(m).Params, d))

@@ -59,6 +59,7 @@ class Layer(NamedTuple):
     attproj: Linear
     fc: Linear
     fcproj: Linear
+    rope: Rope = UNUSED  # Llama's
 
 
 class Cut(NamedTuple):
@@ -84,7 +85,6 @@ class Wiring(NamedTuple):
     norms: list[Norm]  # [i]: of x[i]
     branches: list[Branch]  # [i]: that ends at x[i]
     layers: list[Layer]
-    rope: Rope = UNUSED  # Llama's
     dropouts: list[Dropout | None] = []  # [i]: of what joins the stream at x[i]; GPT-2's
 
 

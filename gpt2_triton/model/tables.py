@@ -8,6 +8,8 @@ B, T       sequences of a micro-batch, tokens of a sequence; R = B*T rows; the
 C, NH, HS  channels, heads, head size
 D, Cq, Ckv columns of qkv, of q in it, and of k or v: D = Cq + 2*Ckv.  Cq = NH*HS is C unless
            model.head_dim says otherwise, and Ckv is Cq unless heads of q share heads of k and v
+Qn, Hn     heads of q and k that are normed, and the columns of their norms' weights: HS; both are 0
+           without model.qk_norm
 F, G       width of the MLP; rows of fcw, 2F with a gate, else F
 Tr         positions that q and k are rotated to, at most block_size
 L, S       layers; S = 2L + 1 points of the residual stream: x[2l] enters layer l, x[2l+1] leaves
@@ -101,7 +103,9 @@ def param(shape: str, group: str, init: str, matrices: str = "") -> Any:
     matrices shapes of the matrices, one below the other, that Muon takes
     apart; "": the parameter is one
     """
-    return dataclasses.field(metadata=dict(shape=shape, group=group, init=init, matrices=matrices))
+    return dataclasses.field(
+        default=None, metadata=dict(shape=shape, group=group, init=init, matrices=matrices)
+    )
 
 
 # fmt: off
@@ -222,8 +226,8 @@ class ParamEntry(NamedTuple):
 
 
 def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
-    """Yield every tensor of a table of parameters in the flat order: embed | layer
-    0 | layer 1 | ... | rest.
+    """Yield every tensor of a table of parameters that has elements, in the flat order: embed |
+    layer 0 | layer 1 | ... | rest.
     """
     fields = dataclasses.fields(table)
     groups = [("embed", None), *(("layer", layer) for layer in range(dims["L"])), ("rest", None)]
@@ -232,6 +236,8 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
         first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
             m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
+            if not math.prod(shape):
+                continue
             used = math.prod(eval_shape(m["shape"].replace("Vp", "V"), dims))
             yield ParamEntry(
                 field.name,
@@ -268,8 +274,8 @@ def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int
 def param_views(
     table: type, flat: Tensor, dims: dict[str, int], starts: Sequence[int] | None = None
 ) -> Any:
-    """Return `table` with views of a flat buffer; `starts`: where buckets begin,
-    if not one after the other.
+    """Return `table` with views of a flat buffer, None for a tensor without elements; `starts`:
+    where buckets begin, if not one after the other.
     """
     views: dict[str, Any] = {}
     for e in param_entries(table, dims):

@@ -34,7 +34,13 @@ PRECISIONS = {"bf16": None, "fp8, head in bf16": "head", "fp8": "none"}  # fp8.k
 HAS_FP8 = torch.cuda.is_available() and has_fp8(architecture())
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs fp8 products")
 fp8_precisions = [pytest.param(name, marks=needs_fp8) for name in PRECISIONS if name != "bf16"]
-every_arch = pytest.mark.parametrize("arch", ["gpt2", "llama"])
+ARCHS = dict(gpt2={}, llama=dict(arch="llama", n_kv_head=4))
+ARCHS["qk_norm"] = ARCHS["llama"] | dict(qk_norm=True)
+# in fp8: the least cosine of a gradient with that of float64, and the largest difference of norms.
+# Normed q and k have three times the length of others at first, so their roundings move attention
+# more: the portable kernels have cosines of 0.986 too, where Llama's are 0.992
+FP8_LIMITS = dict(gpt2=(0.99, 0.03), llama=(0.99, 0.03), qk_norm=(0.98, 0.05))
+every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_precision = pytest.mark.parametrize("precision", ["bf16", *fp8_precisions])
 bf16_and_fp8 = pytest.mark.parametrize("precision", ["bf16", fp8_precisions[-1]])
 
@@ -46,9 +52,7 @@ def wide_config(
     """Return a configuration with GPT-2 124M's width and vocabulary and fewer layers."""
     shape = dict(n_head=12, n_embd=768, vocab_size=50257, block_size=1024)
     return tiny_config(
-        model=dict(
-            n_layer=n_layer, **shape, **(dict(arch=arch, n_kv_head=4) if arch == "llama" else {})
-        ),
+        model=dict(n_layer=n_layer, **shape, **ARCHS[arch]),
         train=dict(
             batch_size=B, seq_len=T, dtype=dtype, steps=5, total_batch_tokens=accumulation * B * T
         ),
@@ -167,12 +171,13 @@ def test_gradients_in_fp8_point_where_those_of_float64_do(precision, arch):
     want, exact = exact_gradients(SimpleNamespace(config=wide_config(arch), state=model.state))
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 2e-3 * want
+    least, most = FP8_LIMITS[arch]
     for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
         cosine = torch.nn.functional.cosine_similarity(
             ours.double().flatten(), exact[name].flatten(), dim=0
         ).item()
         ratio = (ours.double().norm() / exact[name].norm()).item()
-        assert cosine > 0.99 and 0.97 < ratio < 1.03, (
+        assert cosine > least and abs(ratio - 1) < most, (
             f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
         )
 

@@ -76,6 +76,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
+    "bf16, qk_norm": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048, qk_norm=True)),
     "bf16, llama 8B": dict(
         model=dict(
             arch="llama", n_layer=1, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14_336, tied=False
@@ -92,6 +93,10 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
     "fp8, llama": dict(
         train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)
+    ),
+    "fp8, qk_norm": dict(
+        train=dict(precision="fp8"),
+        model=dict(arch="llama", n_kv_head=4, n_inner=2048, qk_norm=True),
     ),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),

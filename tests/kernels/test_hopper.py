@@ -23,10 +23,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     or a third, or constant).
     """
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
-    nothing = dict(
-        b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None, rope_ptr=None
-    )
-    nothing |= dict(T=I32, rotated_columns=I32, HS=0)
+    nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
+    no_rope = dict(rope_ptr=None, norm_ptr=None, rstd_ptr=None, T=I32, columns=I32, NH=I32)
+    no_rope |= dict(eps=F32[1:], HS=0)
+    nothing |= no_rope
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
     backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
@@ -97,11 +97,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         b_ptr=BF16,
         a_scale_ptr=F32,
         w_scale_ptr=F32,
-        rope_ptr=None,
-        T=I32,
-        rotated_columns=I32,
-        HS=0,
     )
+    fp8 |= no_rope
     swiglu = dict(
         rows_desc=(64, 64, "fp8e4nv"), columns_desc=(64, 32, "i16"), scale_ptr=F32, amax_ptr="*i32"
     )
@@ -136,6 +133,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         SPAN=1024,
     )
     attention |= dict(out_columns_desc=None, out_scale_ptr=None, rope_ptr=None)
+    attention |= dict(norm_ptr=None, rstd_ptr=None)
     attention8 = attention | dict(
         dqkv_desc=block8, columns_desc=pairs, scale_ptr=F32, amax_ptr="*i32"
     )
@@ -143,6 +141,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     attention_fwd = attention | dict(out_desc=block, out8_desc=None)
     attention_fwd8 = attention8 | dict(out_desc=block, out8_desc=block8)
     grouped = dict(part_ptr=None, rope_ptr=F32, T=2048, SPAN=2048, GROUP=4)
+    normed = dict(rope_ptr=F32, norm_ptr=BF16, rstd_ptr=F32)
+    grouped_normed = grouped | normed | dict(part_ptr=F32)
+    rotated = forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope")
+    rotated8 = fp8 | dict(b_ptr=None, rope_ptr=F32)
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     weight = dict(
         rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32"
@@ -156,11 +158,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
         "fp8 matmul_dx": ("_fp8_kernel", fp8 | dict(b_ptr=None)),
-        "fp8 matmul_rope": ("_fp8_kernel", fp8 | dict(b_ptr=None, rope_ptr=F32, HS=64)),
-        "fp8 matmul_rope, heads of 128": (
-            "_fp8_kernel",
-            fp8 | dict(b_ptr=None, rope_ptr=F32, HS=128),
-        ),
+        "fp8 matmul_rope": ("_fp8_kernel", rotated8 | dict(HS=64)),
+        "fp8 matmul_rope, heads of 128": ("_fp8_kernel", rotated8 | dict(HS=128)),
+        "fp8 matmul_rope, normed": ("_fp8_kernel", rotated8 | normed | dict(HS=64)),
+        "fp8 matmul_rope, normed heads of 128": ("_fp8_kernel", rotated8 | normed | dict(HS=128)),
         "fp8 swiglu": ("_swiglu_kernel", swiglu),
         "fp8 swiglu, evaluation": ("_swiglu_kernel", swiglu | dict(amax_ptr=None)),
         "fp8 swiglu_bwd": ("_swiglu_kernel", swiglu | dict(dout_desc=(64, 64))),
@@ -180,7 +181,9 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "attention_fwd, grouped": ("_attention_fwd_kernel", attention_fwd | grouped),
         "attention_dq": ("_attention_dq_kernel", attention),
         "attention_dq, grouped": ("_attention_dq_kernel", attention | grouped),
+        "attention_dq, normed": ("_attention_dq_kernel", attention | grouped_normed),
         "fp8 attention_dq, grouped": ("_attention_dq_kernel", attention8 | grouped),
+        "fp8 attention_dq, normed": ("_attention_dq_kernel", attention8 | grouped_normed),
         "fp8 attention_dq": ("_attention_dq_kernel", attention8),
         "attention_dkdv": ("_attention_dkdv_kernel", attention),
         "attention_dkdv, longest": ("_attention_dkdv_kernel", attention | dict(T=2048, SPAN=2048)),
@@ -188,6 +191,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "attention_dkdv, grouped": ("_attention_dkdv_kernel", attention | grouped),
         "fp8 attention_dkdv": ("_attention_dkdv_kernel", attention8),
         "fp8 attention_dkdv, grouped": ("_attention_dkdv_kernel", attention8 | grouped),
+        "attention_dkdv, normed": ("_attention_dkdv_kernel", attention | grouped_normed),
+        "fp8 attention_dkdv, normed": ("_attention_dkdv_kernel", attention8 | grouped_normed),
         "fp8 attention_dkdv, rows only": (
             "_attention_dkdv_kernel",
             attention8 | dict(columns_desc=None),
@@ -200,14 +205,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         ),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
-        "matmul_rope": (
-            "_matmul_kernel",
-            forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=64),
-        ),
-        "matmul_rope, heads of 128": (
-            "_matmul_kernel",
-            forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope", HS=128),
-        ),
+        "matmul_rope": ("_matmul_kernel", rotated | dict(HS=64)),
+        "matmul_rope, heads of 128": ("_matmul_kernel", rotated | dict(HS=128)),
+        "matmul_rope, normed": ("_matmul_kernel", rotated | normed | dict(HS=64)),
+        "matmul_rope, normed heads of 128": ("_matmul_kernel", rotated | normed | dict(HS=128)),
         "matmul, wide": ("_wide_kernel", wide_forward),
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),

@@ -10,7 +10,7 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
-from gpt2_triton.operands import Rope
+from gpt2_triton.operands import HeadNorm, Rope
 from tests.support.gluon_simulator import NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
 
@@ -55,7 +55,7 @@ def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, 
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
     # the interpreter's table, with larger blocks, asks for less
-    scratch = poisoned(2 * C * B * T // 64)
+    scratch = poisoned(2 * C * B * T // 64 + 2 * C)
     with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
         patch.setattr(tuning, "is_hopper", lambda: True)
         with simulated(attention_dkdv, seed, **replaced):
@@ -125,11 +125,16 @@ def test_attention_bwd_accumulates_dbias(rng):
     assert torch.equal(twice, 2 * once)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     "B,NH,NKV,T", [(2, 4, 2, 128), (1, 3, 1, 192), (2, 2, 1, 64), (1, 2, 2, 320)]
 )
-def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
-    C, D, rope = NH * HS, (NH + 2 * NKV) * HS, rng(T, HS)
+def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T, normed):
+    C, D = NH * HS, (NH + 2 * NKV) * HS
+    norm = HeadNorm(
+        (1 + 0.2 * rng(2, HS)).to(BF16), rng(B * T, NH + NKV).abs(), rng(2, HS), NH, 1e-5
+    )
+    rope = Rope(rng(T, HS), T, 0, norm if normed else None)
     qkv, dout = rng(B * T, D, dtype=BF16), rng(B * T, C, dtype=BF16)
     out, lse, dqkv = (
         poisoned(B * T, C, dtype=BF16),
@@ -139,10 +144,11 @@ def test_attention_in_groups_with_rotations_matches_float64(rng, B, NH, NKV, T):
     forward(out, lse, qkv, 1)
     want_out, want_lse = exact("attention_fwd", [out, lse], qkv)
     assert error(out, want_out) < 2 * EPS[BF16] and (lse - want_lse).abs().max() < 1e-5
-    _, delta = backward(1, dqkv, dout, qkv, out, lse, rope=Rope(rope, T, 0))
-    want, _, want_delta = exact(
-        "attention_bwd", [dqkv, None, delta], None, dout, qkv, out, lse, False, Rope(rope, T, 0)
-    )
+    given = [dqkv, None, poisoned(B, NH, T), None, dout, qkv, out, lse, True, rope]
+    want, _, want_delta, *_, wide = exact("attention_bwd", given)
+    _, delta = backward(1, dqkv, dout, qkv, out, lse, acc=True, rope=rope)
+    if normed:
+        assert error(norm.dw, wide.norm.dw) < 2 * EPS[BF16]
     for got, expected in zip(
         *(t.split([C, NKV * HS, NKV * HS], 1) for t in (dqkv, want)), strict=True
     ):

@@ -12,7 +12,7 @@ import gpt2_triton.kernels as K
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.dw_split import split_tiles
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
-from gpt2_triton.kernels.epilogue import Epilogue
+from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.hopper import (
     cast,
     classifier_dx,
@@ -29,7 +29,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.hopper.classifier import Stored
-from gpt2_triton.operands import Fp8, Rope
+from gpt2_triton.operands import Fp8, HeadNorm, Rope
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -70,7 +70,6 @@ def launch(
     part=None,
     rope=None,
 ):
-    rope = None if rope is None else Rope(rope, len(rope), 192)
     given = Epilogue(epilogue, b, res, pre, gelu_out, part, rope)
     hopper_matmul.matmul(out, a, w, given, w_is_nk)
 
@@ -93,14 +92,31 @@ def test_matmul_matches_float64(rng, M, N, K, seed):
     assert error(out, reference.ACTIVATIONS["gelu"](pre.double())) < EPS[BF16]
 
 
+def rotations(rng, normed):
+    """Return a Rope of 96 positions, for two heads of q and one of k; one of v and one more follow
+    in a matrix of 320 columns.
+    """
+    weights = (1 + 0.2 * rng(2, 64)).to(BF16)
+    norm = HeadNorm(weights, poisoned(416, 3), poisoned(2, 64), 2, 1e-5) if normed else None
+    return Rope(rng(96, 64), 96, 192, norm)
+
+
+def require_rotated(out, a, w, rope):
+    want, _, _, wide = exact("matmul_rope", [out, a, w, rope])
+    assert error(out, want) < EPS[BF16]
+    if rope.norm is not None:
+        assert error(rope.norm.rstd, wide.norm.rstd) < 2e-6
+
+
 @seeds
-def test_matmul_rope_matches_float64(rng, seed):
+@pytest.mark.parametrize("normed", [False, True])
+def test_matmul_rope_matches_float64(rng, seed, normed):
     """The rotated heads end within a tile, and a tile's rows begin within a sequence."""
     a, w, _ = product(rng, 416, 320, 200, w_is_nk=True)
-    rope, out = rng(96, 64), poisoned(416, 320, dtype=BF16)
+    rope, out = rotations(rng, normed), poisoned(416, 320, dtype=BF16)
     with simulated(hopper_matmul, seed):
         launch(out, a, w, epilogue="rope", rope=rope)
-    assert error(out, exact("matmul_rope", [out], a, w, Rope(rope, 96, 192))[0]) < EPS[BF16]
+    require_rotated(out, a, w, rope)
 
 
 @seeds
@@ -225,17 +241,14 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
 
 
 @seeds
-def test_fp8_matmul_rope_matches_float64(rng, seed):
-    (a, a_scale), (w, w_scale), rope = (
-        fp8(rng(416, 200), 32.0),
-        fp8(rng(320, 200), 64.0),
-        rng(96, 64),
-    )
-    out = poisoned(416, 320, dtype=BF16)
+@pytest.mark.parametrize("normed", [False, True])
+def test_fp8_matmul_rope_matches_float64(rng, seed, normed):
+    (a, a_scale), (w, w_scale) = fp8(rng(416, 200), 32.0), fp8(rng(320, 200), 64.0)
+    out, rope = poisoned(416, 320, dtype=BF16), rotations(rng, normed)
     with simulated(fp8_matmul, seed):
-        fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, rope, 96, 192)
+        fp8_matmul.matmul(out, a, a_scale, w, w_scale, None, None, RopeArguments.of(rope))
     operands = a.double() / a_scale.double(), w.double() / w_scale.double()
-    assert error(out, exact("matmul_rope", [out], *operands, Rope(rope, 96, 192))[0]) < EPS[BF16]
+    require_rotated(out, *operands, rope)
 
 
 @seeds

@@ -9,6 +9,7 @@ CHANGES = {
         head_dim=128,
         n_inner=96,
         norm_eps=1e-6,
+        qk_norm=True,
         rope_theta=1e4,
         rope_factor=8.0,
         tied=False,

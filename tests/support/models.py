@@ -58,6 +58,8 @@ def randomise(model: Model) -> None:
     generator, params, w = torch.Generator().manual_seed(0), model.state.params, model.train_view.w
     params.copy_(0.2 * torch.randn(params.shape, generator=generator))
     w.lnw.add_(1.0)
+    if getattr(w, "qknormw", None) is not None:
+        w.qknormw.add_(1.0)
     for rows in (w.wte, model.train_view.net.head.w):
         rows[model.dims["V"] :] = 0
 

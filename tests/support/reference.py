@@ -128,6 +128,28 @@ def rotated(x, rope, positions, back=False):
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).view(x.shape)
 
 
+def head_normed(x, norm, of_k=False):
+    """w * xhat of x [rows, heads*HS], and rstd [rows, heads]."""
+    w = norm.w[int(of_k)]
+    x = x.reshape(len(x), -1, len(w))
+    rstd = (x.square().mean(-1) + norm.eps).rsqrt()
+    return (x * rstd[..., None] * w).flatten(1), rstd
+
+
+def head_norm_bwd(dz, z, norm, of_k, acc):
+    """dx of dz and z = w * xhat; dw (+)= its sums.  z has an error of about eps times the weight of
+    the pair's other element, so xhat is z * w / (w^2 + error^2).
+    """
+    w = norm.w[int(of_k)]
+    dz, z = (t.view(len(t), -1, len(w)) for t in (dz, z))
+    NH = norm.NH
+    rstd = (norm.rstd[:, NH:] if of_k else norm.rstd[:, :NH])[..., None]
+    error = torch.finfo(z.dtype).eps / 2 * w.roll(len(w) // 2)
+    xhat = z * (w / (w.square() + error.square()).clamp(min=1e-30))
+    _give(norm.dw[int(of_k)], (dz * xhat).sum((0, 1)), acc)
+    return ((dz * w - xhat * (dz * z).mean(-1, keepdim=True)) * rstd).flatten(1)
+
+
 # ---- matmul: w is [N, K] = [out, in] ----
 
 
@@ -145,8 +167,13 @@ def matmul_add(out, res, inp, w, b):
 
 
 def matmul_rope(out, inp, w, rope):
-    table, T, n = rope
+    table, T, n, norm = rope
     y = inp @ w.T
+    if norm is not None:
+        Cq = norm.NH * table.shape[1]
+        (q, q_rstd), (k, k_rstd) = head_normed(y[:, :Cq], norm), head_normed(y[:, Cq:n], norm, True)
+        y = torch.cat([q, k, y[:, n:]], 1)
+        norm.rstd.copy_(torch.cat([q_rstd, k_rstd], 1))
     q_and_k = rotated(y[:, :n].contiguous(), table, torch.arange(len(y)) % T)
     out.copy_(torch.cat([q_and_k, y[:, n:]], 1))
 
@@ -230,7 +257,13 @@ def attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope=No
     )
     d = [t.transpose(1, 2).reshape(B * T, -1) for t in (ds @ k, *dkv)]
     if rope is not None:
-        d[:2] = (rotated(t, rope.table, torch.arange(B * T) % T, back=True) for t in d[:2])
+        positions = torch.arange(B * T) % T
+        d[:2] = (rotated(t, rope.table, positions, back=True) for t in d[:2])
+        if rope.norm is not None:
+            C = out.shape[1]
+            for of_k, y in enumerate((qkv[:, :C], qkv[:, C : C + groups * HS])):
+                z = rotated(y.contiguous(), rope.table, positions, back=True)
+                d[of_k] = head_norm_bwd(d[of_k], z, rope.norm, bool(of_k), acc)
     dqkv.copy_(torch.cat(d, 1))
     if dbias is not None:
         _give(dbias, dqkv.sum(0), acc)
@@ -259,6 +292,8 @@ def decode_attention(att, cache, qkv, seq, NH, rope=None):
     C, Ckv = att.shape[1], cache.shape[3]
     for b, row in enumerate(seq[:, 1].tolist()):
         q, k, v = (t[None].contiguous() for t in qkv[b].split([C, Ckv, Ckv]))
+        if rope is not None and rope.norm is not None:
+            q, k = (head_normed(t, rope.norm, of_k)[0] for t, of_k in ((q, False), (k, True)))
         if rope is not None:
             q, k = (rotated(t, rope.table, torch.tensor([row])) for t in (q, k))
         cache[b, row] = torch.cat([k, v])

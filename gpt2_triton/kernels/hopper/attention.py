@@ -24,6 +24,7 @@ SIDE = gl.constexpr(HEAD)
 STAGES = gl.constexpr(2)  # of the backward pass
 SCALE = gl.constexpr(HEAD**-0.5)  # of the scores
 FACTOR = gl.constexpr(SCALE.value * LOG2E.value)
+NOISE = gl.constexpr(2.0**-9)  # of bf16: qk_norm.py
 # of an accumulator
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16]))
 # of a product's left operand in registers

@@ -16,10 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
+from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.hopper.attention import (
     FACTOR,
     HEAD,
     LAYOUT,
+    NOISE,
     OPERAND,
     SCALE,
     SIDE,
@@ -30,7 +32,7 @@ from gpt2_triton.kernels.hopper.attention import (
     ring_of,
 )
 from gpt2_triton.kernels.hopper.pipeline import describe, stage_forms, store_forms, wait_full
-from gpt2_triton.kernels.hopper.rope import rotated, rotation
+from gpt2_triton.kernels.hopper.rope import head_norm_bwd, rotated_back, rotation
 from gpt2_triton.kernels.tuning import next_power_of_2
 
 OPTIONS = dict(num_warps=4, maxnreg=168)
@@ -149,7 +151,7 @@ def _take_head(
 @gluon.jit
 def _attention_dkdv_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, part_ptr, dout_desc, qkv_desc, lse_ptr, delta_ptr,
-    rope_ptr, NH, T: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+    rope_ptr, norm_ptr, rstd_ptr, NH, T: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     NKV = NH // GROUP
@@ -219,19 +221,31 @@ def _attention_dkdv_kernel(
             steps,
         )
         base += steps
-    dk *= SCALE
-    if rope_ptr is not None:
-        cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
-        dk = rotated(dk, cos, -sin, SIDE)
+    # dv first: dk's norm takes its registers
     if part_ptr is not None:
         # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
         part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(
             0, SIDE, layout=gl.SliceLayout(0, LAYOUT)
         )
-        gl.store(part_ptr, gl.sum(dk, 0))
         gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
-    staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+    dk *= SCALE
+    terms = dk
+    if rope_ptr is not None:
+        cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
+        if norm_ptr is None:
+            dk = rotated_back(dk, cos, sin, SIDE)
+            terms = dk
+        else:
+            # loaded again, in dk's layout
+            y = own.x.index(0).load(LAYOUT).to(gl.float32)
+            rstd_ptr += (b * T + first).to(gl.int64) * (NH + NKV) + NH + kv
+            j = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+            rstd = gl.load(rstd_ptr + j * (NH + NKV))
+            dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + SIDE, rstd, NOISE, SIDE)
+    if part_ptr is not None:
+        gl.store(part_ptr, gl.sum(terms, 0))
+    staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     store_forms(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
     store_forms(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
     end_ring(own)
@@ -241,16 +255,17 @@ def _attention_dkdv_kernel(
 
 def attention_bwd_dkdv(
     dqkv: Forms, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor,
-    rope: Tensor | None, group: int,
+    rope: RopeArguments, group: int,
 ) -> int:  # fmt: skip
-    """Write dk and dv into dqkv, and their column sums for each block of 64 keys into part,
-    fp32 [B*T/64, 2*Ckv].  dout is bf16 [B*T, C], qkv bf16 [B*T, D], lse and delta are fp32 [B,
-    NH, T].  Return part's rows.
+    """Write dk and dv into dqkv, and their column sums, or for dk the terms of a norm's dw, for
+    each block of 64 keys into part, fp32 [B*T/64, 2*Ckv].  dout is bf16 [B*T, C], qkv
+    bf16 [B*T, D], lse and delta are fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dkdv_kernel[(blocks * B * NH // group,)](
         *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta,
-        rope, NH, T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group, **OPTIONS,
+        rope.table, rope.w, rope.rstd, NH, T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group,
+        **OPTIONS,
     )  # fmt: skip
     return B * blocks

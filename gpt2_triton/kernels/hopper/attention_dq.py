@@ -16,10 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpt2_triton.kernels.e4m3 import paired_columns
+from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.hopper.attention import (
     FACTOR,
     HEAD,
     LAYOUT,
+    NOISE,
     OPERAND,
     SCALE,
     SIDE,
@@ -37,7 +39,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from gpt2_triton.kernels.hopper.rope import rotated, rotation
+from gpt2_triton.kernels.hopper.rope import head_norm_bwd, rotated_back, rotation
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
 # 16 bytes of out a thread
@@ -77,8 +79,8 @@ def _load_block(ptr, stride, layout: gl.constexpr):
 @gluon.jit
 def _attention_dq_kernel(
     dqkv_desc, columns_desc, scale_ptr, amax_ptr, out_columns_desc, out_scale_ptr, part_ptr,
-    delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, rope_ptr, NH, T: gl.constexpr,
-    GROUP: gl.constexpr,
+    delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, rope_ptr, norm_ptr, rstd_ptr, NH,
+    T: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     # most keys first: blocks with few keys fill the end
@@ -124,13 +126,22 @@ def _attention_dq_kernel(
             qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block
         )
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
+    terms = dq
     if rope_ptr is not None:
         cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
-        dq = rotated(dq, cos, -sin, SIDE)
+        if norm_ptr is None:
+            dq = rotated_back(dq, cos, sin, SIDE)
+            terms = dq
+        else:
+            y = q.load(LAYOUT).to(gl.float32)
+            rstd_ptr += (b * T + first).to(gl.int64) * (NH + NH // GROUP) + h
+            i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+            rstd = gl.load(rstd_ptr + i * (NH + NH // GROUP))
+            dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, SIDE)
     if part_ptr is not None:
         # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
         d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-        gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
+        gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(terms, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
     staged = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
@@ -142,17 +153,17 @@ def _attention_dq_kernel(
 
 def attention_bwd_dq(
     dqkv: Forms, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out8: Forms,
-    out: Tensor, lse: Tensor, rope: Tensor | None, group: int,
+    out: Tensor, lse: Tensor, rope: RopeArguments, group: int,
 ) -> int:  # fmt: skip
-    """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums for each block of 64 queries
-    into part, fp32 [B*T/64, C], and out8's columns if there are any.  dout and out are bf16 [B*T,
-    C], qkv bf16 [B*T, D], lse fp32 [B, NH, T].  Return part's rows.
+    """Write dq into dqkv, delta, fp32 [B, NH, T], dq's column sums, or the terms of a norm's dw,
+    for each block of 64 queries into part, fp32 [B*T/64, C], and out8's columns if there are any.
+    dout and out are bf16 [B*T, C], qkv bf16 [B*T, D], lse fp32 [B, NH, T].  Return part's rows.
     """
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dq_kernel[(blocks * B * NH,)](
         *dqkv.described(), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
-        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope, NH, T=T, GROUP=group,
-        **OPTIONS,
+        describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope.table, rope.w,
+        rope.rstd, NH, T=T, GROUP=group, **OPTIONS,
     )  # fmt: skip
     return B * blocks

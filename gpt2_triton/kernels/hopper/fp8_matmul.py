@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
@@ -148,7 +149,9 @@ def fp8_partition(
                 acc += gl.load(b_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
             if rope.table is not None:
                 cos, sin = rotation(acc, rope.table, m + ROWS_OF_GROUP * GROUP, rope.T, rope.HS)
-                acc = rotated_before(acc, cos, sin, n + half * HALF, rope.columns, rope.HS)
+                acc = rotated_before(
+                    acc, cos, sin, m + ROWS_OF_GROUP * GROUP, n + half * HALF, M, rope
+                )
             buf = c.buf.index(2 * half + GROUP)
             if ADD:
                 acc += buf.load(HALF_LAYOUT).to(gl.float32)
@@ -161,8 +164,8 @@ def fp8_partition(
 
 @gluon.jit(do_not_specialize_on_alignment=["a_scale_ptr", "w_scale_ptr"])
 def _fp8_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, rope_ptr, a_scale_ptr, w_scale_ptr, M, N, K, T,
-    rotated_columns, HS: gl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_ptr, M, N, K,
+    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
@@ -177,7 +180,7 @@ def _fp8_kernel(
                     out_desc,
                     b_ptr,
                     res_desc is not None,
-                    Rotation(rope_ptr, HS, T, rotated_columns),
+                    Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
                     a_scale_ptr,
                     w_scale_ptr,
                     ring,
@@ -194,7 +197,7 @@ def _fp8_kernel(
                     out_desc,
                     b_ptr,
                     res_desc is not None,
-                    Rotation(rope_ptr, HS, T, rotated_columns),
+                    Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
                     a_scale_ptr,
                     w_scale_ptr,
                     ring,
@@ -214,16 +217,15 @@ def _fp8_kernel(
 
 def matmul(
     out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None,
-    res: Tensor | None, rope: Tensor | None = None, T: int = 1, rotated_columns: int = 0,
+    res: Tensor | None, rope: RopeArguments,
 ) -> int:  # fmt: skip
-    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), or with `rope`,
-    rotate the heads in the first columns; return the number of rows of tiles.
+    """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), and norm and
+    rotate heads as `rope` says; return the number of rows of tiles.
     """
     (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](
         describe(out, rows, columns), describe(a, TILE_M, TILE_K), describe(w, TILE_N, TILE_K), b,
-        describe(res, rows, columns), rope, a_scale, w_scale, M, N, K, T, rotated_columns,
-        HS=0 if rope is None else rope.shape[1], **OPTIONS,
+        describe(res, rows, columns), a_scale, w_scale, M, N, K, *rope, HS=rope.HS, **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

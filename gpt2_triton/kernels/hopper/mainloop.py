@@ -103,7 +103,7 @@ def compute_partition(
     TO_ACTIVATION: gl.constexpr,
 ):
     """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on
-    through c.  Rotate heads if `rope`, a Rotation, has a table.
+    through c.  Norm and rotate heads if `rope`, a Rotation, has a w and a table.
     """
     step = 0
     turn = 0
@@ -115,7 +115,8 @@ def compute_partition(
         if b_ptr is not None:
             cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
             b = gl.load(b_ptr + cols, mask=cols < N, other=0.0)
-        if rope.table is not None:
+        EARLY: gl.constexpr = rope.w is None
+        if rope.table is not None and EARLY:
             cos, sin = rotation(zeros, rope.table, m, rope.T, rope.HS)
         if res_desc is not None:
             tma.store_wait(0)
@@ -124,7 +125,9 @@ def compute_partition(
         if b_ptr is not None:
             acc += b.to(gl.float32)[None, :]
         if rope.table is not None:
-            acc = rotated_before(acc, cos, sin, n, rope.columns, rope.HS)
+            if not EARLY:  # beside the weights of a norm, registers would not hold them before
+                cos, sin = rotation(acc, rope.table, m, rope.T, rope.HS)
+            acc = rotated_before(acc, cos, sin, m, n, M, rope)
         if TO_ACTIVATION:
             mbarrier.wait(c.empty, (turn & 1) ^ 1)
         elif res_desc is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gpt2_triton.kernels.epilogue import NO_ROPE, Epilogue
+from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.hopper.activation import (
     RING,
     SLICE_M,
@@ -59,14 +59,15 @@ from gpt2_triton.kernels.tuning import programs
 @gluon.jit
 def passing_partition(out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T: gl.constexpr):
     """Pass compute_partition's tiles on to an activation; no heads are rotated."""
-    nothing = Rotation(None, None, None, None)
+    nothing = Rotation(None, None, None, None, None, None, None, None)
     compute_partition(out_desc, b_ptr, res_desc, nothing, ring, c, M, N, K, W_T, True)
 
 
 @gluon.jit
 def _matmul_kernel(
-    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, rope_ptr, M,
-    N, K, T, rotated_columns, W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
+    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, M, N, K,
+    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
+    W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_shape: gl.constexpr = [BLOCK_N, BLOCK_K] if W_T else [BLOCK_K, BLOCK_N]
@@ -118,7 +119,7 @@ def _matmul_kernel(
                         out_desc,
                         b_ptr,
                         res_desc,
-                        Rotation(rope_ptr, HS, T, rotated_columns),
+                        Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
                         ring,
                         c,
                         M,
@@ -141,7 +142,7 @@ def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool)
     Return the number of rows of tiles, and so of `part`.
     """
     name, b, res, pre, gelu_out, part, _ = epilogue
-    rope, T, rotated_columns = epilogue.rope or NO_ROPE
+    rope = RopeArguments.of(epilogue.rope)
     (M, K), N = a.shape, out.shape[1]
     w_desc = describe(w, TILE_N, TILE_K) if w_is_nk else describe(w, TILE_K, TILE_N)
     pre_block = (SLICE_M.value, SLICE_N.value) if name == "dgelu" else (TILE_M, TILE_N)
@@ -151,8 +152,7 @@ def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool)
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b,
-        describe(res, TILE_M, TILE_N), describe(pre, *pre_block), gelu_out, part, rope, M, N, K, T,
-        rotated_columns, W_T=w_is_nk, EPILOGUE=name, HS=0 if rope is None else rope.shape[1],
-        **OPTIONS,
+        describe(res, TILE_M, TILE_N), describe(pre, *pre_block), gelu_out, part, M, N, K, *rope,
+        W_T=w_is_nk, EPILOGUE=name, HS=rope.HS, **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

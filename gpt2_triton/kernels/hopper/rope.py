@@ -1,5 +1,5 @@
-"""Rotations (kernels/rope.py) of a wgmma's sums: a thread holds both elements of a
-pair, and exchanges nothing.
+"""Rotations (kernels/rope.py) of a wgmma's sums, and norms of heads (kernels/qk_norm.py) before
+them: a thread holds both elements of a pair, and four lanes hold a head's row.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,10 @@ class Rotation(NamedTuple):
     HS: Any  # columns of a head
     T: Any  # tokens of a sequence
     columns: Any  # to rotate, the first ones
+    w: Any  # of the norm, [2, HS]; None without, and then the next three are not read
+    rstd: Any  # [rows, heads]
+    NH: Any  # heads of q
+    eps: Any
 
 
 @gluon.jit
@@ -32,16 +36,55 @@ def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
 
 
 @gluon.jit
-def rotated_before(x, cos, sin, n, end, HS: gl.constexpr):
-    """Return x, whose first column is column n of a matrix, with the heads
-    before column `end` rotated.
+def rotated_before(x, cos, sin, m, n, M, rope):
+    """Return x, a block from row m and column n of a matrix on, with the heads before column
+    rope.columns normed, if the Rotation has a w, and rotated.  M is the number of rows.
     """
+    x1, x2 = head_halves(x, rope.HS)
+    if rope.w is not None:
+        x1, x2 = _normed_halves(x1, x2, m, n, M, rope)
+    y = rotated_halves(x1, x2, cos, sin)
     cols = n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    return gl.where((cols < end)[None, :], rotated(x, cos, sin, HS), x)
+    y = gl.convert_layout(y, x.type.layout, assert_trivial=True)
+    return gl.where((cols < rope.columns)[None, :], y, x)
 
 
 @gluon.jit
-def rotated(x, cos, sin, HS: gl.constexpr):
-    """Return x with each head rotated."""
+def _normed_halves(x1, x2, m, n, M, rope):
+    """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
+    HS: gl.constexpr = rope.HS
+    rstd = 1.0 / gl.sqrt(gl.sum(x1 * x1 + x2 * x2, 2) / HS + rope.eps)
+    of_rows: gl.constexpr = rstd.type.layout
+    r = m + gl.arange(0, x1.shape[0], layout=gl.SliceLayout(1, of_rows))
+    head = n // HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(0, of_rows))
+    heads = rope.columns // HS
+    at = r.to(gl.int64)[:, None] * heads + head[None, :]
+    gl.store(rope.rstd + at, rstd, mask=(r < M)[:, None] & (head < heads)[None, :])
+    of_heads: gl.constexpr = gl.SliceLayout(0, x1.type.layout)
+    head = n // HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(1, of_heads))
+    d = gl.arange(0, HS // 2, layout=gl.SliceLayout(0, of_heads))
+    w = rope.w + gl.where(head < rope.NH, 0, HS)[:, None] + d[None, :]
+    w1 = gl.load(w).to(gl.float32)
+    w2 = gl.load(w + HS // 2).to(gl.float32)
+    rstd = rstd[:, :, None]
+    return x1 * rstd * w1[None, :, :], x2 * rstd * w2[None, :, :]
+
+
+@gluon.jit
+def rotated_back(x, cos, sin, HS: gl.constexpr):
+    """Return x with each head rotated back."""
     x1, x2 = head_halves(x, HS)
-    return gl.convert_layout(rotated_halves(x1, x2, cos, sin), x.type.layout, assert_trivial=True)
+    return gl.convert_layout(rotated_halves(x1, x2, cos, -sin), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: gl.constexpr, HS: gl.constexpr):
+    """Return dx, and dw's terms of these rows, of a head's dy and y [rows, HS]."""
+    dz = rotated_back(dy, cos, sin, HS)
+    z = rotated_back(y, cos, sin, HS)
+    d = gl.arange(0, HS, layout=gl.SliceLayout(0, dy.type.layout))
+    w = gl.load(w_ptr + d).to(gl.float32)
+    error = NOISE * gl.load(w_ptr + (d + HS // 2) % HS).to(gl.float32)
+    xhat = z * (w / gl.maximum(w * w + error * error, 1e-30))[None, :]
+    mean = gl.sum(dz * z, 1) / HS
+    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat

@@ -22,6 +22,8 @@ class Params:
     fcw:      Tensors = param("G C",  "layer", "normal",   "F C, F C")
     fcprojw:  Tensors = param("C F",  "layer", "residual")
     lnw:      Tensor  = param("S C",  "rest",  "one")
+    # of the norms of q's heads, and of k's
+    qknormw:  Tensor  = param("L 2 Hn", "rest", "one")
 
 
 @dataclasses.dataclass
@@ -40,8 +42,10 @@ class LayerActs:
     ln:   Tensors = buf("2*L | R C",  "act", "block..block_bwd", "activations",
                         drop="gelu+ln", when="bf16")
     rstd: Tensors = buf("S | R",      "f32", "block..block_bwd", "activations")
-    # q and k rotated
+    # q and k normed, if model.qk_norm, and rotated
     qkv:  Tensors = buf("L | R D",    "act", "block..block_bwd", "activations", drop="gelu+ln+qkv")
+    # of the norms of q's and k's heads
+    qkrstd: Tensors = buf("L | R Qn", "f32", "block..block_bwd", "activations", drop="gelu+ln+qkv")
     # log2 of row sums
     lse:  Tensors = buf("L | B NH T", "f32", "block..block_bwd", "activations", drop="block")
     att:  Tensors = buf("L | R Cq",   "act", "block..block_bwd", "activations", drop="block")

@@ -26,6 +26,8 @@ def by_name(p: Params, V: int) -> dict[str, Tensor]:
             "mlp.up_proj": up,
             "mlp.down_proj": p.fcprojw[l],
         }
+        if p.qknormw is not None:
+            layer |= {"self_attn.q_norm": p.qknormw[l, 0], "self_attn.k_norm": p.qknormw[l, 1]}
         out |= {f"model.layers.{l}.{name}.weight": tensor for name, tensor in layer.items()}
     out |= {"model.norm.weight": p.lnw[2 * L]}
     return out | ({"lm_head.weight": p.lmhead[:V]} if isinstance(p, UntiedParams) else {})

@@ -16,11 +16,12 @@ def embed(K: Kernels, m: ModelView) -> None:
 
 
 def qkv(K: Kernels, m: ModelView, l: int) -> None:
-    # q and k of a row are rotated to its position
+    # q and k of a row are normed, if model.qk_norm, and rotated to its position
     a = m.a
+    net = m.net.layers[l]
     i = 2 * l
     K.layernorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
-    K.matmul_rope(a.qkv[l], a.ln[i], m.net.layers[l].qkv.w, m.net.rope)
+    K.matmul_rope(a.qkv[l], a.ln[i], net.qkv.w, net.rope)
 
 
 def layer(K: Kernels, m: ModelView, l: int) -> None:
@@ -56,7 +57,7 @@ def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
         i = 2 * l
         # the arguments after the layer: norm of the input, residual
         K.decode_matmul(a.qkv[l], a.x[i], net.qkv, norms[i])
-        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, m.net.rope)
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, net.rope)
         K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
         K.decode_matmul(a.fch[l], a.x[i + 1], net.fc, norms[i + 1])
         K.swiglu(a.fcg[l], a.fch[l])
@@ -105,7 +106,7 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
             a.att[l],
             a.lse[l],
             acc,
-            m.net.rope,
+            net.rope,
         )
         K.matmul_dx(a.dln, a.dqkv[l], net.qkv.w)
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)

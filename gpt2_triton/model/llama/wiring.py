@@ -2,7 +2,13 @@
 
 from gpt2_triton.model.llama.buffers import UntiedParams
 from gpt2_triton.model.model_view import Cut, Embedding, Layer, Wiring
-from gpt2_triton.operands import Branch, Linear, Norm, Rope
+from gpt2_triton.operands import Branch, HeadNorm, Linear, Norm, Rope
+
+
+def head_norm(m: Cut, l: int) -> HeadNorm | None:
+    if m.w.qknormw is None:
+        return None
+    return HeadNorm(m.w.qknormw[l], m.a.qkrstd[l], m.g.qknormw[l], m.dims["NH"], m.norm_eps)
 
 
 def wire(m: Cut) -> Wiring:
@@ -21,9 +27,9 @@ def wire(m: Cut) -> Wiring:
                 attproj=Linear(w.attprojw[l], dw=g.attprojw[l]),
                 fc=Linear(w.fcw[l], dw=g.fcw[l]),
                 fcproj=Linear(w.fcprojw[l], dw=g.fcprojw[l]),
+                rope=Rope(a.rope, d["T"], d["Cq"] + d["Ckv"], head_norm(m, l)),
             )
             for l in range(d["L"])
         ],
         branches=[Branch()] * d["S"],
-        rope=Rope(a.rope, d["T"], d["Cq"] + d["Ckv"]),
     )

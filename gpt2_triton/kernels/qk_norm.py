@@ -1,0 +1,88 @@
+"""RMSNorm of each head of q and k before its rotation (Henry et al. 2020,
+https://arxiv.org/abs/2010.04245), inside the kernels that rotate; weights as in Qwen3.
+
+forward    rstd = 1 / sqrt(sum_HS(x^2) / HS + eps),  xhat = x * rstd,  y = rope(w * xhat)
+backward   dz = rope back of dy,  z = rope back of y,  xhat = z / w
+           dx = rstd * (w * dz - xhat * sum_HS(dz * z) / HS)
+           dw (+)= sum over rows and heads of dz * xhat
+
+q's heads share a w, and k's heads another: w is [2, HS].  The product that gives q and k norms and
+rotates them in its epilogue, and keeps only y, which attention reads, and rstd, fp32 [R, heads].
+Attention's backward pass reads y anyway, so it takes the gradient in its own epilogue.  Passes over
+q, k and their gradients would move five times the bytes of q and k: 4% of a step of llama:c768 in
+fp8, by bandwidth.
+
+xhat = z / w fails where w is near 0.  z is w * xhat, and an error: y is rounded, and a rotation
+mixes the elements of a pair.  So the error is about `noise` times the weight of the partner.
+xhat = z * w / (w^2 + (noise * partner)^2) is the estimate with the least squared error.  It is
+z / w unless the weights of a pair differ by a factor near 1 / noise, and 0 for a weight of 0.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_triton.kernels.reduce import column_sums
+from gpt2_triton.kernels.rope import cos_sin, head_halves, rotated_back, rotated_halves
+from gpt2_triton.operands import HeadNorm
+
+
+@triton.jit
+def _normed_halves(x1, x2, w_ptr, rstd_ptr, r, R, head, heads, NH, eps, HS: tl.constexpr):
+    """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
+    rstd = 1.0 / tl.sqrt(tl.sum(x1 * x1 + x2 * x2, 2) / HS + eps)
+    at = r.to(tl.int64)[:, None] * heads + head[None, :]
+    tl.store(rstd_ptr + at, rstd, mask=(r < R)[:, None] & (head < heads)[None, :])
+    w = w_ptr + tl.where(head < NH, 0, HS)[:, None] + tl.arange(0, HS // 2)[None, :]
+    w1 = tl.load(w).to(tl.float32)
+    w2 = tl.load(w + HS // 2).to(tl.float32)
+    return x1 * rstd[:, :, None] * w1[None, :, :], x2 * rstd[:, :, None] * w2[None, :, :]
+
+
+@triton.jit
+def rotated_before(
+    x, m, n, R, rope_ptr, T, columns, w_ptr, rstd_ptr, NH, eps, HS: tl.constexpr
+):  # fmt: skip
+    """Return x, a block from row m and column n on, with the heads before `columns` normed, if
+    there is a w, and rotated.
+    """
+    r = m + tl.arange(0, x.shape[0])
+    cos, sin = cos_sin(rope_ptr, r % T, HS)
+    x1, x2 = head_halves(x, HS)
+    if w_ptr is not None:
+        head = n // HS + tl.arange(0, x.shape[1] // HS)
+        x1, x2 = _normed_halves(
+            x1, x2, w_ptr, rstd_ptr, r, R, head, columns // HS, NH, eps, HS
+        )  # fmt: skip
+    c = n + tl.arange(0, x.shape[1])
+    return tl.where((c < columns)[None, :], rotated_halves(x1, x2, cos, sin), x)
+
+
+@triton.jit
+def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: tl.constexpr, HS: tl.constexpr):
+    """Return dx, and dw's terms of these rows, of a head's dy and y [rows, HS]."""
+    dz = rotated_back(dy, cos, sin, HS)
+    z = rotated_back(y, cos, sin, HS)
+    d = tl.arange(0, HS)
+    w = tl.load(w_ptr + d).to(tl.float32)
+    error = NOISE * tl.load(w_ptr + (d + HS // 2) % HS).to(tl.float32)
+    xhat = z * (w / tl.maximum(w * w + error * error, 1e-30))[None, :]
+    mean = tl.sum(dz * z, 1) / HS
+    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat
+
+
+def noise(y: Tensor) -> float:
+    """Return the largest relative error of a stored element."""
+    return 2.0**-9 if y.element_size() == 2 else 2.0**-25
+
+
+def weight_gradient(
+    norm: HeadNorm, of_k: bool, part: Tensor, rows: int, columns: int, acc: bool
+) -> None:
+    """dw of q or k (+)= the sums of part [rows, columns], whose first columns are its heads; the
+    sums of its columns are written behind it.
+    """
+    heads = norm.rstd.shape[1] - norm.NH if of_k else norm.NH
+    sums = part[rows * columns :][:columns]
+    column_sums(sums, None, None, part, rows, False)
+    column_sums(norm.dw[int(of_k)], None, None, sums, heads, acc)
