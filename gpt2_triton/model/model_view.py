@@ -4,13 +4,13 @@ the constants of the run.  view.py makes it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.muon import MatrixClass
-from gpt2_triton.model.tables import Recompute, State
+from gpt2_triton.model.tables import HeadActs, Recompute, State, Tensors
 from gpt2_triton.operands import (
     UNUSED,
     Betas,
@@ -26,6 +26,10 @@ from gpt2_triton.operands import (
     Step,
     TokenRows,
 )
+
+W = TypeVar("W", covariant=True)  # Params of the architecture
+A = TypeVar("A", bound=HeadActs, covariant=True)  # its Acts
+Q = TypeVar("Q")  # its Fp8Buffers
 
 
 class Observer:
@@ -62,19 +66,19 @@ class Layer(NamedTuple):
     rope: Rope = UNUSED  # Llama's
 
 
-class Cut(NamedTuple):
+class Cut(NamedTuple, Generic[W, A, Q]):
     """What make_view has cut out of the arena for a model's wire()."""
 
-    w: Any  # Params of the architecture
-    g: Any  # the same; without memory in a model that only runs forward
-    a: Any  # its Acts
+    w: W
+    g: W  # without memory in a model that only runs forward
+    a: A
     embed_g: Tensor  # the gradients of bucket `embed` as rows of C channels
-    branch_grads: list[Any]  # [i]: of the branch that ends at x[i]; fp8 operands in fp8
+    branch_grads: Tensors  # [i]: of the branch that ends at x[i]; in fp8 operands
     s: State
     dims: dict[str, int]
     dropout: float  # 0 in a view that does not train
     norm_eps: float
-    q: Any  # its Fp8Buffers; None in bf16
+    q: Q | None  # None in bf16
 
 
 class Wiring(NamedTuple):
@@ -89,12 +93,12 @@ class Wiring(NamedTuple):
 
 
 @dataclasses.dataclass
-class ModelView:
+class ModelView(Generic[W, A]):
     """The schedule's view for B sequences of T tokens."""
 
-    w: Any  # Params of the architecture
-    g: Any
-    a: Any  # its Acts
+    w: W
+    g: W
+    a: A
     net: Wiring  # of the three, by the architecture's wire()
     s: State
     ids: Tensor

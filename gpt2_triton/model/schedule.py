@@ -19,8 +19,10 @@ from typing import Protocol
 
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
-from gpt2_triton.model.tables import Decoding
+from gpt2_triton.model.tables import Decoding, HeadActs
 from gpt2_triton.operands import Fp8, Operand
+
+View = ModelView[object, HeadActs]
 
 
 class Layers(Protocol):
@@ -44,7 +46,7 @@ def cast_head(K: Kernels, operands: list[Fp8]) -> None:
         K.cast_operand(x8)
 
 
-def block(K: Kernels, layers: Layers, m: ModelView, acc: bool = False) -> None:
+def block(K: Kernels, layers: Layers, m: View, acc: bool = False) -> None:
     for l in range(m.L):
         m.comm.wait_params(l)
         if not acc or m.recompute[0].ln:  # else the first micro-step's casts are still there
@@ -55,13 +57,13 @@ def block(K: Kernels, layers: Layers, m: ModelView, acc: bool = False) -> None:
         m.observe.tensors(x=2 * l + 2)
 
 
-def final_norm(K: Kernels, m: ModelView) -> None:
+def final_norm(K: Kernels, m: View) -> None:
     i = 2 * m.L
     K.layernorm_fwd(m.a.lnf, m.net.norms[i], m.a.x[i])
     m.observe.tensors(lnf=m.L)
 
 
-def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) -> None:
+def norm_bwd(K: Kernels, m: View, i: int, ln: Operand | None, acc: bool) -> None:
     """dx[i] = dx[i+1] + dln through the norm of x[i]; also write the gradients of the
     norm, the branch and the bias.
     """
@@ -71,7 +73,7 @@ def norm_bwd(K: Kernels, m: ModelView, i: int, ln: Operand | None, acc: bool) ->
     K.layernorm_bwd(a.dx[i], norm, branch, ln, a.scratch, a.dln, a.x[i], more, acc)
 
 
-def head(K: Kernels, m: ModelView, acc: bool) -> None:
+def head(K: Kernels, m: View, acc: bool) -> None:
     """losses += cross entropy; dx = gradient at x[2L]; head.dw (+)= that of head.w, to
     which embed_bwd adds ks * lnf.
     """
@@ -94,7 +96,7 @@ def head(K: Kernels, m: ModelView, acc: bool) -> None:
     m.observe.tensors(dx=2 * m.L)
 
 
-def head_loss(K: Kernels, m: ModelView) -> None:
+def head_loss(K: Kernels, m: View) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
     final_norm(K, m)
@@ -107,7 +109,7 @@ def head_loss(K: Kernels, m: ModelView) -> None:
         )
 
 
-def prefill(K: Kernels, layers: Layers, m: ModelView, d: Decoding, sequences: slice) -> None:
+def prefill(K: Kernels, layers: Layers, m: View, d: Decoding, sequences: slice) -> None:
     """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
     layers.embed(K, m)
     for l in range(m.L):
@@ -119,7 +121,7 @@ def prefill(K: Kernels, layers: Layers, m: ModelView, d: Decoding, sequences: sl
 def sample(
     K: Kernels,
     layers: Layers,
-    m: ModelView,
+    m: View,
     d: Decoding,
     tokens: int,
     temperature: float,
@@ -137,13 +139,13 @@ def sample(
     K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)
 
 
-def roll_scales(K: Kernels, m: ModelView) -> None:
+def roll_scales(K: Kernels, m: View) -> None:
     # scales of the next step's fp8 tensors from the largest absolute values of the last steps
     m.comm.all_reduce_max(m.s.amax)
     K.roll_scales(m.s.scale, m.s.history, m.s.amax, m.s.step_out)
 
 
-def update(K: Kernels, m: ModelView) -> None:
+def update(K: Kernels, m: View) -> None:
     """Sum loss and squared gradients over ranks, clip, skip outliers, and
     update this rank's spans.
     """
@@ -169,7 +171,7 @@ def update(K: Kernels, m: ModelView) -> None:
         m.comm.gather_after_update(m.L)  # the last layer's bucket
 
 
-def update_matrices(K: Kernels, m: ModelView) -> None:
+def update_matrices(K: Kernels, m: View) -> None:
     """Update the layers' matrices by Muon: write their momentum to x, nearly
     orthogonalise x, and update w with x.
     """

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.arena import buf, eval_shape
+from gpt2_triton.operands import Operand
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
 
@@ -154,24 +155,31 @@ class State:
     batch:      Tensor = buf("Np",     "i32", "embed..block_bwd", "inputs")
 
 
+class InLayers:
+    """What launches that models share read of a model's LayerActs."""
+
+    x: Tensors
+    qkv: Tensors
+
+
 @dataclasses.dataclass
-class HeadActs:
+class HeadActs(InLayers):
     """Activations and gradients outside the layers, and what the layers share with the head."""
 
     # the final norm, of x[2L]
-    lnf:     Tensor  = buf("R C",        "act", "head..block_bwd",  "head")
+    lnf:     Operand = buf("R C",        "act", "head..block_bwd",  "head")
     # log2(e) * logit of the target
     zt:      Tensor  = buf("R",          "f32", "head",             "head")
     # exp(logit - target's)
-    p:       Tensor  = buf("Rc Vp",      "act", "head",             "head", when="bf16_head trains")
+    p:       Operand = buf("Rc Vp",      "act", "head",             "head", when="bf16_head trains")
     # factor of p in dlogits
     rs:      Tensor  = buf("R",          "f32", "head",             "head")
     ks:      Tensor  = buf("R",          "f32", "head..block_bwd",  "head")  # dlogits of the target
     # rs * lnf
-    lns:     Tensor  = buf("Rc C",       "act", "head",             "head", when="bf16_head trains")
+    lns:     Operand = buf("Rc C",       "act", "head",             "head", when="bf16_head trains")
     # of each token, summed over micro-steps
     losses:  Tensor  = buf("R",          "f32", "embed..update",    "head")
-    # gradient at x[i]
+    # gradient at x[i]; in fp8 all but the first are operands
     dx:      Tensors = buf("S | R C",    "act", "head..block_bwd",  "backward",    one_copy=True)
     # dx, masked by dropout
     dbranch: Tensor  = buf("R C",        "act", "head..block_bwd",  "backward", when="dropout")

@@ -2,6 +2,7 @@
 model/schedule.py explains K, m and acc.
 """
 
+from gpt2_triton.model.gpt2.buffers import Acts, Params
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
 from gpt2_triton.model.schedule import cast, norm_bwd
@@ -9,8 +10,10 @@ from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.model.tables import Decoding
 from gpt2_triton.operands import Linear, Operand
 
+View = ModelView[Params, Acts]
 
-def embed(K: Kernels, m: ModelView) -> None:
+
+def embed(K: Kernels, m: View) -> None:
     # x[0] = dropout(wte[ids] + wpe)
     x = m.a.x[0]
     K.embedding_fwd(x, m.ids, m.net.embedding.wte, m.net.embedding.wpe)
@@ -20,7 +23,7 @@ def embed(K: Kernels, m: ModelView) -> None:
     m.observe.tensors(x=0)
 
 
-def add_branch(K: Kernels, m: ModelView, i: int, inp: Operand, layer: Linear) -> None:
+def add_branch(K: Kernels, m: View, i: int, inp: Operand, layer: Linear) -> None:
     # x[i] = x[i-1] + dropout(inp @ w.T + b)
     x = m.a.x
     dropout = m.net.dropouts[i]
@@ -30,7 +33,7 @@ def add_branch(K: Kernels, m: ModelView, i: int, inp: Operand, layer: Linear) ->
     K.dropout(x[i], x[i - 1], dropout)
 
 
-def qkv(K: Kernels, m: ModelView, l: int) -> None:
+def qkv(K: Kernels, m: View, l: int) -> None:
     a = m.a
     i = 2 * l
     layer = m.net.layers[l].qkv
@@ -38,7 +41,7 @@ def qkv(K: Kernels, m: ModelView, l: int) -> None:
     K.matmul(a.qkv[l], a.ln[i], layer.w, layer.b)
 
 
-def layer(K: Kernels, m: ModelView, l: int) -> None:
+def layer(K: Kernels, m: View, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the
     backward pass runs it again.
     """
@@ -56,12 +59,12 @@ def layer(K: Kernels, m: ModelView, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def last_product(K: Kernels, m: ModelView, l: int) -> None:
+def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + dropout(fcproj(fcg))
     add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.net.layers[l].fcproj)
 
 
-def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
+def decode(K: Kernels, m: View, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     a = m.a
     norms = m.net.norms
@@ -76,7 +79,7 @@ def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
 
 
-def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
+def block_bwd(K: Kernels, m: View, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
     dx[i] is the gradient at x[i].  branch_grads[i] is the gradient of the branch that ends at x[i],
@@ -141,7 +144,7 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
         m.comm.reduce_grads(l)
 
 
-def embed_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
+def embed_bwd(K: Kernels, m: View, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too);
     # g.wpe = sum over the batch of dx
     a = m.a

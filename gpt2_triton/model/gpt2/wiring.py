@@ -1,10 +1,11 @@
 """Wires GPT-2: what each launch of its schedule takes."""
 
+from gpt2_triton.model.gpt2.buffers import Acts, Fp8Buffers, Params
 from gpt2_triton.model.model_view import Cut, Embedding, Layer, Wiring
 from gpt2_triton.operands import Branch, Dropout, Linear, Norm
 
 
-def wire(m: Cut) -> Wiring:
+def wire(m: Cut[Params, Acts, Fp8Buffers]) -> Wiring:
     w = m.w
     g = m.g
     a = m.a
