@@ -1,11 +1,12 @@
 """Measures what takes text: tokenizers, sources of a mixture, and a tokenizer trained on a text.
 
     python -m benchmarks.speed.text encode [TOKENIZER ...]     # MB/s in one and in eight processes
+    python -m benchmarks.speed.text batches                    # ms to read a batch
     python -m benchmarks.speed.text sources                    # steps with one source and eight
     python -m benchmarks.speed.text greek greek.txt            # writes 5 MB of Greek, by apt-get
     python -m benchmarks.speed.text own greek.txt              # nats per byte by tokenizer
 
-Each of the three fills a section of the record, and names the tokenizers beside its machine.
+Each but `greek` fills a section of the record, and names the tokenizers beside its machine.
 """
 
 import itertools
@@ -28,9 +29,11 @@ from benchmarks import results
 from benchmarks.losses.prose import Source, fetch, of_html
 from benchmarks.pages import ROOT
 from benchmarks.speed.sections import write_section
-from benchmarks.speed.sizes import VOCAB, work_of
+from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.commands.app import main, make_app
-from gpt2_triton.data.shards import Shard, write_shard
+from gpt2_triton.data.mixture import Mixture
+from gpt2_triton.data.mixture import sources as given_as
+from gpt2_triton.data.shards import Shard, open_shards, write_shard
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer, label
 from gpt2_triton.data.tokenizer_file import FileTokenizer
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -39,6 +42,7 @@ PIECE, PIECES = 1_000_000, 4  # characters of a piece of text, and pieces of a p
 PROCESSES = 8
 SOURCES, SHARD_TOKENS = 8, 2_000_000
 STEPS, UNCOUNTED = 50, 10  # of a run with sources
+READ = 20  # batches
 GREEK = Source("apt", "libreoffice-help-el", "MPL-2.0", "**/text/**/*.html", of_html)
 GREEK_BYTES = 5_000_000
 QUIET = ("--sample.every", "0", "--eval.tokens", "0", "--eval.hellaswag_every", "0")
@@ -150,6 +154,38 @@ def add(figures: dict[str, Any], key: str, value: float) -> None:
     figures[key] = round(statistics.fmean(each), 4)
 
 
+def random_sources(folder: Path) -> dict[str, str]:
+    """Write shards of random tokens; return them as one source and as eight."""
+    draw = np.random.default_rng(0)
+    for i in range(SOURCES):
+        (folder / f"s{i}").mkdir()
+        tokens = draw.integers(0, VOCAB, SHARD_TOKENS).astype(np.uint16)
+        write_shard(folder / f"s{i}" / "t.bin", tokens)
+    mixed = ",".join(f"{folder}/s{i}/t.bin={i + 1}" for i in range(SOURCES))
+    return {"one": f"{folder}/s*/t.bin", "eight": mixed}
+
+
+@app.command
+def batches(*, out: Path = results.RECORD, commit: str = "") -> None:
+    """Measure the CPU time in which a batch of 64 x 1,024 tokens is read, by number of sources.
+
+    Args:
+        out: The record.
+        commit: Commit of the code; give it where there is no git checkout.
+    """
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for arm, given in random_sources(Path(name)).items():
+            parts = [(source, open_shards(source.pattern, VOCAB, T)) for source in given_as(given)]
+            mixture = Mixture(parts, T, seed=42)
+            times = timeit.repeat(
+                lambda: [mixture.batch(64 * k, 64) for k in range(READ)],  # noqa: B023
+                timer=time.process_time, number=1, repeat=5,
+            )  # fmt: skip
+            figures[f"{arm}.ms"] = round(1e3 * min(times) / READ, 4)
+    write_section(out, "batches", figures, commit, *PACKAGES)
+
+
 @app.command
 def sources(
     *, size: str = "d12", rounds: int = 2, out: Path = results.RECORD, commit: str = ""
@@ -164,13 +200,8 @@ def sources(
     """
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, draw = Path(name), np.random.default_rng(0)
-        for i in range(SOURCES):
-            (folder / f"s{i}").mkdir()
-            tokens = draw.integers(0, VOCAB, SHARD_TOKENS).astype(np.uint16)
-            write_shard(folder / f"s{i}" / "t.bin", tokens)
-        mixed = ",".join(f"{folder}/s{i}/t.bin={i + 1}" for i in range(SOURCES))
-        arms = {"one": f"{folder}/s*/t.bin", "eight": mixed}
+        folder = Path(name)
+        arms = random_sources(folder)
         options = ("--train.steps", STEPS, "--eval.every", 0, "--checkpoint.every", 0, *QUIET)
         turns = itertools.product(range(rounds), ("bf16", "fp8"), arms.items())
         for _, precision, (arm, pattern) in turns:
