@@ -47,7 +47,7 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             error=True,
         )
     if tokenizer and format == "hf" and tokenizer.name not in ("gpt2", "llama3"):
-        what = "the tokenizer bytes" if own else "a tokenizer that its converter does not list"
-        print_line(f"note: llama.cpp does not know {what}; transformers takes this export")
+        what = "no tokenizer bytes" if own else "only tokenizers that its converter lists"
+        print_line(f"note: llama.cpp takes {what}; transformers takes this export")
     if tokenizer and format == "llmc" and not own:
         print_line("note: llm.c's tokenizer file holds the bytes of each token, and no merges")

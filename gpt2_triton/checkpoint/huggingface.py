@@ -1,4 +1,4 @@
-"""Read and write GPT-2 and Llama in Hugging Face's format: config.json,
+"""Read and write GPT-2, Llama and Qwen3 in Hugging Face's format: config.json,
 safetensors and the tokenizer's files.
 
 The weights are in model.safetensors, or in the files that an index names.  An export of GPT-2 has
@@ -43,7 +43,7 @@ ACTIVATIONS = {
 # keys of config.json that change what a model computes, with the values that are
 # supported, the default first
 REQUIRED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2", "llama"),  # huggingface_llama.py reads the latter
+    "model_type": ("gpt2", *huggingface_llama.CLASSES),
     "activation_function": tuple(ACTIVATIONS),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -83,7 +83,8 @@ def read(name: str) -> Weights:
         raise CheckpointError(
             f"{path}: the weights are quantized ({kind}); take the model that is not"
         )
-    reader = huggingface_llama.model if config.get("model_type") == "llama" else _model
+    is_llama = config.get("model_type") in huggingface_llama.CLASSES
+    reader = huggingface_llama.model if is_llama else _model
     model = reader(path, config)
     tied = config.get("tie_word_embeddings", model.tied)
     weights = find_weights(f"hf:{name}", model, places, load, tied=tied)

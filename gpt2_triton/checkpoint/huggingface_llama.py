@@ -1,4 +1,4 @@
-"""config.json of a Llama in Hugging Face's format, in both directions; huggingface.py
+"""config.json of a Llama or a Qwen3 in Hugging Face's format, in both directions; huggingface.py
 reads and writes the files.
 """
 
@@ -16,8 +16,13 @@ KEYS = {
     "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size",
     "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
 }  # fmt: skip
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by model_type
 # keys that change what a model computes, with the supported value, also the default
-REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+REQUIRED = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+}
+QWEN3_HEAD_DIM = 128  # where config.json does not say
 SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -26,19 +31,22 @@ SCALING = {
 
 
 def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
-    """Return the Llama of config.json at `path`; CheckpointError if it cannot run here."""
+    """Return the model of config.json at `path`; CheckpointError if it cannot run here."""
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     if absent := [key for key in KEYS.values() if key not in config]:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
-    for key, value in REQUIRED.items():
+    kind = config["model_type"]
+    for key, value in REQUIRED[kind].items():
         if (got := config.get(key)) not in (value, None):
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
     by_default = config["hidden_size"] // config["num_attention_heads"]
-    given = config.get("head_dim")
-    sizes |= {"head_dim": None if given == by_default else given}
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else by_default
+    sizes |= {"head_dim": None if head_dim == by_default else head_dim}
     # False without the key, as in transformers
-    sizes |= {"tied": bool(config.get("tie_word_embeddings"))}
+    sizes |= {"tied": bool(config.get("tie_word_embeddings")), "qk_norm": kind == "qwen3"}
     return model_config_from_sizes(str(path), arch="llama", **sizes, **_rope(path, config))
 
 
@@ -80,13 +88,14 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling if model.rope_factor > 1 else None,
     }
-    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": stored}
+    kind = "qwen3" if model.qk_norm else "llama"
+    named = {"architectures": [CLASSES[kind]], "model_type": kind, "torch_dtype": stored}
     # without it 4.57 and 5.0 warn of Mistral's old pattern
     named |= {"transformers_version": "5.0.0"}
     return (
         named
         | sizes
         | rope
-        | REQUIRED
+        | REQUIRED[kind]
         | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}
     )

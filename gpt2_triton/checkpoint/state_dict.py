@@ -1,4 +1,4 @@
-"""Find a GPT-2 or a Llama among the named tensors of another program's file.
+"""Find a GPT-2, a Llama or a Qwen3 among the named tensors of another program's file.
 
 Programs put their wrappers into the names, leave out one of the tied pair of embedding and output
 head, and add what is not needed to write text.  This module finds each parameter under its name in
@@ -126,7 +126,7 @@ def _check_names(where: str, model: ModelConfig, names: dict[str, str], needed: 
     """Raise CheckpointError unless the tensors are the model's; print a line
     about heads for other tasks.
     """
-    this = f"a {NAMES[model.arch]} of {model.n_layer} layers"
+    this = f"a {'Qwen3' if model.qk_norm else NAMES[model.arch]} of {model.n_layer} layers"
     others = names.keys() - {_bare(name) for name in parameter_shapes(model)} - {HEAD}
     heads = sorted(names[bare] for bare in others if OTHER_HEADS.match(bare))
     if unknown := sorted(names[bare] for bare in others if names[bare] not in heads):

@@ -12,7 +12,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN
 from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, LONGEST_CONTEXT, TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.config.values import whole_number
+from gpt2_triton.config.values import LLAMA_KEYS, whole_number
 from gpt2_triton.errors import DataError
 
 VAL_FRACTION = 0.1  # of the characters
@@ -143,10 +143,8 @@ def _agreeing(recipe: Config, given: Mapping[str, str], chosen: dict[str, Any]) 
         keys["optim.tau"] = None
     if given.get("train.dtype", chosen["train.dtype"]) == "fp32":
         keys["optim.master"] = "none"
-    if "llama" in (
-        given.get("model.arch", chosen.get("model.arch")),
-        given.get("model.size", "")[:5],
-    ):
+    arch = given.get("model.arch", chosen.get("model.arch"))
+    if arch == "llama" or given.get("model.size") in LLAMA_KEYS:
         keys["model.dropout"] = 0.0
     if given.get("optim.name") == "adamw":
         keys["optim.lr"] = min(recipe.optim.lr, 1e-3)

@@ -126,12 +126,12 @@ class ModelConfig(ConfigSection):
         None,
         (
             "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, "
-            "llama:c768, llama:1b, llama:3b, llama:8b"
+            "llama:c768, llama:1b, llama:3b, llama:8b, qwen3:0.6b, qwen3:1.7b"
         ),
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept(
-        "gpt2", "gpt2, or llama: Llama 3, without dropout", formats=("hf",)
+        "gpt2", "gpt2, or llama: Llama 3 and Qwen3, without dropout", formats=("hf",)
     )
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
@@ -191,8 +191,11 @@ class ModelConfig(ConfigSection):
         for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
+                tokens = (
+                    "llama3" if size.startswith("llama") else "the folder of its tokenizer.json"
+                )
                 todo = (
-                    "give data.tokenizer llama3, and no vocab_size"
+                    f"give data.tokenizer {tokens}, and no vocab_size"
                     if key == "vocab_size"
                     else "remove one"
                 )

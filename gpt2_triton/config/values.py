@@ -27,12 +27,20 @@ _LLAMA = {"c768": (12, 768, 12, 8192), "1b": (16, 2048, 32, 1 << 17), "3b": (28,
 SIZES |= {
     f"llama:{name}": sizes for name, sizes in (_LLAMA | {"8b": (32, 4096, 32, 1 << 17)}).items()
 }
+SIZES |= {"qwen3:0.6b": (28, 1024, 16, 1 << 15), "qwen3:1.7b": (28, 2048, 16, 1 << 15)}
 _META = {"arch": "llama", "n_kv_head": 8, "vocab_size": 128_256}
+_QWEN3 = {
+    "arch": "llama", "qk_norm": True, "n_kv_head": 8, "vocab_size": 151_936, "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}  # fmt: skip
+# keys of a size beside SIZE_KEYS
 LLAMA_KEYS = {
     "llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048},
     "llama:1b": _META | {"n_inner": 8192, "rope_factor": 32.0},
     "llama:3b": _META | {"n_inner": 8192, "rope_factor": 32.0},
     "llama:8b": _META | {"n_inner": 14_336, "rope_factor": 8.0, "tied": False},
+    "qwen3:0.6b": _QWEN3 | {"head_dim": 128, "n_inner": 3072},
+    "qwen3:1.7b": _QWEN3 | {"n_inner": 6144},
 }
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 

@@ -213,7 +213,7 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
 
 def test_export_tells_that_llama_cpp_does_not_know_bytes(tmp_path, capsys):
     export_of(tmp_path, "bytes", 256)
-    assert capsys.readouterr().out.startswith("note: llama.cpp does not know the tokenizer bytes;")
+    assert capsys.readouterr().out.startswith("note: llama.cpp takes no tokenizer bytes;")
 
 
 @pytest.mark.slow

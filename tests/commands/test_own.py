@@ -176,9 +176,17 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, arch):
-    sizes = dict(arch=arch, n_layer=1, block_size=32, norm_eps=1e-6 if arch == "llama" else 1e-5)
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(),
+        dict(arch="llama", norm_eps=1e-6),
+        dict(arch="llama", head_dim=128, qk_norm=True),
+    ],
+    ids=["gpt2", "llama", "qwen3"],
+)
+def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
+    sizes = dict(n_layer=1, block_size=32) | more
     model, config = tiny_model(model=sizes)
     export_weights(model, config, here / "theirs")
     small = (

@@ -121,8 +121,13 @@ def workplace(tmp_path_factory):
             '{"step": 1, "loss": 5.5, "tokens": 1024}\n'
         )
     (directory / "runs" / "mine" / "config.yaml").write_text(config.to_yaml())
-    for arch, name in (("llama", "models/Llama-3.2-1B"), ("gpt2", "openai-community/gpt2")):
-        model, config = tiny_model(model=dict(arch=arch))
+    sources = {
+        "models/Llama-3.2-1B": dict(arch="llama"),
+        "models/Qwen3-0.6B": dict(arch="llama", qk_norm=True),
+        "openai-community/gpt2": {},
+    }
+    for name, sizes in sources.items():
+        model, config = tiny_model(model=sizes)
         weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
         export(weights, directory / name, "hf", "bf16")
     for name in ("models/SmolLM2-135M", "tok"):

@@ -38,7 +38,9 @@ pytestmark = pytest.mark.skipif(
 STEPS = 2
 
 
-LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, head_dim=64, n_embd=112, n_inner=176, tied=False)
+# heads that do not divide the channels, normed
+LLAMA = dict(arch="llama", n_head=3, n_kv_head=1, head_dim=64, n_embd=112, n_inner=176)
+LLAMA |= dict(tied=False, qk_norm=True)
 
 
 def config_of(zero=1, **sections):

@@ -183,11 +183,17 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optim, dropout", [(dict(master="none"), 0.1), (dict(master="fp32", v="bf16"), 0)], ids=str
+    "optim, model",
+    [
+        (dict(master="none"), dict(dropout=0.1)),
+        (dict(master="fp32", v="bf16"), {}),
+        (dict(name="muon"), dict(arch="llama", head_dim=128, n_inner=96, qk_norm=True)),
+    ],
+    ids=str,
 )
-def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, dropout):
+def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, model):
     """Noise and masks are keyed by (seed, step, element), so a resumed run draws the same."""
-    sections = dict(model=dict(n_layer=1, dropout=dropout), optim=optim)
+    sections = dict(model=dict(n_layer=1) | model, optim=optim)
     config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), **sections)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(config, whole, resume=False) == 0
