@@ -45,7 +45,7 @@ class Runs:
 
     Args:
         sizes: Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48
-            (1558M), llama:c768, llama:1b.
+            (1558M), llama:c768, llama:1b, qwen3:0.6b.
         batch: Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
         recompute: memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none
             for llama:c768, else gelu+ln.
@@ -64,7 +64,7 @@ class Runs:
         from benchmarks.speed.sizes import work_of
 
         names, precisions = (
-            _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b"),
+            _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b,qwen3:0.6b"),
             self.precision.split(","),
         )
         arms = [(precision, name, keys) for precision in precisions for name in optim.split(",")]

@@ -71,6 +71,10 @@ def by_name(p: Any) -> dict[str, Tensor]:
             norms = [f"layers.{i // 2}.ln_{i % 2 + 1}" for i in range(len(value) - 1)]
             rows = zip([*norms, "ln_f"], value, strict=True)
             found |= {f"{norm}.{kind}": row for norm, row in rows}
+        elif name == "qknormw":
+            pairs = [] if value is None else value
+            heads = [(l, x, w) for l, pair in enumerate(pairs) for x, w in zip("qk", pair)]
+            found |= {f"layers.{l}.{x}_norm.weight": w for l, x, w in heads}
         else:
             found |= {f"layers.{l}.{name[:-1]}.{kind}": layer for l, layer in enumerate(value)}
     return found
@@ -132,7 +136,7 @@ def optimizers_of(model: Module, config: Config) -> list[torch.optim.Optimizer]:
     if o.name not in ("adamw", "muon"):
         raise ConfigError(f"optim.name: PyTorch's run has no {o.name}; choose adamw or muon")
     if o.name == "muon":
-        rows = {"qkv": [m.n_embd, m.kv_channels, m.kv_channels]}
+        rows = {"qkv": [m.q_channels, m.kv_channels, m.kv_channels]}
         if m.arch == "llama":
             rows["fc"] = [m.inner, m.inner]
         split = [

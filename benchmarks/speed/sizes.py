@@ -1,4 +1,4 @@
-"""Sizes of GPT-2 and Llama 3 as the benchmarks run them: one update per batch of sequences."""
+"""Sizes of GPT-2, Llama 3 and Qwen3 as benchmarks run them: one update per batch of sequences."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,11 @@ MODELS = {  # by model.size
     "d36": Size(32, "gelu+ln"),
     "d48": Size(16, "gelu+ln"),
 }
-SIZES = MODELS | {"llama:c768": Size(64, "none"), "llama:1b": Size(8, "gelu+ln", 2048)}
+SIZES = MODELS | {
+    "llama:c768": Size(64, "none"),
+    "llama:1b": Size(8, "gelu+ln", 2048),
+    "qwen3:0.6b": Size(8, "gelu+ln", 2048),
+}
 
 
 class Work(NamedTuple):

@@ -1,4 +1,4 @@
-"""Llama 3 in PyTorch, written to be fast on one GPU; torch_gpt2.py times it."""
+"""Llama 3 and Qwen3 in PyTorch, written to be fast on one GPU; torch_gpt2.py times it."""
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ class Block(nn.Module):
             nn.Linear(C, sum(self.sections), bias=False),
             nn.Linear(c.q_channels, C, bias=False),
         )
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.HS, c.norm_eps) if c.qk_norm else nn.Identity() for _ in "qk"
+        )
         self.fc, self.fcproj = (
             nn.Linear(C, 2 * c.inner, bias=False),
             nn.Linear(c.inner, C, bias=False),
@@ -29,7 +32,7 @@ class Block(nn.Module):
         B, T, _ = x.shape
         parts = self.qkv(self.ln_1(x)).split(self.sections, -1)
         q, k, v = (part.view(B, T, -1, self.HS).transpose(1, 2) for part in parts)
-        q, k = (rotated(part, cos, sin) for part in (q, k))
+        q, k = (rotated(part, cos, sin) for part in (self.q_norm(q), self.k_norm(k)))
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.attproj(att.transpose(1, 2).reshape(B, T, -1))
         gate, up = self.fc(self.ln_2(x)).chunk(2, -1)

@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "Llama, normed heads of 128": dict(
         model=dict(arch="llama", n_head=6, n_kv_head=2, qk_norm=True)
     ),
+    "Qwen3, more columns of q than channels": dict(
+        model=dict(arch="llama", n_head=8, n_kv_head=4, n_embd=512, head_dim=128, qk_norm=True),
+        train=RAGGED,
+    ),
     "Llama, heads of 128 in groups": dict(model=dict(arch="llama", n_head=6, n_kv_head=2)),
     "dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln+qkv")),
     "Muon": dict(optim=dict(name="muon")),

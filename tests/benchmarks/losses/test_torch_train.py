@@ -8,6 +8,8 @@ import torch
 from benchmarks.losses import torch_train
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.model import architecture
+from gpt2_triton.model.tables import param_views
 
 
 def test_an_optimizer_that_pytorch_s_run_has_not_is_refused():
@@ -53,6 +55,16 @@ def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
     )
     assert moved["wte.weight"].mean().sqrt().item() == pytest.approx(2.0, 1e-3)
     assert moved["ln_f.bias"].mean().sqrt().item() == pytest.approx(0.5, 1e-3)
+
+
+@pytest.mark.parametrize("more", [{}, {"model.qk_norm": "true", "model.head_dim": "128"}])
+def test_our_weights_have_the_names_and_shapes_of_pytorch_s(more):
+    keys = {"model.arch": "llama", "model.n_embd": "64", "model.n_head": "1", "model.n_layer": "2"}
+    m = Config.load("configs/quickstart.yaml", keys | more).model
+    dims = architecture.dimensions(m)
+    params = param_views(architecture.of(m).Params, torch.empty(dims["N"], device="meta"), dims)
+    ours = {name: p.shape for name, p in torch_train.by_name(params).items()}
+    assert ours == {name: p.shape for name, p in torch_train.model_of(m).named_parameters()}
 
 
 def test_muon_updates_llama_s_gate_and_value_apart():

@@ -36,11 +36,13 @@ def test_two_micro_steps_equal_one_step_of_the_same_batch():
     assert losses[0][1] < losses[0][0]
 
 
-@pytest.mark.parametrize("size", ["d12", "d24", "llama:c768", "llama:1b"])
+@pytest.mark.parametrize("size", ["d12", "d24", "llama:c768", "llama:1b", "qwen3:0.6b"])
 def test_torch_model_has_as_many_parameters(size):
     config = work_of(size).config()
     with torch.device("meta"):
-        model = (torch_llama.Llama if size.startswith("llama") else torch_gpt2.GPT2)(config.model)
+        model = (torch_llama.Llama if config.model.arch == "llama" else torch_gpt2.GPT2)(
+            config.model
+        )
     assert sum(p.numel() for p in model.parameters()) == config.n_params
 
 
@@ -58,22 +60,24 @@ def test_torch_s_loss_in_chunks_has_the_same_gradient():
 NAMES = ("qkv", "attproj", "fc", "fcproj")
 
 
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-def test_torch_llama_has_the_reference_s_loss(factor):
+@pytest.mark.parametrize("more", [{}, dict(rope_factor=8.0), dict(qk_norm=True, head_dim=128)])
+def test_torch_llama_has_the_reference_s_loss(more):
     sizes = dict(
         n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_inner=176, vocab_size=256, block_size=64
     )
-    config = ModelConfig(arch="llama", rope_factor=factor, **sizes)
+    config = ModelConfig(arch="llama", **sizes, **more)
     torch.manual_seed(0)
     model = torch_llama.Llama(config)
     layers = model.layers
     norms = [norm.weight for layer in layers for norm in (layer.ln_1, layer.ln_2)] + [
         model.ln_f.weight
     ]
-    for norm in norms:
+    heads = [norm.weight for b in layers for norm in (b.q_norm, b.k_norm) if config.qk_norm]
+    for norm in norms + heads:
         torch.nn.init.uniform_(norm, 0.5, 1.5)
     weights = {f"{name}w": [getattr(layer, name).weight for layer in layers] for name in NAMES}
-    p = SimpleNamespace(wte=model.wte.weight, lnw=norms, **weights)
+    qknormw = torch.stack(heads).view(2, 2, -1) if heads else None
+    p = SimpleNamespace(wte=model.wte.weight, lnw=norms, qknormw=qknormw, **weights)
     ids, targets = torch.randint(256, (2, 3, 40))
     want = torch_reference.llama_loss(p, ids, targets, 256, 4, model.rope, config.norm_eps)
     torch.testing.assert_close(model(ids, targets), want)
