@@ -137,7 +137,8 @@ def settings(
             choice, tokens, machine.gpu_gib, tokenizer, given, machine.gpus, model
         )
         if not weights:
-            picked["model.vocab_size"] = get_tokenizer(tokenizer).vocab_size
+            found = get_tokenizer(tokenizer).vocab_size
+            picked["model.vocab_size"] = own_text.vocabulary(given, found)
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)

@@ -97,7 +97,8 @@ def choose(
     every = max(_least_apart(choice, steps), steps // choice.validations)
     evaluated = recipe.eval.tokens // T * T
     keys: dict[str, Any] = {
-        "model.vocab_size": TOKENIZER_SIZES.get(tokenizer, 256),  # own.py asks a file
+        # own.py asks a file
+        "model.vocab_size": vocabulary(given, TOKENIZER_SIZES.get(tokenizer, 256)),
         **_sizes(choice, recipe, T, given, number, source),
         "data.tokenizer": tokenizer,
         "train.steps": steps,
@@ -115,6 +116,11 @@ def choose(
     }
     keys |= _agreeing(recipe, given, keys)
     return {key: value for key, value in keys.items() if key not in given}
+
+
+def vocabulary(given: Mapping[str, str], tokens: int) -> int:
+    """Return the model.vocab_size of a model.size that says one, else the tokenizer's `tokens`."""
+    return int(LLAMA_KEYS.get(given.get("model.size", ""), {}).get("vocab_size", tokens))
 
 
 def _validation_tokens(tokens: int, T: int) -> int:

@@ -34,7 +34,7 @@ _QWEN3 = {
     "rope_theta": 1e6,
 }  # fmt: skip
 # keys of a size beside SIZE_KEYS
-LLAMA_KEYS = {
+LLAMA_KEYS: dict[str, dict[str, Any]] = {
     "llama:c768": {"arch": "llama", "n_kv_head": 4, "n_inner": 2048},
     "llama:1b": _META | {"n_inner": 8192, "rope_factor": 32.0},
     "llama:3b": _META | {"n_inner": 8192, "rope_factor": 32.0},

@@ -145,6 +145,8 @@ def test_other_keys_follow_the_given_ones():
     ) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
     assert not config_for(1_000_000, 139.8, model__size="llama:c768").model.dropout
+    qwen3 = config_for(1_000_000, 139.8, model__size="qwen3:0.6b")
+    assert (qwen3.model.vocab_size, qwen3.model.dropout) == (151_936, 0)
 
 
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
