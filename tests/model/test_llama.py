@@ -51,7 +51,7 @@ def llama(NH=4, NKV=2, HS=64, factor=8.0, tied=True, C=None, **more) -> dict:
         n_kv_head=NKV,
         head_dim=C and HS,
         n_embd=C or NH * HS,
-        n_inner=176,
+        n_inner=272 if C else 176,  # as wide as datt, which lies in dfcg, or not
         vocab_size=300,
         block_size=32,
     )
@@ -176,9 +176,9 @@ def test_bf16_trains_and_repeats_its_bits(C):
 @pytest.mark.parametrize("C", WIDTHS)
 def test_an_update_by_muon_takes_q_k_v_gate_and_value_apart(C):
     model = exact_model(**llama(C=C), optim=MUON)
-    C = C or 256
+    C, F = model.config.model.n_embd, model.config.model.inner
     assert matrix_shapes(model.A.Params, model.dims) == [
-        (256, C, 1), (128, C, 2), (C, 256, 1), (176, C, 2), (C, 176, 1),
+        (256, C, 1), (128, C, 2), (C, 256, 1), (F, C, 2), (C, F, 1),
     ]  # fmt: skip
     weights = {
         name: w.clone() for name, w in by_name(model.state.params, model.config.model).items()
