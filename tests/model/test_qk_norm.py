@@ -38,9 +38,9 @@ def make_exact(rope: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu+ln+qkv:1", "block:1"))
-@pytest.mark.parametrize("NH,NKV,HS", [(4, 2, 64), (2, 1, 128)])
-def test_loss_and_gradients_equal_autograd(NH, NKV, HS, level):
-    model = exact_model(level, **normed(NH, NKV, HS))
+@pytest.mark.parametrize("NH,NKV,HS,C", [(4, 2, 64, None), (2, 1, 128, 176)])
+def test_loss_and_gradients_equal_autograd(NH, NKV, HS, C, level):
+    model = exact_model(level, **normed(NH, NKV, HS, C=C))
     make_exact(model.train_view.a.rope)
     params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
     [(ids, targets)] = batches(model.config, 1)
