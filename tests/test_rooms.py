@@ -84,7 +84,7 @@ WITHIN = {
     "model.communicator": "distributed model.launchers model.muon model.sharding "
     "model.side_stream model.tables",
     "model.peer_copies": "distributed model.communicator model.launchers model.muon model.tables",
-    "model.muon": "operands model.tables model.sharding",
+    "model.muon": "operands model.arena model.tables model.sharding",
 }
 
 

@@ -24,6 +24,7 @@ from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
 from gpt2_triton.model.fp8 import scale_count
 from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.muon import matrix_shapes
 from gpt2_triton.model.optimizers import named
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
@@ -31,10 +32,9 @@ from gpt2_triton.model.tables import (
     Decoding,
     State,
     layer_levels,
-    matrix_shapes,
     param_entries,
-    tracked_activations,
 )
+from gpt2_triton.model.tensor_stats import tracked_activations
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FIXED_DTYPES = dict(
@@ -76,7 +76,7 @@ def dimensions(
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d |= flat_buffer_sizes(d, training, master, named(config.optim.name))
-    shapes = matrix_shapes(architecture.of(config.model).Params, d) if d["No"] else []
+    shapes = matrix_shapes(architecture.of(config.model).Params, d)
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)

@@ -4,6 +4,8 @@ in classes of one shape each.
 kernels/muon.py has the arithmetic, and schedule.update_matrices has its order.
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2_triton.model import sharding
+from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.tables import State
 from gpt2_triton.operands import Matrices
 
@@ -31,7 +34,7 @@ POLAR_EXPRESS = (
 
 
 class MatrixClass(NamedTuple):
-    """A class of tables.matrix_shapes in all layers."""
+    """A class of matrix_shapes in all layers."""
 
     part: Matrices  # what this rank updates; x is a part of `whole`
     parts: list[range]  # the elements in a layer that each rank updates
@@ -44,8 +47,29 @@ class MatrixClass(NamedTuple):
     polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
+def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Return (rows, columns, count) of each class of a layer's matrices, in the flat order:
+    neighbours of one shape are one class; none without Muon.
+
+    >>> from gpt2_triton.model.gpt2.buffers import Params
+    >>> matrix_shapes(Params, dict(C=4, D=12, F=16, G=16, No=1))
+    [(4, 4, 4), (16, 4, 1), (4, 16, 1)]
+    """
+    if not dims["No"]:
+        return []
+    declared = [
+        field.metadata for field in dataclasses.fields(table) if field.metadata["group"] == "layer"
+    ]
+    shapes = [
+        eval_shape(shape, dims)
+        for m in declared
+        for shape in (m["matrices"] or m["shape"]).split(", ")
+    ]
+    return [(rows, columns, len(list(same))) for (rows, columns), same in itertools.groupby(shapes)]
+
+
 def matrix_classes(
-    shapes: list[tuple[int, int, int]],
+    table: type,
     state: State,
     dims: dict[str, int],
     rank: int,
@@ -60,7 +84,7 @@ def matrix_classes(
     share = layer.padded // ranks if zero else layer.length
     states = sharding.state_starts(dims)[1]
     grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
-    for rows, columns, count in shapes:
+    for rows, columns, count in matrix_shapes(table, dims):
         size, c = rows * columns * count, min(rows, columns)
         parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
         part, whole = (

@@ -38,7 +38,6 @@ dropout    a gradient that dropout masks has a place of its own: never in fp8
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -204,21 +203,6 @@ class Decoding:
 # fmt: on
 
 
-def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
-    """Return (name, index) of every activation in act_stats, in its order;
-    dx[i] is the gradient at x[i].
-    """
-    hidden = "fcg" if dims["Q"] else "fch"  # fp8 runs store GELU's output, not its input
-    counts = {
-        "x": dims["S"],
-        "qkv": dims["L"],
-        "att": dims["L"],
-        hidden: dims["L"],
-        "dx": dims["S"],
-    }
-    return [(name, i) for name, n in counts.items() for i in range(n)]
-
-
 class ParamEntry(NamedTuple):
     """One parameter tensor in the flat order."""
 
@@ -258,25 +242,6 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
                 m["init"],
             )
             offset += math.prod(shape)
-
-
-def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return (rows, columns, count) of each class of a layer's matrices, in the flat order:
-    neighbours of one shape are one class.
-
-    >>> from gpt2_triton.model.gpt2.buffers import Params
-    >>> matrix_shapes(Params, dict(C=4, D=12, F=16, G=16))
-    [(4, 4, 4), (16, 4, 1), (4, 16, 1)]
-    """
-    declared = [
-        field.metadata for field in dataclasses.fields(table) if field.metadata["group"] == "layer"
-    ]
-    shapes = [
-        eval_shape(shape, dims)
-        for m in declared
-        for shape in (m["matrices"] or m["shape"]).split(", ")
-    ]
-    return [(rows, columns, len(list(same))) for (rows, columns), same in itertools.groupby(shapes)]
 
 
 def param_views(

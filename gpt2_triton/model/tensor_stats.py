@@ -31,7 +31,7 @@ from gpt2_triton.model.arena import eval_shape
 from gpt2_triton.model.fp8 import HEAD_SCALES, clear, place, scales
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView, Observer
-from gpt2_triton.model.tables import param_entries, tracked_activations
+from gpt2_triton.model.tables import param_entries
 from gpt2_triton.operands import Matrices, Span
 
 ACTIVATION = ("rms", "absmax", "nonfinite")
@@ -40,6 +40,21 @@ PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio
 
 # kind -> tensor -> column -> a number for each point or layer
 Statistics = dict[str, dict[str, dict[str, list[Any]]]]
+
+
+def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
+    """Return (name, index) of every activation in act_stats, in its order;
+    dx[i] is the gradient at x[i].
+    """
+    hidden = "fcg" if dims["Q"] else "fch"  # fp8 runs store GELU's output, not its input
+    counts = {
+        "x": dims["S"],
+        "qkv": dims["L"],
+        "att": dims["L"],
+        hidden: dims["L"],
+        "dx": dims["S"],
+    }
+    return [(name, i) for name, n in counts.items() for i in range(n)]
 
 
 class StatsRecorder(Observer):

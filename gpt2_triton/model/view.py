@@ -14,7 +14,7 @@ from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.model_view import Cut, ModelView, Observer
 from gpt2_triton.model.rates import bucket_rates
-from gpt2_triton.model.tables import Recompute, State, matrix_shapes, param_views
+from gpt2_triton.model.tables import Recompute, State, param_views
 from gpt2_triton.operands import Betas, Fp8, Span, Step, TokenRows
 
 
@@ -62,7 +62,6 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
     dropout, eps = config.model.dropout if train else 0.0, config.model.norm_eps
     embed_g = grads[: d["Ne"]].view(-1, d["C"])
     net = A.wire(Cut(w, g, a, embed_g, branch_grads, state, d, dropout, eps, q))
-    shapes = matrix_shapes(A.Params, d) if d["No"] else []
     _, layers, _ = bucket_rates(config)
     return ModelView(
         w=w,
@@ -90,7 +89,7 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         grads_sharded=d["zero"] == 2,
         norm_grads=_norm_grads(state, d, rank) if training else [],
         updates=list(_update_spans(state, d, rank, config)) if training else [],
-        matrices=list(muon.matrix_classes(shapes, state, d, rank, optim.momentum, layers.decay)),
+        matrices=list(muon.matrix_classes(A.Params, state, d, rank, optim.momentum, layers.decay)),
     )
 
 

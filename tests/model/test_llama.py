@@ -14,7 +14,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.model.llama import rope
-from gpt2_triton.model.tables import matrix_shapes
+from gpt2_triton.model.muon import matrix_shapes
 from gpt2_triton.model.tensor_stats import format_summary
 from tests.model.test_lifetimes import poison, recorded_step, violations
 from tests.model.test_muon import MUON, muon_step
