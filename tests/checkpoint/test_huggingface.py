@@ -284,7 +284,7 @@ REFUSED_CONFIGS = [
     (dict(activation_function="gelu"), "activation_function is 'gelu', and only 'gelu_new' or"),
     (
         dict(model_type="mistral"),
-        "model_type is 'mistral', and only 'gpt2' or 'llama' is supported",
+        "model_type is 'mistral', and only 'gpt2' or 'llama' or 'qwen3' is supported",
     ),
     (dict(model_type="llama"), "has no num_hidden_layers"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
