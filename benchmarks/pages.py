@@ -364,7 +364,7 @@ TABLES: dict[str, Table] = {
         {
             "ours_1": ("one process", ".1f"),
             "ours_8": ("eight", ".0f"),
-            "library_1": ("the library, one thread", ".1f"),
+            "library_1": ("library, one thread", ".1f"),
             "library_8": ("eight", ".0f"),
         },
     ),
@@ -376,9 +376,9 @@ TABLES: dict[str, Table] = {
         "tokens",
         {
             "bytes_per_token": ("bytes per token", ".2f"),
-            "early_nats": ("nats per byte, early", ".3f"),
-            "nats": ("in the end", ".3f"),
-            "seconds": ("after seconds", ".0f"),
+            "early_nats": ("nats per byte in the first seconds", ".3f"),
+            "nats": ("in the run", ".3f"),
+            "seconds": ("seconds", ".0f"),
         },
     ),
     "memory": memory,
