@@ -7,6 +7,7 @@ the last of several calls counts.
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def sample(sizes: list[str], out: Path, commit: str) -> int:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             print(size, program, done.stdout.strip() or f"exit code {done.returncode}", flush=True)
             failed |= bool(done.returncode)
-            for line in done.stdout.splitlines():
+            for line in re.findall(r"(?m)^\{.*", done.stdout):  # a library may print too
                 for sequences, rate in json.loads(line).items():
                     figures[f"{slug(size)}.{program}_{sequences}"] = rate
             write_section(out, "sampling", figures, commit, "torch", "triton", "transformers")
