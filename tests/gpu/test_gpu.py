@@ -319,13 +319,19 @@ def test_another_process_on_the_gpu_changes_no_bit():
 
 
 @bf16_and_fp8
-def test_a_run_compiles_nothing_after_compile(precision):
+def test_a_run_compiles_nothing_after_compile_nor_itself(precision, tmp_path):
+    """Its forks fill Triton's cache, from which it reads all kernels; a fork may not ask CUDA."""
     for function in jit_functions():
         function.device_caches.clear()  # what other tests have compiled
     config, late = in_precision(precision, wide_config(accumulation=2, every=1)), []
     model = Model(config, gpt2_triton.kernels, "cuda")
-    made = model.compile([(model.B, model.T)])
-    assert made.kernels > 20  # about 45 kernels were counted
+    with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: (
+            None if cache_hit else late.append(src.name)
+        )
+        made = model.compile([(model.B, model.T)])
+    assert made.kernels > 20 and made.from_cache == 0 and late == []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
         model.initialise(seed=1)
