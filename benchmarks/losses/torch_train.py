@@ -67,6 +67,9 @@ def by_name(p: Any) -> dict[str, Tensor]:
         kind = "bias" if name.endswith("b") else "weight"
         if name in ("wte", "wpe"):
             found[f"{name}.weight"] = value
+        elif name == "qknormw":
+            for l, (q, k) in enumerate([] if value is None else value):
+                found |= {f"layers.{l}.q_norm.weight": q, f"layers.{l}.k_norm.weight": k}
         elif name in ("lnw", "lnb"):
             norms = [f"layers.{i // 2}.ln_{i % 2 + 1}" for i in range(len(value) - 1)]
             rows = zip([*norms, "ln_f"], value, strict=True)

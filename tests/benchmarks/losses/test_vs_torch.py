@@ -11,10 +11,11 @@ SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_si
 --optim.warmup 3
     --optim.lr 1e-3 --eval.tokens 32""".split()
 FP32 = ["--train.dtype", "fp32"]
+MODERN = ["--model.arch", "llama", "--model.qk_norm", "true"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [[], FP32, [*FP32, "--model.arch", "llama"]], ids=str)
+@pytest.mark.parametrize("keys", [[], FP32, [*FP32, *MODERN]], ids=str)
 def test_ours_and_pytorch_agree(keys, tmp_path, monkeypatch, capfd):
     """Both select Triton's interpreter where there is no GPU."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
