@@ -332,15 +332,16 @@ def prices(record: Record) -> str:
 
 def hours(record: Record) -> str:
     """Return one GPU's hours and dollars for AdamW's tokens, and for each fast recipe's."""
-    figures, rows = flat(record), []
-    speeds = {f"H100, {arm}": figures[f"h100.steps.d12.{arm}.tok_s"] for arm in ("bf16", "fp8")}
-    muon = figures["recipe.gpt2_124m_fast.tokens"]
-    for way, tokens in {"AdamW": ADAMW_TOKENS, "Muon, `gpt2_124m_fast`": muon}.items():
-        each = [tokens / speed / 3600 for speed in speeds.values()]
-        rows.append(
-            [way, f"{tokens / 1e9:.2f}B", *(f"{h:.1f} h, ${DOLLARS * h:.0f}" for h in each)]
-        )
-    return markdown(["", "tokens", *speeds], rows)
+    figures, arms = flat(record), ("bf16", "fp8")
+    ways = [("AdamW", ADAMW_TOKENS, "d12")]
+    for recipe, size in (("gpt2_124m_fast", "d12"), ("modern_124m", "llama_c768")):
+        ways.append((f"Muon, `{recipe}`", figures[f"recipe.{recipe}.tokens"], size))
+    rows = []
+    for way, tokens, size in ways:
+        each = [tokens / figures[f"h100.steps.{size}.{arm}.tok_s"] / 3600 for arm in arms]
+        cells = [f"{hours:.1f} h, ${DOLLARS * hours:.0f}" for hours in each]
+        rows.append([way, f"{tokens / 1e9:.2f}B", *cells])
+    return markdown(["", "tokens", *(f"H100, {arm}" for arm in arms)], rows)
 
 
 def beside(*programs: str) -> dict[str, tuple[str, str]]:

@@ -524,8 +524,8 @@ def losses() -> dict[str, Any]:
             key, mine = f"{file.stem}.{slug(arm)}", [row for row in rows if row["arm"] == arm]
             found[f"arms.{key}.runs"] = len(mine)
             if file.stem.startswith("minutes"):  # its runs had a GPU each
-                minutes = [row["steps"] * row["ms"] / 60e3 for row in mine]
-                found[f"arms.{key}.minutes"] = round(statistics.fmean(minutes), 4)
+                ms = statistics.fmean(row["ms"] for row in mine)
+                found[f"arms.{key}.minutes"] = round(mine[0]["steps"] * ms / 60e3, 4)
             for name in ("train", "val"):
                 values = [row[f"{name}_loss"] for row in mine]
                 found[f"arms.{key}.{name}"] = round(statistics.fmean(values), 5)

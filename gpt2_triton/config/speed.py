@@ -22,6 +22,15 @@ def figures_of(gpu: str) -> Figures:
     return json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
 
 
+def measured_size(model: ModelConfig) -> str | None:
+    """Return the record's name of a model's size; QK-norm's share of a step is left out."""
+    plain = model.model_copy(update={"qk_norm": False})
+    for size in SIZES:
+        if plain == ModelConfig.model_validate({"size": size}):
+            return size.replace(":", "_")
+    return None
+
+
 def training_hours(config: Config, figures: Figures) -> float | None:
     """Return the hours of all steps on one GPU with these figures, without
     validations and saves; None if unknown.
@@ -29,9 +38,8 @@ def training_hours(config: Config, figures: Figures) -> float | None:
     train.precision must be chosen.  Muon's update takes up to 1% more
     than the one that was measured.
     """
-    size, train = f"d{config.model.n_layer}", config.train
-    is_measured = size in SIZES and config.model == ModelConfig.model_validate({"size": size})
-    if not is_measured or train.dtype != "bf16" or train.seq_len != MEASURED_SEQ_LEN:
+    size, train = measured_size(config.model), config.train
+    if size is None or train.dtype != "bf16" or train.seq_len != MEASURED_SEQ_LEN:
         return None
     arm = (
         "fp8_head"

@@ -32,7 +32,11 @@ OPS = {
 FIGURES = {
     f"{key}.{name}": value
     for key, figures in {
-        **{f"steps.{size}.{arm}": STEP for size in ("d12", "d48") for arm in ("bf16", "fp8")},
+        **{
+            f"steps.{size}.{arm}": STEP
+            for size in ("d12", "d48", "llama_c768")
+            for arm in ("bf16", "fp8")
+        },
         **{
             f"steps.{size}.torch": dict(ms=120.0, tok_s=546_133.0, gib=25.6)
             for size in ("d12", "d48")

@@ -21,7 +21,7 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_re
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict(gpt2_124m=124, gpt2_350m=354, gpt2_774m=774, gpt2_1558m=1558, gpt3_125m=125)
-SIZES |= dict(gpt2_124m_fast=124, gpt2_1558m_fast=1558)
+SIZES |= dict(gpt2_124m_fast=124, gpt2_1558m_fast=1558, modern_124m=114)
 
 
 def require_fit(config, gpu, gpus=1):

@@ -211,6 +211,7 @@ def test_a_plan_has_the_minutes_of_a_model_that_was_measured_on_its_gpu():
         r"time about \d\dm \d\ds by measured speed, an h100's divided by 8, without validations",
         eight,
     )
+    assert times(recipe="modern_124m")
     assert (
         times("4090") == times(None) == times(model__n_layer=11) == times(train__dtype="fp32") == []
     )
