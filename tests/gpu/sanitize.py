@@ -48,9 +48,13 @@ CASES = (
     (12, 768, 2, 256, "bf16", "gelu+ln", 512),
     (12, 768, 2, 256, "fp8", "none", 512),
     (3, 192, 3, 50, "fp32", "gelu", 41),
+    (12, 768, 2, 256, "fp8", "gelu+ln+qkv", 512),
+    (3, 192, 3, 50, "bf16", "gelu", 41),
 )
 MUON = {4, 8}  # numbers of CASES with optim.name muon
-LLAMA = {12: 4, 13: 4, 14: 1}  # numbers of CASES with model.arch llama: their n_kv_head
+# numbers of CASES with model.arch llama: their n_kv_head
+LLAMA = {12: 4, 13: 4, 14: 1, 15: 4, 16: 1}
+QK_NORM = {15, 16}
 
 
 class SeparateAllocations(WrappedKernels):
@@ -99,7 +103,11 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
                 block_size=T,
                 dropout=0.1 if number in MUON else 0,
             )
-            | (dict(arch="llama", n_kv_head=LLAMA[number]) if number in LLAMA else {}),
+            | (
+                dict(arch="llama", n_kv_head=LLAMA[number], qk_norm=number in QK_NORM)
+                if number in LLAMA
+                else {}
+            ),
             train=dict(
                 batch_size=B,
                 seq_len=T,
