@@ -51,7 +51,7 @@ from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
 from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
 from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.hopper.attention import Forms
-from gpt2_triton.kernels.qk_norm import head_norm_bwd, noise, weight_gradient
+from gpt2_triton.kernels.qk_norm import PARTS, head_norm_bwd, noise, weight_gradient, weight_terms
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import cos_sin, rotated_back
 from gpt2_triton.kernels.table_file import Row
@@ -385,18 +385,25 @@ def attention_bwd(
     """
     arguments = RopeArguments.of(rope)
     norm = None if rope is None else rope.norm
-    C, D = out.shape[1], qkv.shape[1]
-    part = None if dbias is None and norm is None else scratch
+    C, HS = out.shape[1], _head_size(out, lse)
+    NH, heads = lse.shape[1], qkv.shape[1] // HS
+    part = scratch
+    if norm is not None:
+        sums = scratch[: 2 * PARTS * HS].view(2, PARTS, HS)
+        part = scratch[2 * PARTS * HS :]
+    elif dbias is None:
+        part = None
     rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, arguments)
     if dbias is not None:
         column_sums(dbias[:C], None, None, scratch, rows, acc)
     elif norm is not None:
-        weight_gradient(norm, False, scratch, rows, C, acc)
+        weight_terms(sums[0], part, rows, NH, NH)
     rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, arguments)
     if dbias is not None:
         column_sums(dbias[C:], None, None, scratch, rows, acc)
     elif norm is not None:
-        weight_gradient(norm, True, scratch, rows, D - C, acc)
+        weight_terms(sums[1], part, rows, (heads - NH) // 2, heads - NH)
+        weight_gradient(norm, sums, acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: bool = False) -> int:
@@ -405,4 +412,4 @@ def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: b
     """
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
-    return B * C * max(2 * keys, queries) + 2 * C * normed
+    return B * C * max(2 * keys, queries) + 2 * PARTS * HS * normed

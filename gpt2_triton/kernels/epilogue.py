@@ -32,6 +32,9 @@ class RopeArguments(NamedTuple):
         return 0 if self.table is None else self.table.shape[1]
 
 
+NO_ROPE = RopeArguments()
+
+
 class Epilogue(NamedTuple):
     """An operation, and the tensors that it reads and writes; matmul.py explains them."""
 

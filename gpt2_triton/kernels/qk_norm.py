@@ -24,13 +24,16 @@ from torch import Tensor
 
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import cos_sin, head_halves, rotated_back, rotated_halves
+from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.operands import HeadNorm
+
+PARTS = 64  # partial sums of dw
 
 
 @triton.jit
 def _normed_halves(x1, x2, w_ptr, rstd_ptr, r, R, head, heads, NH, eps, HS: tl.constexpr):
     """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
-    rstd = 1.0 / tl.sqrt(tl.sum(x1 * x1 + x2 * x2, 2) / HS + eps)
+    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 2) / HS + eps)
     at = r.to(tl.int64)[:, None] * heads + head[None, :]
     tl.store(rstd_ptr + at, rstd, mask=(r < R)[:, None] & (head < heads)[None, :])
     w = w_ptr + tl.where(head < NH, 0, HS)[:, None] + tl.arange(0, HS // 2)[None, :]
@@ -66,7 +69,8 @@ def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: tl.constexpr, HS: tl.cons
     d = tl.arange(0, HS)
     w = tl.load(w_ptr + d).to(tl.float32)
     error = NOISE * tl.load(w_ptr + (d + HS // 2) % HS).to(tl.float32)
-    xhat = z * (w / tl.maximum(w * w + error * error, 1e-30))[None, :]
+    root = tl.rsqrt(tl.maximum(w * w + error * error, 1e-30))
+    xhat = z * (w * root * root)[None, :]
     mean = tl.sum(dz * z, 1) / HS
     return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat
 
@@ -76,13 +80,31 @@ def noise(y: Tensor) -> float:
     return 2.0**-9 if y.element_size() == 2 else 2.0**-25
 
 
-def weight_gradient(
-    norm: HeadNorm, of_k: bool, part: Tensor, rows: int, columns: int, acc: bool
-) -> None:
-    """dw of q or k (+)= the sums of part [rows, columns], whose first columns are its heads; the
-    sums of its columns are written behind it.
+@triton.jit
+def _weight_terms_kernel(
+    sums_ptr, part_ptr, rows, heads, width, HS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum every PARTS-th block of the rows that part [rows, width, HS] has for its first heads."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    d = tl.arange(0, HS)
+    total = tl.zeros((HS,), tl.float32)
+    for first in range(part * BLOCK, rows * heads, parts * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        at = (i // heads * width + i % heads).to(tl.int64)[:, None] * HS + d[None, :]
+        mask = (i < rows * heads)[:, None] & (d < HS)[None, :]
+        total += tl.sum(tl.load(part_ptr + at, mask=mask, other=0.0), 0)
+    tl.store(sums_ptr + part * HS + d, total)
+
+
+def weight_terms(sums: Tensor, part: Tensor, rows: int, heads: int, width: int) -> None:
+    """Write the sums [PARTS, HS] of what attention's blocks have left in part [rows, width, HS]:
+    of its first heads.
     """
-    heads = norm.rstd.shape[1] - norm.NH if of_k else norm.NH
-    sums = part[rows * columns :][:columns]
-    column_sums(sums, None, None, part, rows, False)
-    column_sums(norm.dw[int(of_k)], None, None, sums, heads, acc)
+    HS = sums.shape[1]
+    block = 1024 if INTERPRET else 64
+    _weight_terms_kernel[(PARTS,)](sums, part, rows, heads, width, HS=HS, BLOCK=block, num_warps=4)
+
+
+def weight_gradient(norm: HeadNorm, sums: Tensor, acc: bool) -> None:
+    """dw (+)= what weight_terms has left in sums [2, PARTS, HS]."""
+    column_sums(norm.dw[0], norm.dw[1], None, sums, PARTS, acc)

@@ -55,7 +55,7 @@ def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, 
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
     # the interpreter's table, with larger blocks, asks for less
-    scratch = poisoned(2 * C * B * T // 64 + 2 * C)
+    scratch = poisoned(2 * C * B * T // 64 + 2 * 64 * HS)
     with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
         patch.setattr(tuning, "is_hopper", lambda: True)
         with simulated(attention_dkdv, seed, **replaced):

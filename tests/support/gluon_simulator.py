@@ -566,7 +566,7 @@ LANGUAGE = dict(
     inline_asm_elementwise=_inline_asm,
     sigmoid=torch.sigmoid,
     exp2=torch.exp2,
-    sqrt=torch.sqrt,
+    rsqrt=torch.rsqrt,
     log2=torch.log2,
     maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
     fma=lambda a, b, c: a * b + c,

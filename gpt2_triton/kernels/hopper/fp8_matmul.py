@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpt2_triton.kernels.epilogue import RopeArguments
+from gpt2_triton.kernels.epilogue import NO_ROPE, RopeArguments
 from gpt2_triton.kernels.hopper.mainloop import load_partition
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
@@ -217,7 +217,7 @@ def _fp8_kernel(
 
 def matmul(
     out: Tensor, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | None,
-    res: Tensor | None, rope: RopeArguments,
+    res: Tensor | None, rope: RopeArguments = NO_ROPE,
 ) -> int:  # fmt: skip
     """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), and norm and
     rotate heads as `rope` says; return the number of rows of tiles.

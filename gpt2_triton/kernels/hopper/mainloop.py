@@ -115,7 +115,7 @@ def compute_partition(
         if b_ptr is not None:
             cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
             b = gl.load(b_ptr + cols, mask=cols < N, other=0.0)
-        EARLY: gl.constexpr = rope.w is None
+        EARLY: gl.constexpr = rope.w is None or rope.HS == 64
         if rope.table is not None and EARLY:
             cos, sin = rotation(zeros, rope.table, m, rope.T, rope.HS)
         if res_desc is not None:
@@ -125,7 +125,7 @@ def compute_partition(
         if b_ptr is not None:
             acc += b.to(gl.float32)[None, :]
         if rope.table is not None:
-            if not EARLY:  # beside the weights of a norm, registers would not hold them before
+            if not EARLY:  # registers would not hold them beside the sums and a norm
                 cos, sin = rotation(acc, rope.table, m, rope.T, rope.HS)
             acc = rotated_before(acc, cos, sin, m, n, M, rope)
         if TO_ACTIVATION:

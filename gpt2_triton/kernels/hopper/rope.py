@@ -53,7 +53,7 @@ def rotated_before(x, cos, sin, m, n, M, rope):
 def _normed_halves(x1, x2, m, n, M, rope):
     """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
     HS: gl.constexpr = rope.HS
-    rstd = 1.0 / gl.sqrt(gl.sum(x1 * x1 + x2 * x2, 2) / HS + rope.eps)
+    rstd = gl.rsqrt(gl.sum(x1 * x1 + x2 * x2, 2) / HS + rope.eps)
     of_rows: gl.constexpr = rstd.type.layout
     r = m + gl.arange(0, x1.shape[0], layout=gl.SliceLayout(1, of_rows))
     head = n // HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(0, of_rows))
@@ -82,9 +82,14 @@ def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: gl.constexpr, HS: gl.cons
     """Return dx, and dw's terms of these rows, of a head's dy and y [rows, HS]."""
     dz = rotated_back(dy, cos, sin, HS)
     z = rotated_back(y, cos, sin, HS)
-    d = gl.arange(0, HS, layout=gl.SliceLayout(0, dy.type.layout))
-    w = gl.load(w_ptr + d).to(gl.float32)
+    # a thread computes the inverse of one column's weight, and gets those of its columns
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    d = gl.arange(0, HS, layout=each)
+    own = gl.load(w_ptr + d).to(gl.float32)
     error = NOISE * gl.load(w_ptr + (d + HS // 2) % HS).to(gl.float32)
-    xhat = z * (w / gl.maximum(w * w + error * error, 1e-30))[None, :]
+    root = gl.rsqrt(gl.maximum(own * own + error * error, 1e-30))
+    columns: gl.constexpr = gl.SliceLayout(0, dy.type.layout)
+    xhat = z * gl.convert_layout(own * root * root, columns)[None, :]
+    w = gl.load(w_ptr + gl.arange(0, HS, layout=columns)).to(gl.float32)
     mean = gl.sum(dz * z, 1) / HS
     return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat
