@@ -56,6 +56,9 @@ class LayerActs:
     # dx for an odd i
     dmid: Tensor  = buf("R C",        "act", "block_bwd",        "backward",    when="bf16")
     datt: Tensor  = buf("R Cq",       "act", "block_bwd",        "backward",    within="dfcg")
+    # takes the place of what it is the gradient of
+    dfch: Tensors = buf("L | R G",    "act", "block_bwd",        "backward",
+                        drop="block", when="bf16", within="fch")
     dfcg: Tensor  = buf("R F",        "act", "block_bwd",        "backward")
     dqkv: Tensors = buf("L | R D",    "act", "block_bwd",        "backward",
                         when="bf16", one_copy=True)

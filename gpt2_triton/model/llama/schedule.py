@@ -3,19 +3,22 @@ model/schedule.py explains K, m and acc.
 """
 
 from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.llama.buffers import Acts, Params
 from gpt2_triton.model.model_view import ModelView
 from gpt2_triton.model.schedule import cast, norm_bwd
 from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.model.tables import Decoding
 
+View = ModelView[Params, Acts]
 
-def embed(K: Kernels, m: ModelView) -> None:
+
+def embed(K: Kernels, m: View) -> None:
     # x[0] = wte[ids]
     K.embedding_fwd(m.a.x[0], m.ids, m.net.embedding.wte, None)
     m.observe.tensors(x=0)
 
 
-def qkv(K: Kernels, m: ModelView, l: int) -> None:
+def qkv(K: Kernels, m: View, l: int) -> None:
     # q and k of a row are normed, if model.qk_norm, and rotated to its position
     a = m.a
     net = m.net.layers[l]
@@ -24,7 +27,7 @@ def qkv(K: Kernels, m: ModelView, l: int) -> None:
     K.matmul_rope(a.qkv[l], a.ln[i], net.qkv.w, net.rope)
 
 
-def layer(K: Kernels, m: ModelView, l: int) -> None:
+def layer(K: Kernels, m: View, l: int) -> None:
     """Run layer l without its last product; at recompute level `block` the
     backward pass runs it again.
     """
@@ -42,13 +45,13 @@ def layer(K: Kernels, m: ModelView, l: int) -> None:
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
-def last_product(K: Kernels, m: ModelView, l: int) -> None:
+def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj.w, None)
 
 
-def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
+def decode(K: Kernels, m: View, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     a = m.a
     norms = m.net.norms
@@ -64,7 +67,7 @@ def decode(K: Kernels, m: ModelView, d: Decoding) -> None:
         K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
 
 
-def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
+def block_bwd(K: Kernels, m: View, acc: bool) -> None:
     """Run the layers' backward pass; the embedding's comes before layer 0's last products.
 
     dx[i] is the gradient at x[i].  Odd and even i have a buffer each: dx[i] is
@@ -77,7 +80,6 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
         net = m.net.layers[l]
         redo = m.recompute[l]
         i = 2 * l
-        dfch = a.dfch[l] if m.fp8 else a.fch[l]  # in bf16 the gradient replaces fch
         cast(K, m.fp8_again[l])
         if redo.block:
             layer(K, m, l)
@@ -85,12 +87,19 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
             K.swiglu(a.fcg[l], a.fch[l])
         # through fcproj, SwiGLU, fc and the norm of x[i+1]
         K.matmul_dx(a.dfcg, a.dx[i + 2], net.fcproj.w)
-        K.swiglu_bwd(dfch, a.dfcg, a.fch[l])
-        K.matmul_dx(a.dln, dfch, net.fc.w)
+        K.swiglu_bwd(a.dfch[l], a.dfcg, a.fch[l])
+        K.matmul_dx(a.dln, a.dfch[l], net.fc.w)
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw_pair(
-            net.fcproj.dw, net.fc.dw, a.scratch, a.dx[i + 2], a.fcg[l], dfch, a.ln[i + 1], acc_layer
+            net.fcproj.dw,
+            net.fc.dw,
+            a.scratch,
+            a.dx[i + 2],
+            a.fcg[l],
+            a.dfch[l],
+            a.ln[i + 1],
+            acc_layer,
         )
         # through attproj, attention, qkv and the norm of x[i]
         K.matmul_dx(a.datt, a.dx[i + 1], net.attproj.w)
@@ -127,7 +136,7 @@ def block_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
         m.comm.reduce_grads(l)
 
 
-def embed_bwd(K: Kernels, m: ModelView, acc: bool) -> None:
+def embed_bwd(K: Kernels, m: View, acc: bool) -> None:
     # g.wte[id] += dx and head.dw[target] += ks * lnf; the head has overwritten head.dw,
     # which may be g.wte
     a = m.a
