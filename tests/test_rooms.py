@@ -27,7 +27,7 @@ ROOMS = {
     "operands": "",
     "version": "",
     "kernels": "kernels operands",
-    "config": "errors config",
+    "config": "errors files config",
     "data": "errors console files data",
     "distributed": "errors console device files distributed",
     "model": "errors device console operands config data.packing distributed model",

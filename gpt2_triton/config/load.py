@@ -19,6 +19,7 @@ from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError, Sections, options
 from gpt2_triton.config.values import SIZE_KEYS, closest, whole_number
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import expand
 
 Kind = TypeVar("Kind", bound=Sections)
 Source = str | Path | Mapping[str, Any] | Sections  # a recipe or a file, a tree, a configuration
@@ -68,6 +69,7 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
             keys = tree.setdefault(section, {})
             if isinstance(keys, dict):  # otherwise the mistake in the file is reported below
                 keys[name] = value
+    _take_tokenizer(tree)
     try:
         return kind.model_validate(tree, context=dict(gpus=gpus) if gpus else None)
     except ValidationError as error:
@@ -78,6 +80,15 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
             f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)
         ]
         raise ConfigError("\n".join(problems)) from None
+
+
+def _take_tokenizer(tree: dict[str, Any]) -> None:
+    """Let init_from hf:DIR bring the tokenizer.json in DIR, unless data.tokenizer is given."""
+    kind, _, directory = str(tree.get("init_from")).partition(":")
+    data = tree.setdefault("data", {})
+    file = os.path.join(expand(directory), "tokenizer.json")
+    if kind == "hf" and isinstance(data, dict) and os.path.isfile(file):
+        data.setdefault("tokenizer", directory)
 
 
 def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:

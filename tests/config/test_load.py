@@ -383,3 +383,12 @@ def test_a_mistake_beside_a_recipe_has_no_line_of_the_recipe():
         ConfigError, match="^quickstart: model.n_head: head size n_embd / n_head is 400"
     ):
         Config.load("quickstart", {"model.n_embd": "800"})
+
+
+def test_init_from_a_directory_brings_its_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    weights = {"init_from": f"hf:{tmp_path}"}
+    assert Config.load("gpt2_124m", weights).data.tokenizer == str(tmp_path)
+    assert Config.load("gpt2_124m", weights | {"data.tokenizer": "gpt2"}).data.tokenizer == "gpt2"
+    (tmp_path / "tokenizer.json").unlink()
+    assert Config.load("gpt2_124m", weights).data.tokenizer == "gpt2"
