@@ -96,8 +96,8 @@ def product_row(dtype: str, M: int, N: int, K: int, HS: int) -> Row:
     row = tuned("matmul", dtype, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     wider = max(1, 2 * HS // row["BLOCK_N"])
     row["BLOCK_N"] *= wider
-    if not has_tma():
-        row["BLOCK_M"] //= wider  # registers hold the tile
+    if not has_tma() or wider > 2:
+        row["BLOCK_M"] //= wider  # registers hold the tile, shared memory its operands
     return row
 
 
