@@ -1,5 +1,4 @@
-"""Return a model to an earlier checkpoint (a rewind), and find the losses
-of a step that are not finite.
+"""Return a model to an earlier checkpoint (a rewind), and find what was not finite in a step.
 
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
@@ -13,7 +12,21 @@ from gpt2_triton.checkpoint.load import latest_checkpoint, open_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
 from gpt2_triton.data.loader import Prefetcher, Samples
 from gpt2_triton.distributed.control import ControlGroup
+from gpt2_triton.distributed.watchdog import SEARCHING
 from gpt2_triton.model.model import Model
+from gpt2_triton.training.run import Run
+
+
+def rewind_target(run: Run) -> int:
+    """Return the step to which the run has to rewind, or 0."""
+    state = run.state
+    if not state.is_rewind_due(run.config):
+        return 0
+    run.wait_for_save()
+    target = state.rewind_target(run.config, saved_steps(run.run_dir, run.control))
+    if not target and state.without_update == run.config.train.rewind_after:
+        run.log.info(f"step {state.step}: no checkpoint to rewind to; steps are only skipped")
+    return target
 
 
 def restore_model(
@@ -36,6 +49,26 @@ def restore_model(
 def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
     """Return the steps of the run's checkpoints, as rank 0 finds them."""
     return control.from_rank0(lambda: [step for step, _ in list_steps(run_dir / "checkpoints")])
+
+
+def first_non_finite(run: Run) -> str:
+    """Compute the last finished step's gradients again; name the first
+    tensor that is not finite.
+    """
+    with run.watchdog.phase(SEARCHING):
+        batches = run.batches.step(run.state.sample - run.sequences)
+        found = run.model.first_non_finite(batches, run.control)
+    return found or "nothing when computed again"
+
+
+def non_finite_losses(run: Run) -> str:
+    """Compute again the losses of the last finished step; return in
+    words which are not finite.
+    """
+    with run.watchdog.phase(SEARCHING):
+        run.model.comm.gather_params()
+        first = run.state.sample - run.sequences
+        return find_non_finite_losses(run.model, run.data.train, run.batches, first, run.control)
 
 
 def find_non_finite_losses(

@@ -8,33 +8,28 @@ checkpoint therefore gives the bytes of an unbroken run.
 """
 
 import contextlib
+import functools
 import math
 import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_triton import kernels
-from gpt2_triton.checkpoint import source_files
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line
 from gpt2_triton.data.loader import Prefetcher
-from gpt2_triton.data.mixture import Validation
 from gpt2_triton.data.tokenizer import located
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.distributed.watchdog import SAVING, SEARCHING, Watchdog
+from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
-from gpt2_triton.inference import hellaswag
-from gpt2_triton.inference.losses import Stopped, validation_loss
-from gpt2_triton.inference.sample import sample_in_training
 from gpt2_triton.kernels import step_io
 from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
-from gpt2_triton.training import recovery, setup
+from gpt2_triton.training import recovery, setup, tasks
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED, ShutdownSignals, mark_preempted
 from gpt2_triton.training.run_dir import open_run_dir
@@ -160,7 +155,7 @@ class Trainer:
                 f"saving step {self.state.step}, because the next step's data cannot be read"
             )
             self._save(self.state.step)
-            self._wait_for_save()
+            self.wait_for_save()
 
     def _loop(self) -> int:
         first = step = self.state.step
@@ -168,10 +163,10 @@ class Trainer:
         self._calibrate()
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
-            self._call(["eval.every"], step)
+            tasks.call(self, ["eval.every"], step)
         if self.state.left_out:
             self._finish_step()
-            self._call(self.state.left_out, step)
+            tasks.call(self, self.state.left_out, step)
             if step >= last:  # no later save has what these tasks found
                 self._save(step)
         if step >= last:
@@ -206,7 +201,7 @@ class Trainer:
             rewind = self._read_step()
             if not rewind:  # else the resumed run does it
                 self._save(step)
-        self._wait_for_save(raise_errors=True)
+        self.wait_for_save(raise_errors=True)
         if not stopping or (step >= self.config.train.steps and not self.state.left_out):
             run = shlex.quote(str(self.run_dir))
             self.log.info(
@@ -243,7 +238,7 @@ class Trainer:
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
-        cause = self._first_non_finite() if is_searched else ""
+        cause = recovery.first_non_finite(self) if is_searched else ""
         self.log.step(self.state.step, result, cause)
         if (recorder := self.model.stats_recorder) and self._due(
             self.state.step, self.config.log.stats_every
@@ -252,44 +247,10 @@ class Trainer:
                 self.queue.statistics, self.model.shape.accumulation, self.control
             )
             self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
-        target = self._rewind_target()
-        self.state.raise_if_unstable(self.config, target, self._find_non_finite_losses)
+        target = recovery.rewind_target(self)
+        find = functools.partial(recovery.non_finite_losses, self)
+        self.state.raise_if_unstable(self.config, target, find)
         return target > 0
-
-    def _first_non_finite(self) -> str:
-        """Compute the last finished step's gradients again; name the first
-        tensor that is not finite.
-        """
-        with self.watchdog.phase(SEARCHING):
-            batches = self.batches.step(self.state.sample - self.sequences)
-            return (
-                self.model.first_non_finite(batches, self.control) or "nothing when computed again"
-            )
-
-    def _rewind_target(self) -> int:
-        """Return the step to which the run has to rewind, or 0."""
-        if not self.state.is_rewind_due(self.config):
-            return 0
-        self._wait_for_save()
-        target = self.state.rewind_target(
-            self.config, recovery.saved_steps(self.run_dir, self.control)
-        )
-        if not target and self.state.without_update == self.config.train.rewind_after:
-            self.log.info(
-                f"step {self.state.step}: no checkpoint to rewind to; steps are only skipped"
-            )
-        return target
-
-    def _find_non_finite_losses(self) -> str:
-        """Compute again the losses of the last finished step; return in
-        words which are not finite.
-        """
-        with self.watchdog.phase(SEARCHING):
-            self.model.comm.gather_params()
-            first = self.state.sample - self.sequences
-            return recovery.find_non_finite_losses(
-                self.model, self.data.train, self.batches, first, self.control
-            )
 
     def _finish_step(self) -> bool:
         """Read the step in flight and bring this rank's weights up to date; return True
@@ -306,7 +267,7 @@ class Trainer:
         """
         self.queue.finish()  # the step in flight, if any, is undone too
         failed = self.state.step
-        target = self._rewind_target()
+        target = recovery.rewind_target(self)
         with self.watchdog.phase("rewinding"):
             target, best = recovery.restore_model(target, self.run_dir, self.model, self.control)
             self.state.rewind_to(target, best)
@@ -329,103 +290,32 @@ class Trainer:
     # ---- between steps ----
 
     def _due(self, step: int, every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == self.config.train.steps)
-
-    def _tasks(self) -> dict[str, tuple[int, Callable[[int], None]]]:
-        """Map the key that sets a task's interval to (interval, function)."""
-        c = self.config
-        return {
-            "eval.every": (c.eval.every, self._validate),
-            "eval.hellaswag_every": (c.eval.hellaswag_every, self._answer_hellaswag),
-            "sample.every": (c.sample.every, self._sample),
-            "debug.hash_state": (c.debug.hash_state, self._compare_replicas),
-        }
+        return tasks.is_due(step, every, self.config)
 
     def _between_steps(self, step: int) -> bool:
         """Evaluate, sample and save what is due after `step` steps.  Return True if the
         run has to rewind instead.
         """
-        due = [key for key, (every, _) in self._tasks().items() if self._due(step, every)]
+        due = tasks.due_after(step, self.config)
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self.signals.stop and (due or save):
             rewind = self._finish_step() if due else self._read_step()
             if rewind:
                 return True
-        self._call(due, step)
+        tasks.call(self, due, step)
         if not self.signals.stop and (save or self.state.best_step == step):
             self._save(step)
         return False
 
-    def _call(self, due: list[str], step: int) -> None:
-        """Call the tasks of the keys `due`; if the run stops, state.left_out keeps
-        the keys of tasks not yet done.
-
-        Then _end saves, and the resumed run calls these tasks.
-        """
-        tasks = self._tasks()
-        # a key of an earlier version may be gone
-        self.state.left_out = [key for key in due if key in tasks]
-        try:
-            while self.state.left_out and not self.signals.stop:
-                every, task = tasks[self.state.left_out[0]]
-                if every:
-                    task(step)  # a task that fails stays in left_out
-                self.state.left_out.pop(0)
-        except Stopped:
-            self.signals.all_ranks_agree = True
-
-    def _validate(self, step: int) -> None:
-        assert self.data.validation
-        with self.watchdog.phase("validating"):
-            losses = self._validation_losses(self.data.validation)
-            loss = self.data.validation.mean(losses)
-            in_fp8 = None
-            if self.model.has_fp8:
-                found = self._validation_losses(self.data.validation, fp8=True)
-                in_fp8 = self.data.validation.mean(found)
-        by_source = dict(zip(self.data.validation.names, losses, strict=True))
-        self.log.validation(step, loss, in_fp8, by_source if len(losses) > 1 else {})
-        if self.config.checkpoint.best == "val_loss":
-            self.state.record_validation(step, loss)
-
-    def _validation_losses(self, validation: Validation, fp8: bool = False) -> list[float]:
-        """Return the loss of each source."""
-        given = self.control, self.signals.is_requested, fp8
-        return [validation_loss(self.model, loader, *given) for loader in validation.loaders]
-
-    def _answer_hellaswag(self, step: int) -> None:
-        assert self.data.hellaswag
-        with self.watchdog.phase("answering HellaSwag"):
-            scores = hellaswag.evaluate(
-                self.model, self.data.hellaswag, self.control, self.signals.is_requested
-            )
-        self.log.hellaswag(step, scores["acc"], scores["acc_norm"])
-
-    def _sample(self, step: int) -> None:
-        if self.group.rank == 0:
-            with self.watchdog.phase("sampling"):
-                if self.group.device == "cpu":
-                    self.log.info(f"writing a sample of {self.config.sample.tokens} tokens")
-                self.log.sample(
-                    step,
-                    sample_in_training(
-                        self.model, self.config, self.run_dir / source_files.DIRECTORY
-                    ),
-                )
-
-    def _compare_replicas(self, step: int) -> None:
-        digest = self.model.require_equal_replicas(self.control, step)
-        self.log.info(f"step {step}: weights {digest} on every rank")
-
     def _save(self, step: int) -> None:
         """Copy this rank's shards to the host; a thread writes them while training continues."""
         assert step == self.state.step  # no step is in flight
-        self._wait_for_save()
+        self.wait_for_save()
         state = self.state.as_dict() | to_save(self.config, self.data) | self.model.saved.spans()
         with self.watchdog.phase(SAVING):
             self.checkpointer.save(step, self.model.saved.shards(), state, before=self.log.sync)
 
-    def _wait_for_save(self, raise_errors: bool = False) -> None:
+    def wait_for_save(self, raise_errors: bool = False) -> None:
         """Wait for the last save.  If it failed, print a warning, or raise CheckpointError."""
         with self.watchdog.phase(SAVING):
             self.checkpointer.wait(raise_errors)
@@ -449,4 +339,4 @@ class Trainer:
             closing.callback(self.log.close, failed)
             closing.callback(self.batches.close)
             closing.callback(self.watchdog.stop)
-            closing.callback(self._wait_for_save)
+            closing.callback(self.wait_for_save)

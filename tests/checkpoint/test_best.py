@@ -11,7 +11,7 @@ import pytest
 from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.training import trainer
+from gpt2_triton.training import tasks
 from tests.support.loop import before_steps, poison, stop_after, train
 from tests.training.test_trainer import run_config
 
@@ -29,14 +29,14 @@ def best_config(**checkpoints):
 @pytest.fixture
 def losses(monkeypatch):
     """Replace the validation loss of each step by that in LOSSES."""
-    monkeypatch.setattr(trainer, "validation_loss", lambda model, *_: LOSSES[model.done])
-    original = trainer.Trainer._validate
+    monkeypatch.setattr(tasks, "validation_loss", lambda model, *_: LOSSES[model.done])
+    original = tasks.validate
 
-    def with_step(self, step):
-        self.model.done = step
-        original(self, step)
+    def with_step(run, step):
+        run.model.done = step
+        original(run, step)
 
-    monkeypatch.setattr(trainer.Trainer, "_validate", with_step)
+    monkeypatch.setattr(tasks, "validate", with_step)
 
 
 def steps(run):
@@ -113,12 +113,12 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
     config = best_config(best="val_loss", every=2, keep=1).replace(train=dict(rewind_after=1))
     later_losses = iter([9.0, 9.0, 9.0])
 
-    def validate(self, step, original=trainer.Trainer._validate):
+    def validate(run, step, original=tasks.validate):
         if done and step > 2:
             later[step] = next(later_losses)
-        original(self, step)
+        original(run, step)
 
-    monkeypatch.setattr(trainer.Trainer, "_validate", validate)
+    monkeypatch.setattr(tasks, "validate", validate)
     assert train(config, tmp_path, resume=False) == 0
     state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
     assert state["best"] == [2, 3.0]

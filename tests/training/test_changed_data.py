@@ -12,7 +12,7 @@ import pytest
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.data.shards import map_tokens, write_shard
 from gpt2_triton.errors import CheckpointError, DataError
-from gpt2_triton.training import trainer
+from gpt2_triton.training import tasks
 from tests.support.checkpoints import load_checkpoint
 from tests.support.loop import before_steps, final_bytes, make_trainer, records, train
 from tests.support.tiny import merged, tiny_config
@@ -172,7 +172,7 @@ def test_loss_on_other_validation_data_is_no_longer_the_best(data, tmp_path, mon
     """The lower loss on the data before would also end the run, by train.patience."""
     best, run = dict(checkpoint=dict(best="val_loss")), tmp_path / "run"
     for loss, steps in ((1.0, 2), (2.0, 3)):
-        monkeypatch.setattr(trainer, "validation_loss", lambda *_, loss=loss: loss)
+        monkeypatch.setattr(tasks, "validation_loss", lambda *_, loss=loss: loss)
         config = run_config(
             data, eval=dict(every=1, tokens=160), train=dict(steps=steps, patience=1), **best
         )

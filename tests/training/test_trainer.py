@@ -21,7 +21,7 @@ from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
 from gpt2_triton.model.model import Model
-from gpt2_triton.training import recovery
+from gpt2_triton.training import recovery, tasks
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.preemption import PREEMPTED
@@ -140,7 +140,7 @@ def signal_within_validation(patch, step):
 
 def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(tmp_path):
     trainer = make_trainer(run_config(), tmp_path)
-    trainer._call(["eval.tasks_every"], 0)
+    tasks.call(trainer, ["eval.tasks_every"], 0)
     trainer.close()
 
 
