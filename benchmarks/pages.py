@@ -25,6 +25,7 @@ from benchmarks.pictures import LOSSES, MACHINE, NAMES
 from benchmarks.speed.sizes import MODELS, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.speed import training_hours
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
@@ -67,7 +68,7 @@ def flat(record: Record) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         found[f"recipe.{name}.tokens"] = config.train.steps * config.train.step_tokens
-        chosen, _ = config.choose_precision(GPUS[MACHINE].architecture)
+        chosen, _ = choose_precision(config, GPUS[MACHINE].architecture)
         hours = training_hours(chosen, record.get(MACHINE, {}))
         if hours is not None:
             found[f"recipe.{name}.hours"] = hours

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from gpt2_triton.commands.app import AT_LEAST_1
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
 
@@ -43,7 +44,7 @@ def compile_kernels(
 
     known = {name: found for name, found in device.GPUS.items() if found.multiprocessors}
     found = known[gpu := device.find_gpu(gpu, known)]
-    settings, notes = settings.choose_precision(found.architecture)
+    settings, notes = choose_precision(settings, found.architecture)
     if settings.train.precision == "fp8":
         device.require_fp8(gpu, found.architecture)
     device.require_triton()

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.speed import figures_of, training_hours
 from gpt2_triton.config.step_shape import StepShape
@@ -39,7 +40,7 @@ class Report(NamedTuple):
 
 def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Report:
     """Return the plan of a run on GPUs of one kind."""
-    config, notes = config.choose_precision(gpu.architecture)
+    config, notes = choose_precision(config, gpu.architecture)
     found = forecast(config, K, gpu.nbytes - CONTEXT_BYTES - MODULE_BYTES, shape)
     fits = found.plan.total <= found.budget
     rest = (

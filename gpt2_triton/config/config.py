@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, model_validator
 from gpt2_triton.config.load import Source, load
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
-from gpt2_triton.config.schema import ConflictError, Sections, choices
+from gpt2_triton.config.schema import ConflictError, Sections
 from gpt2_triton.config.step_shape import step_conflicts
 
 
@@ -88,32 +88,6 @@ class Config(Sections):
             name: getattr(self, name).model_copy(update=values) for name, values in changes.items()
         }
         return self.model_copy(update=copies)
-
-    def choose_precision(self, architecture: str | None) -> tuple["Config", list[str]]:
-        """Replace train.precision `auto`, and say why; `architecture` is
-        the GPU's, None on a CPU.
-        """
-        if self.train.precision != "auto":
-            return self, []
-        precision, why = (
-            "bf16",
-            f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}",
-        )
-        only_bf16 = [choice for choice in choices(self.model) if not choice.fp8]
-        if self.model.arch == "llama":
-            why = "no long run of Llama in fp8 has been measured"
-        elif only_bf16:
-            why = f"fp8 has no {only_bf16[0].key} {only_bf16[0].value}"
-        elif self.train.dtype == "fp32" or self.train.seq_len % 16:
-            why = "fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len"
-        elif architecture == "9.0":
-            precision, why = (
-                "fp8",
-                "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md",
-            )
-        return self.replace(train={"precision": precision}), [
-            f"train.precision auto: {precision} ({why})"
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

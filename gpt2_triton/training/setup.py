@@ -14,6 +14,7 @@ from gpt2_triton.checkpoint.load import Checkpoint
 from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import flat_parts
+from gpt2_triton.config import precision
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
@@ -97,14 +98,16 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     not be there, would fail first.
     """
     if found is None:
-        return config.choose_precision(device.architecture() if device.present() else None)
+        return precision.choose_precision(
+            config, device.architecture() if device.present() else None
+        )
     saved, notes = json.loads((found / STATE).read_text(encoding="utf-8"))["config"], []
     if config.train.precision == "auto":
-        precision = saved["train"].get("precision", "bf16")
-        if precision == "fp8":
+        kept = saved["train"].get("precision", "bf16")
+        if kept == "fp8":
             device.require_own_fp8()
-        config = config.replace(train={"precision": precision})
-        notes = [f"train.precision auto: {precision} (of the run so far)"]
+        config = config.replace(train={"precision": kept})
+        notes = [f"train.precision auto: {kept} (of the run so far)"]
     resume.check_config(saved, _explicit(config))
     return config, notes
 

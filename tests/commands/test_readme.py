@@ -30,6 +30,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
@@ -380,7 +381,7 @@ def test_the_recipe_with_muon_has_the_rates_that_the_search_began_with():
     assert recipe.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
     assert recipe.optim == run.replace(optim={"lr": recipe.optim.lr, "warmup": warmup}).optim
     assert recipe.train.step_tokens == run.train.step_tokens
-    assert recipe.choose_precision("9.0")[0].train.precision == run.train.precision
+    assert choose_precision(recipe, "9.0")[0].train.precision == run.train.precision
 
 
 @pytest.mark.parametrize(

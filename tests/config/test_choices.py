@@ -5,6 +5,7 @@ import pytest
 from gpt2_triton.checkpoint.export import WRITERS, export
 from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.rules import conflicts
 from gpt2_triton.config.schema import Choice, ModelConfig, choices
 from gpt2_triton.errors import ConfigError
@@ -39,7 +40,7 @@ def test_fp8_is_refused_and_not_chosen_for_what_it_does_not_have(choice):
     config = with_choice(choice, choice.arch or "gpt2", "fp8")
     wrong = f"fp8 has no {choice.key} {choice.value}"
     assert (("train.precision", f"{wrong}; set it to bf16") in conflicts(config)) != choice.fp8
-    chosen, notes = config.replace(train={"precision": "auto"}).choose_precision("9.0")
+    chosen, notes = choose_precision(config.replace(train={"precision": "auto"}), "9.0")
     assert (notes == [f"train.precision auto: bf16 ({wrong})"]) != choice.fp8
     assert choice.fp8 or chosen.train.precision == "bf16"
 

@@ -10,6 +10,7 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.load import Checkpoint
 from gpt2_triton.checkpoint.stored import whole_tensors
+from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.errors import ConfigError
@@ -240,13 +241,13 @@ def test_evaluation_changes_no_scale_and_reads_the_weights_of_the_moment(llama):
     ],
 )
 def test_auto_is_fp8_where_it_is_faster(architecture, train, chosen):
-    config, notes = fp8_config(precision="auto", **train).choose_precision(architecture)
+    config, notes = choose_precision(fp8_config(precision="auto", **train), architecture)
     assert (
         notes == [f"train.precision auto: {chosen}"] and config.train.precision == chosen.split()[0]
     )
-    assert fp8_config().choose_precision(architecture) == (fp8_config(), [])
+    assert choose_precision(fp8_config(), architecture) == (fp8_config(), [])
     llama = config.replace(model={"arch": "llama"}, train={"precision": "auto"})
-    assert llama.choose_precision(architecture)[0].train.precision == "bf16"
+    assert choose_precision(llama, architecture)[0].train.precision == "bf16"
 
 
 def test_plan_has_no_buffer_that_no_precision_needs():
