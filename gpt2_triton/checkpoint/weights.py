@@ -249,7 +249,7 @@ def from_bf16(high: np.ndarray) -> np.ndarray:
 
 def split_master(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (bits of the bf16 weight, 16 lower bits), both int16, as split_master in
-    kernels/device_math.py does.
+    kernels/master.py does.
     """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     high = ((bits + 0x8000) >> 16).astype(np.uint16)

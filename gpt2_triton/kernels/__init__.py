@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from gpt2_triton.kernels import step_io
 from gpt2_triton.kernels.adamw import adamw
+from gpt2_triton.kernels.add_partials import add_partials
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.classifier import (
     classifier_dx,
@@ -55,7 +56,6 @@ from gpt2_triton.kernels.outlier import skip_outliers
 from gpt2_triton.kernels.philox import fill, normal_init
 from gpt2_triton.kernels.precompile import compiling
 from gpt2_triton.kernels.reduce import (
-    add_partials,
     clip_factor,
     loss_sum,
     sum_squares,

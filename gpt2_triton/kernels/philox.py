@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import split_master
+from gpt2_triton.kernels.master import split_master
 from gpt2_triton.kernels.step_io import SEED_HIGH, SEED_LOW
 from gpt2_triton.kernels.tuning import flat_block
 

@@ -6,7 +6,6 @@ column_sums   out[n] (+)= sum_p part[p, n]        the end of bias and layernorm 
 sum_squares   out (+)= sum_i g[i]^2               the square of the gradient norm over a flat range
 clip_factor   norm, min(1, clip / norm), finite   AdamW multiplies gradients with the factor
 loss_sum      out = loss_scale * sum_r losses[r]
-add_partials  out += sum_k parts[k]               gradients that other ranks have sent
 """
 
 import triton
@@ -143,22 +142,3 @@ def clip_factor(step_out: Tensor, sumsq: Tensor, step_in: Tensor) -> None:
     loss are finite, else 0).
     """
     _clip_factor_kernel[(1,)](step_out, sumsq, step_in)
-
-
-@triton.jit
-def _add_partials_kernel(out_ptr, parts_ptr, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
-    total = tl.load(out_ptr + i, mask=mask, other=0.0)
-    for _ in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + i, mask=mask, other=0.0)
-        parts_ptr += n
-    tl.store(out_ptr + i, total, mask=mask)
-
-
-@contract("out[n]+ <- parts[k,n]")
-def add_partials(out: Tensor, parts: Tensor) -> None:
-    """out += parts[0], then parts[1] ..., in fp32."""
-    k, n = parts.shape
-    block = flat_block(n, 4096)
-    _add_partials_kernel[(triton.cdiv(n, block),)](out, parts, n, PARTS=k, BLOCK=block)

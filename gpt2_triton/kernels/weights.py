@@ -7,13 +7,13 @@ bf16            rounded stochastically: 16 random bits are added below the bits 
                 Philox gives 32 bits for (seed, step, element): the weight takes the lower half, the
                 moments the upper half.  That both moments take the same bits changes the mean of m
                 / sqrt(v) by about 1e-6 of it.
-bf16 with low   exactly, as bf16 and the 16 lower bits (device_math.split_master)
+bf16 with low   exactly, as bf16 and the 16 lower bits (master.split_master)
 """
 
 import triton
 import triton.language as tl
 
-from gpt2_triton.kernels.device_math import join_master, split_master
+from gpt2_triton.kernels.master import join_master, split_master
 from gpt2_triton.kernels.philox import ROUND, philox_words, step_seed
 from gpt2_triton.kernels.step_io import STEP
 

@@ -13,7 +13,7 @@ from gpt2_triton.checkpoint.weights import from_bf16 as host_from_bf16
 from gpt2_triton.checkpoint.weights import join_master as host_join
 from gpt2_triton.checkpoint.weights import round_bf16 as host_round
 from gpt2_triton.checkpoint.weights import split_master as host_split
-from gpt2_triton.kernels.device_math import join_master, split_master
+from gpt2_triton.kernels.master import join_master, split_master
 from tests.conftest import DEVICE
 from tests.support.foreign import config_of
 

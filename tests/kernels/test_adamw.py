@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gpt2_triton.kernels.adamw import adamw
-from gpt2_triton.kernels.device_math import join_master, split_master
+from gpt2_triton.kernels.master import join_master, split_master
 from gpt2_triton.operands import Betas, Span, Step
 from tests.conftest import DEVICE
 from tests.kernels.test_philox import philox

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from gpt2_triton.kernels.add_partials import add_partials
 from gpt2_triton.kernels.reduce import (
-    add_partials,
     clip_factor,
     column_sums,
     loss_sum,
