@@ -45,7 +45,8 @@ ROOMS = {
     "__init__": "errors api version",
     "__main__": "commands",
 }
-LAYERS = "operands model.schedule model.launchers model.model_view model.sharding model.tables"
+LAYERS = "operands model.schedule model.launchers model.model_view model.sharding"
+DECODING = "model.decoding model.launchers model.model_view"
 WITHIN = {
     "kernels.hopper": "operands kernels.hopper kernels.epilogue kernels.dw_split kernels.tiles "
     "kernels.device_math kernels.e4m3 kernels.rope "
@@ -66,18 +67,23 @@ WITHIN = {
     "data.tokenizer": "errors files data.tokenizer_file",
     "data.tokenizer_file": "errors files",
     "data.prepare": "errors console files data",
-    "model.schedule": "operands model.launchers model.model_view model.tables",
+    "model.schedule": "operands model.launchers model.model_view model.muon_update model.tables",
+    "model.muon_update": "model.launchers model.model_view model.tables",
+    "model.decoding": "model.arena model.launchers model.model_view model.schedule model.tables",
     "model.launchers": "operands",
-    "model.model_view": "operands model.communicator model.muon model.tables",
+    "model.model_view": "operands model.communicator model.muon model.recompute model.tables",
     "model.fp8_table": "model.arena model.tables",
     "model.gpt2": "model.arena model.tables model.fp8_table model.gpt2",
     "model.gpt2.wiring": "operands model.model_view model.gpt2.buffers",
     "model.gpt2.schedule": f"{LAYERS} model.gpt2.buffers",
+    "model.gpt2.decoding": f"{DECODING} model.gpt2.buffers",
     "model.llama": "model.arena model.tables model.fp8_table model.llama",
     "model.llama.wiring": "operands model.model_view model.llama.buffers",
     "model.llama.schedule": f"{LAYERS} model.llama.buffers",
-    "model.arena": "errors",
-    "model.tables": "operands model.arena config.values",
+    "model.llama.decoding": f"{DECODING} model.llama.buffers",
+    "model.arena": "model.recompute",
+    "model.recompute": "config.values",
+    "model.tables": "operands model.arena",
     "model.optimizers": "",
     "model.sharding": "model.optimizers model.tables",
     "model.cuda": "",

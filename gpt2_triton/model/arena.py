@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2_triton.model import recompute
+
 # one step, in order; block* loop over layers
 PHASES = ("embed", "block", "head", "block_bwd", "update", "between")
 ALIGN = 256
@@ -112,24 +114,22 @@ def eval_shape(shape: str, dims: dict[str, int]) -> tuple[int, ...]:
 
 
 def resolve_buffers(
-    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str],
-    order: Sequence[str],
-) -> list[Buffer]:  # fmt: skip
+    table: type, dims: dict[str, int], dtypes: dict[str, torch.dtype], levels: Sequence[str]
+) -> list[Buffer]:
     """Return the table's buffers for these sizes, not yet placed; leave out empty
     buffers and buffers whose condition does not hold.
 
     levels  the recompute level of each layer; layers of the deeper level come first
-    order   all levels, from the level that keeps most to the level that keeps least
 
     Three layers at level `gelu:1`: layer 0 computes GELU's output fcg again,
     so it shares layer 1's copy:
 
     >>> from gpt2_triton.model.gpt2.buffers import Acts
-    >>> from gpt2_triton.model.tables import RECOMPUTE_LEVELS, layer_levels
+    >>> from gpt2_triton.model.recompute import layer_levels
     >>> dims = dict(B=1, T=8, R=8, Rc=8, C=4, D=12, F=16, G=16, NH=1, L=3,
     ...             S=7, Vp=8, W=8, trains=1, bf16=1, bf16_head=1, dropout=0)
     >>> dtypes = dict(act=torch.bfloat16, f32=torch.float32)
-    >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3), RECOMPUTE_LEVELS)
+    >>> buffers = resolve_buffers(Acts, dims, dtypes, layer_levels("gelu:1", 3))
     >>> for b in buffers:
     ...     if b.copy_of:
     ...         print(f"{b.name:<5}{b.copies} copies, entries use", *b.copy_of)
@@ -146,47 +146,19 @@ def resolve_buffers(
     dqkv 1 copies, entries use 0 0 0
     dx   1 copies, entries use 0 0 0 0 0 0 0
     """
-    depths = [order.index(level) for level in levels]
     out = []
     for field in dataclasses.fields(table):
         spec: BufferSpec = field.metadata["spec"]
         if not all(dims[condition] for condition in spec.when.split()):
             continue
-        live, copy_of = spec.live, None
-        level, _, which = spec.drop.partition(":")
-        dropped = sum(depth >= order.index(level) for depth in depths) if level else 0
+        copy_of = None
         if spec.count:
             n = eval_shape(spec.count, dims)[0]
-            copy_of = (
-                (0,) * n if spec.one_copy else _copies(n, len(levels), dropped, which == "odd")
-            )
-        if dropped and dropped == len(levels) and which != "odd":
-            live = "block block_bwd" if depths[0] >= order.index(spec.again or level) else "block"
-        out.append(
-            Buffer(
-                field.name, spec, eval_shape(spec.shape, dims), dtypes[spec.storage], live, copy_of
-            )
-        )
+            copy_of = (0,) * n if spec.one_copy else recompute.copies(n, spec.drop, levels)
+        live = recompute.phases(spec.live, spec.drop, spec.again, levels)
+        shape = eval_shape(spec.shape, dims)
+        out.append(Buffer(field.name, spec, shape, dtypes[spec.storage], live, copy_of))
     return [buffer for buffer in out if buffer.nbytes]
-
-
-def _copies(n: int, layers: int, dropped: int, odd_only: bool) -> tuple[int, ...]:
-    """Return the copy that each of a list's n entries uses.
-
-    The first `dropped` layers use the copy of layer `dropped`; every other entry has its own copy.
-    In the forward pass the dropped layers end before layer `dropped` writes.  In the backward pass
-    layer `dropped` ends before they write.
-
-    >>> _copies(4, 4, 2, odd_only=False)
-    (0, 0, 0, 1)
-    >>> _copies(9, 4, 2, odd_only=True)  # x[1] and x[3] use the copy of x[5]
-    (0, 3, 1, 3, 2, 3, 4, 5, 6)
-    """
-    # the first entry with a copy that others use
-    shared = dropped * (n // layers) + odd_only if dropped else 0
-    users = [shared if i < shared and (i % 2 or not odd_only) else i for i in range(n)]
-    copies = {entry: copy for copy, entry in enumerate(sorted({*users}))}
-    return tuple(copies[entry] for entry in users)
 
 
 @dataclasses.dataclass

@@ -22,16 +22,16 @@ from gpt2_triton.device import free_and_total_bytes
 from gpt2_triton.errors import OutOfMemoryError
 from gpt2_triton.model import architecture
 from gpt2_triton.model.arena import GIB, PHASES, MemoryPlan, place_buffers, resolve_buffers
+from gpt2_triton.model.decoding import Decoding
 from gpt2_triton.model.fp8 import scale_count
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.muon import matrix_shapes
 from gpt2_triton.model.optimizers import named
+from gpt2_triton.model.recompute import layer_levels
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
     WINDOW,
-    Decoding,
     State,
-    layer_levels,
     param_entries,
 )
 from gpt2_triton.model.tensor_stats import tracked_activations
@@ -110,7 +110,7 @@ def plan_memory(
     buffers = [
         b
         for table in (State, A.Acts, *([A.Fp8Buffers] if dims["Q"] else []), Decoding)
-        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
+        for b in resolve_buffers(table, dims, dtypes, levels)
     ]
     plan = place_buffers(buffers)
     if dims["Q"]:
@@ -133,11 +133,7 @@ def _plan_between_steps(
     fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}
     levels = [FORWARD_ONLY] * dims["L"]
     dims = dims | dict(trains=0, bf16=1, bf16_head=1, fp8_head=0)
-    acts = [
-        b
-        for b in resolve_buffers(table, dims, dtypes, levels, RECOMPUTE_LEVELS)
-        if b.spec.kind != "backward"
-    ]
+    acts = [b for b in resolve_buffers(table, dims, dtypes, levels) if b.spec.kind != "backward"]
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
     return place_buffers([b for b in acts if b.live and b.name not in fixed], [*fixed.values()])

@@ -1,5 +1,5 @@
-"""A model in one arena: its buffers, its initial weights, and the calls that train,
-evaluate and decode with it.
+"""A model in one arena: its buffers, its initial weights, and the calls of a training step.
+forward.py evaluates and decodes with it.
 
 `K` is the kernel package.  It is an argument so that tests can pass tests/support/reference.py, the
 same launchers in plain torch.
@@ -7,7 +7,7 @@ same launchers in plain torch.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
+from gpt2_triton.model.decoding import Decoding
+from gpt2_triton.model.forward import ForwardPasses
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import (
@@ -35,14 +37,15 @@ from gpt2_triton.model.memory_plan import (
 )
 from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
+from gpt2_triton.model.recompute import Recompute
 from gpt2_triton.model.state_io import SavedState
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tables import Decoding, Part, Recompute, State, param_entries
+from gpt2_triton.model.tables import Part, State, param_entries
 from gpt2_triton.model.tensor_stats import StatsRecorder
 from gpt2_triton.model.view import make_view
 
 
-class Model:
+class Model(ForwardPasses):
     """A model in its arena.  After the constructor nothing is allocated on the device."""
 
     def __init__(
@@ -97,7 +100,7 @@ class Model:
             raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
-        self.drawn = self.dims["V"]  # tokens that `decode` draws among, the first of the vocabulary
+        self.drawn = self.dims["V"]
         # Llama's rotations
         self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
@@ -125,14 +128,6 @@ class Model:
         ]
         self._first_rows = torch.empty(len(rows), dtype=torch.int32, pin_memory=device != "cpu")
         self._first_rows.numpy()[:] = rows
-
-    def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
-        """Return the view for B sequences of T tokens, B*T at most the plan's, between
-        steps; `fp8`: as in a step.
-        """
-        if (B, T, fp8) not in self._views:
-            self._views[B, T, fp8] = make_view(self, B, T, fp8 and self.has_fp8)
-        return self._views[B, T, fp8]
 
     def initialise(self, seed: int) -> None:
         """Set initial weights and zero moments."""
@@ -233,59 +228,6 @@ class Model:
     def _update(self, with_stats: bool) -> None:
         self._observe(with_stats, False)
         schedule.update(self.K, self.train_view)
-
-    # ---- evaluation and decoding, between steps ----
-
-    def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
-        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8`
-        from a step's fp8 operands.
-        """
-        B, T = ids.shape
-        v = self.view(B, T, fp8)
-        v.ids.copy_(torch.from_numpy(ids))
-        v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
-        self.A.schedule.embed(self.K, v)
-        schedule.block(self.K, self.A.schedule, v)
-        schedule.head_loss(self.K, v)
-        return v.a.losses.cpu()
-
-    def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Return the logits of positions start to stop, fp32 [B, stop -
-        start, V], a few rows at once.
-        """
-        v, (B, T) = self.view(*ids.shape), ids.shape
-        v.ids.copy_(torch.from_numpy(ids))
-        self.A.schedule.embed(self.K, v)
-        schedule.block(self.K, self.A.schedule, v)
-        schedule.final_norm(self.K, v)
-        out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
-        for b, t in itertools.product(range(B), range(start, stop, most)):
-            n = min(most, stop - t)
-            chunk = self.decoding.logits[:n]
-            rows = slice(b * T + t, b * T + t + n)
-            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head)
-            out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
-        return out
-
-    def prefill(self, window: Sequence[int], sequences: slice) -> None:
-        """Write keys and values of up to T tokens into the cache of each of `sequences`."""
-        v = self.view(1, self.T)
-        # rows after the window: decoding overwrites each before reading it
-        ids = np.zeros((1, self.T), np.int32)
-        ids[0, : len(window)] = window
-        v.ids.copy_(torch.from_numpy(ids))
-        schedule.prefill(self.K, self.A.schedule, v, self.decoding, sequences)
-
-    def decode(self, temperature: float, top_k: int, top_p: float) -> None:
-        """Sample the next token of each sequence into decoding.seq; the next call
-        writes it into the cache.
-        """
-        self._run(self._decode, temperature, top_k, top_p)
-
-    def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
-        v = self.view(len(self.decoding.seq), 1)
-        how = self.drawn, temperature, top_k, top_p
-        schedule.sample(self.K, self.A.schedule, v, self.decoding, *how)
 
     # ---- kernels and graphs ----
 

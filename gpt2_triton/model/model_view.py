@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.muon import MatrixClass
-from gpt2_triton.model.tables import HeadActs, Recompute, State, Tensors
+from gpt2_triton.model.recompute import Recompute
+from gpt2_triton.model.tables import HeadActs, State, Tensors
 from gpt2_triton.operands import (
     UNUSED,
     Betas,

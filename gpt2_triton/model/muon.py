@@ -1,7 +1,7 @@
 """Muon's polynomials, and its views of the arena: the layers' matrices
 in classes of one shape each.
 
-kernels/muon.py has the arithmetic, and schedule.update_matrices has its order.
+kernels/muon.py has the arithmetic, and muon_update.py has its order.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What every model runs: its layers in order, the head, sampling, and the
+"""What every model runs in a step: its layers in order, the head, and the
 update, one launch per line.
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics), layers the
@@ -19,7 +19,8 @@ from typing import Protocol
 
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
-from gpt2_triton.model.tables import Decoding, HeadActs
+from gpt2_triton.model.muon_update import update_matrices
+from gpt2_triton.model.tables import HeadActs
 from gpt2_triton.operands import Fp8, Operand
 
 View = ModelView[object, HeadActs]
@@ -32,7 +33,6 @@ class Layers(Protocol):
     def layer(self, K: Kernels, m: ModelView, l: int) -> None: ...
     def last_product(self, K: Kernels, m: ModelView, l: int) -> None: ...
     def block_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
-    def decode(self, K: Kernels, m: ModelView, d: Decoding) -> None: ...
 
 
 def cast(K: Kernels, operands: list[Fp8]) -> None:
@@ -109,36 +109,6 @@ def head_loss(K: Kernels, m: View) -> None:
         )
 
 
-def prefill(K: Kernels, layers: Layers, m: View, d: Decoding, sequences: slice) -> None:
-    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
-    layers.embed(K, m)
-    for l in range(m.L):
-        layers.layer(K, m, l)
-        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
-        layers.last_product(K, m, l)
-
-
-def sample(
-    K: Kernels,
-    layers: Layers,
-    m: View,
-    d: Decoding,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> None:
-    """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
-    last token goes through the model as one row.
-    """
-    layers.decode(K, m, d)
-    # separately: each of the head's 3144 programs would have to normalise its input again
-    final_norm(K, m)
-    logits = d.logits[: len(d.seq)]
-    K.decode_matmul(logits, m.a.lnf, m.net.head)
-    K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)
-
-
 def roll_scales(K: Kernels, m: View) -> None:
     # scales of the next step's fp8 tensors from the largest absolute values of the last steps
     m.comm.all_reduce_max(m.s.amax)
@@ -169,27 +139,3 @@ def update(K: Kernels, m: View) -> None:
     if m.matrices:
         update_matrices(K, m)
         m.comm.gather_after_update(m.L)  # the last layer's bucket
-
-
-def update_matrices(K: Kernels, m: View) -> None:
-    """Update the layers' matrices by Muon: write their momentum to x, nearly
-    orthogonalise x, and update w with x.
-    """
-    for c in m.matrices:
-        if c.part.x.numel():
-            K.muon_momentum(c.part, m.step)
-    m.comm.collect_matrices(m.matrices)
-    for c in (c for c in m.matrices if len(c.owned)):
-        K.muon_normalise(c.next, m.a.scratch, c.owned)
-        x, y = c.next, c.owned
-        # y = p[0] x + (p[1] gram + p[2] gram gram) x with gram = x x^T; the last y is c.owned
-        for p in c.polynomials:
-            K.muon_gram(c.gram, x)
-            K.muon_poly(c.poly, c.gram, *p[1:])
-            K.muon_apply(y, x, c.poly, p[0])
-            x, y = y, x
-    m.comm.deliver_matrices(m.matrices)
-    for c in m.matrices:
-        if c.part.x.numel():  # with many ranks some own no part of a class
-            m.observe.muon(c.part)
-            K.muon_update(c.part, m.step)

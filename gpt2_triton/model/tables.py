@@ -44,49 +44,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.arena import buf, eval_shape
 from gpt2_triton.operands import Operand
 
 WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in llm.c
-
-
-@dataclasses.dataclass(frozen=True)
-class Recompute:
-    """Says what a layer's backward pass computes again instead of
-    reading, from memory.recompute.
-    """
-
-    gelu: bool
-    # also the fp8 casts of weights and att; True at `block` too, where a layer's two norms share ln
-    ln: bool
-    qkv: bool
-    block: bool
-
-    @classmethod
-    def at(cls, level: str, fp8: bool) -> "Recompute":
-        """Return what a level computes again; in fp8 GELU's output is
-        kept, and its input is not.
-        """
-        block, parts = level == "block", level.split("+")
-        return cls(
-            gelu="gelu" in parts and not fp8,
-            ln="ln" in parts or block,
-            qkv="qkv" in parts,
-            block=block,
-        )
-
-
-def layer_levels(recompute: str, L: int) -> list[str]:
-    """Return each layer's level.  LEVEL is for all; LEVEL:N is for the first N, and the
-    level before it for the others.
-
-    >>> layer_levels("gelu:1", 3)
-    ['gelu', 'none', 'none']
-    """
-    level, _, first = recompute.partition(":")
-    n = int(first or L)
-    return [level] * n + [RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(level) - 1]] * (L - n)
 
 
 Tensors = list[Tensor]
@@ -187,19 +148,6 @@ class HeadActs(InLayers):
     delta:   Tensor  = buf("B NH T",     "f32", "block_bwd",        "backward")
     # partial sums of one launch
     scratch: Tensor  = buf("W",          "f32", "head..update",     "scratch")
-
-
-@dataclasses.dataclass
-class Decoding:
-    """Buffers of decoding.  The backward pass may overwrite them: no text goes
-    on after a training step.
-    """
-
-    # keys, values
-    cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")
-    logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
-    # see kernels/decode.py
-    seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")
 # fmt: on
 
 

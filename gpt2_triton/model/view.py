@@ -1,21 +1,21 @@
 """Makes the schedule's view of a model."""
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.model import muon, sharding
+from gpt2_triton.model import muon, sharding, spans
 from gpt2_triton.model.architecture import Architecture
 from gpt2_triton.model.arena import MemoryPlan, carve
 from gpt2_triton.model.communicator import Communicator
 from gpt2_triton.model.fp8 import place_operands
 from gpt2_triton.model.model_view import Cut, ModelView, Observer
 from gpt2_triton.model.rates import bucket_rates
-from gpt2_triton.model.tables import Recompute, State, param_views
-from gpt2_triton.operands import Betas, Fp8, Span, Step, TokenRows
+from gpt2_triton.model.recompute import Recompute
+from gpt2_triton.model.tables import State, param_views
+from gpt2_triton.operands import Betas, Fp8, Step, TokenRows
 
 
 class Planned(Protocol):
@@ -87,8 +87,8 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         betas=Betas(optim.beta1, optim.beta2, optim.eps),
         comm=model.comm,
         grads_sharded=d["zero"] == 2,
-        norm_grads=_norm_grads(state, d, rank) if training else [],
-        updates=list(_update_spans(state, d, rank, config)) if training else [],
+        norm_grads=spans.norm_grads(state, d, rank) if training else [],
+        updates=list(spans.update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(A.Params, state, d, rank, optim.momentum, layers.decay)),
     )
 
@@ -101,26 +101,3 @@ def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Any]:
     )
     tokens = TokenRows(order, segments.view(Ns, 4), split.view(Nh, 4), T)
     return dict(ids=ids.view(B, T), targets=targets, tokens=tokens)
-
-
-def _norm_grads(state: State, dims: dict[str, int], rank: int) -> list[Tensor]:
-    """Return this rank's shard of the gradients in as few spans as possible."""
-    spans = sharding.coalesce((p.grad, p.length) for p in sharding.owned_shards(dims, rank))
-    return [sharding.reduced_gradients(state)[start : start + n] for start, n in spans]
-
-
-def _update_spans(
-    state: State, dims: dict[str, int], rank: int, config: Config
-) -> Iterator[tuple[int, Span]]:
-    """Yield this rank's spans for AdamW, with the number of the first bucket of each."""
-    embed, layers, rest = bucket_rates(config)
-    rates = {0: embed, dims["L"] + 1: rest}
-    for p in sharding.updated_shards(dims, rank):
-        if p.optimizer.matrices:
-            continue
-        rate = rates.get(p.bucket, layers)
-        m, v = p.of(state.m, "m"), p.of(state.v, "v")
-        low = None if state.master_low is None else p.of(state.master_low, "low")
-        w = state.params[p.param : p.param + p.length]
-        g = sharding.reduced_gradients(state)[p.grad : p.grad + p.length]
-        yield p.bucket, Span(w, m, v, low, g, p.first, rate.lr_factor, rate.decay)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt2_triton.config.values import RECOMPUTE_LEVELS, check_recompute
+from gpt2_triton.config.values import check_recompute
 from gpt2_triton.model.arena import (
     ALIGN,
     PHASES,
@@ -25,7 +25,8 @@ from gpt2_triton.model.arena import (
     resolve_buffers,
 )
 from gpt2_triton.model.gpt2.buffers import Acts
-from gpt2_triton.model.tables import State, layer_levels
+from gpt2_triton.model.recompute import layer_levels
+from gpt2_triton.model.tables import State
 
 DTYPES = dict(act=torch.bfloat16, i32=torch.int32, i16=torch.int16) | dict.fromkeys(
     ("f32", "m", "v"), torch.float32
@@ -49,7 +50,7 @@ tables = st.lists(
 ).map(lambda rows: [buffer(f"r{i}", *row) for i, row in enumerate(rows)])
 
 
-@pytest.mark.parametrize("member", [buf, State, check_recompute])
+@pytest.mark.parametrize("member", [buf, layer_levels, check_recompute])
 def test_examples_in_docstrings_of_its_module_hold(member):
     result = doctest.testmod(inspect.getmodule(member))
     assert result.failed == 0 and result.attempted > 0
@@ -176,11 +177,7 @@ def test_lists_share_the_copies_that_their_level_drops(level):
         Nc=0,
     )
     levels = layer_levels(level, 3)
-    resolved = [
-        b
-        for table in (State, Acts)
-        for b in resolve_buffers(table, dims, DTYPES, levels, RECOMPUTE_LEVELS)
-    ]
+    resolved = [b for table in (State, Acts) for b in resolve_buffers(table, dims, DTYPES, levels)]
     plan = place_buffers(resolved)
     acts = carve(Acts, plan.buffers, torch.empty(plan.total, dtype=torch.uint8), dims)
     assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [
@@ -223,10 +220,7 @@ def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
     )
 
     def resolved(level: str) -> dict[str, Buffer]:
-        return {
-            b.name: b
-            for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4), RECOMPUTE_LEVELS)
-        }
+        return {b.name: b for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4))}
 
     found = resolved("gelu+ln+qkv:2")
     assert found["qkv"].copy_of == (0, 0, 0, 1) and found["qkv"].live == "block..block_bwd"
@@ -237,7 +231,7 @@ def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
 
 def test_carve_makes_smaller_views_and_refuses_larger_ones():
     table = dataclasses.make_dataclass("Table", [("x", Tensor, buf("R C", "f32", "head", "kind"))])
-    plan = place_buffers(resolve_buffers(table, dict(R=8, C=4), DTYPES, [], RECOMPUTE_LEVELS))
+    plan = place_buffers(resolve_buffers(table, dict(R=8, C=4), DTYPES, []))
     memory = torch.empty(plan.total, dtype=torch.uint8)
     assert carve(table, plan.buffers, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):

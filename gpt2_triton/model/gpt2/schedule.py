@@ -7,7 +7,6 @@ from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
 from gpt2_triton.model.schedule import cast, norm_bwd
 from gpt2_triton.model.sharding import NOT_A_LAYER
-from gpt2_triton.model.tables import Decoding
 from gpt2_triton.operands import Linear, Operand
 
 View = ModelView[Params, Acts]
@@ -62,21 +61,6 @@ def layer(K: Kernels, m: View, l: int) -> None:
 def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + dropout(fcproj(fcg))
     add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.net.layers[l].fcproj)
-
-
-def decode(K: Kernels, m: View, d: Decoding) -> None:
-    """Take the last token of each sequence of d.seq through the layers, as one row."""
-    a = m.a
-    norms = m.net.norms
-    K.decode_embed(a.x[0], d.seq, m.net.embedding.wte, m.net.embedding.wpe)
-    for l, net in enumerate(m.net.layers):
-        i = 2 * l
-        # the arguments after the layer: norm of the input, residual
-        K.decode_matmul(a.qkv[l], a.x[i], net.qkv, norms[i])
-        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH)
-        K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
-        K.decode_matmul(a.fcg[l], a.x[i + 1], net.fc, norms[i + 1], None, m.activation)
-        K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
 
 
 def block_bwd(K: Kernels, m: View, acc: bool) -> None:

@@ -1,0 +1,61 @@
+"""Decoding: its buffers, and the launches that write a text's keys and values and draw tokens."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gpt2_triton.model.arena import buf
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.schedule import Layers, View, final_norm
+from gpt2_triton.model.tables import Tensors
+
+
+# fmt: off
+@dataclasses.dataclass
+class Decoding:
+    """Buffers of decoding.  The backward pass may overwrite them: no text goes
+    on after a training step.
+    """
+
+    # keys, values
+    cache:  Tensors = buf("L | Bd T 2 Ckv", "act", "embed block head between", "decoding")
+    logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
+    # see kernels/decode.py
+    seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")
+# fmt: on
+
+
+# the launches of a model's layers for one token of each sequence: gpt2/decoding.py
+Decode = Callable[[Kernels, ModelView, Decoding], None]
+
+
+def prefill(K: Kernels, layers: Layers, m: View, d: Decoding, sequences: slice) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
+    layers.embed(K, m)
+    for l in range(m.L):
+        layers.layer(K, m, l)
+        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
+        layers.last_product(K, m, l)
+
+
+def sample(
+    K: Kernels,
+    decode: Decode,
+    m: View,
+    d: Decoding,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
+    last token goes through the model as one row.
+    """
+    decode(K, m, d)
+    # separately: each of the head's 3144 programs would have to normalise its input again
+    final_norm(K, m)
+    logits = d.logits[: len(d.seq)]
+    K.decode_matmul(logits, m.a.lnf, m.net.head)
+    K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)

@@ -1,0 +1,85 @@
+"""What a model computes between training steps: losses, logits and text."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_triton.model import decoding, schedule
+from gpt2_triton.model.decoding import Decoding
+from gpt2_triton.model.launchers import Kernels
+from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.view import Planned, make_view
+
+
+class ForwardPasses(Planned):
+    """The forward passes of a Model."""
+
+    K: Kernels
+    T: int
+    has_fp8: bool
+    decoding: Decoding
+    drawn: int  # tokens that `decode` draws among, the first of the vocabulary
+    _views: dict[tuple[int, int, bool], ModelView]
+    _run: Callable[..., None]
+
+    def view(self, B: int, T: int, fp8: bool = False) -> ModelView:
+        """Return the view for B sequences of T tokens, B*T at most the plan's, between
+        steps; `fp8`: as in a step.
+        """
+        if (B, T, fp8) not in self._views:
+            self._views[B, T, fp8] = make_view(self, B, T, fp8 and self.has_fp8)
+        return self._views[B, T, fp8]
+
+    def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
+        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8`
+        from a step's fp8 operands.
+        """
+        B, T = ids.shape
+        v = self.view(B, T, fp8)
+        v.ids.copy_(torch.from_numpy(ids))
+        v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
+        self.A.schedule.embed(self.K, v)
+        schedule.block(self.K, self.A.schedule, v)
+        schedule.head_loss(self.K, v)
+        return v.a.losses.cpu()
+
+    def logits(self, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Return the logits of positions start to stop, fp32 [B, stop -
+        start, V], a few rows at once.
+        """
+        v, (B, T) = self.view(*ids.shape), ids.shape
+        v.ids.copy_(torch.from_numpy(ids))
+        self.A.schedule.embed(self.K, v)
+        schedule.block(self.K, self.A.schedule, v)
+        schedule.final_norm(self.K, v)
+        out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
+        for b, t in itertools.product(range(B), range(start, stop, most)):
+            n = min(most, stop - t)
+            chunk = self.decoding.logits[:n]
+            rows = slice(b * T + t, b * T + t + n)
+            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head)
+            out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
+        return out
+
+    def prefill(self, window: Sequence[int], sequences: slice) -> None:
+        """Write keys and values of up to T tokens into the cache of each of `sequences`."""
+        v = self.view(1, self.T)
+        # rows after the window: decoding overwrites each before reading it
+        ids = np.zeros((1, self.T), np.int32)
+        ids[0, : len(window)] = window
+        v.ids.copy_(torch.from_numpy(ids))
+        decoding.prefill(self.K, self.A.schedule, v, self.decoding, sequences)
+
+    def decode(self, temperature: float, top_k: int, top_p: float) -> None:
+        """Sample the next token of each sequence into decoding.seq; the next call
+        writes it into the cache.
+        """
+        self._run(self._decode, temperature, top_k, top_p)
+
+    def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
+        v = self.view(len(self.decoding.seq), 1)
+        how = self.drawn, temperature, top_k, top_p
+        decoding.sample(self.K, self.A.decode, v, self.decoding, *how)
