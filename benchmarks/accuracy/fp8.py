@@ -30,7 +30,7 @@ from benchmarks.accuracy.comparison import (
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.operands import Branch, Norm
+from gpt2_triton.operands import Branch, Linear, Norm
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -110,7 +110,7 @@ def of_operand(
 def products(R: int, C: int) -> Iterator[Comparison]:
     """Compare qkv, fcproj with its residual, and dX of fc."""
     inp, w, b, out = activation(R, C), weight(3 * C, C, 0.02), randn(3 * C), empty(R, 3 * C)
-    K.matmul(out, inp, w, b)
+    K.matmul(out, inp, Linear(w, b))
     yield Comparison(
         "fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED
     )
@@ -121,11 +121,11 @@ def products(R: int, C: int) -> Iterator[Comparison]:
         randn(R, C),
         empty(R, C),
     )
-    K.matmul_add(out, res, inp, w, b)
+    K.matmul_add(out, res, inp, Linear(w, b))
     want = exact(inp) @ exact(w).T + b.double() + res.double()
     yield Comparison("fp8 matmul_add", "out", out, None, want, limit=ROUNDED)
     dout, w = activation(R, 4 * C, 1e-3), weight(4 * C, C, 0.02)
-    K.matmul_dx(out, dout, w)
+    K.matmul_dx(out, dout, Linear(w))
     yield Comparison("fp8 matmul_dx", "dinp", out, None, exact(dout) @ exact(w), limit=ROUNDED)
 
 
@@ -162,13 +162,13 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
     op, std, N = "fp8 matmul_act", C**-0.5, 4 * C
     inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
     out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
-    K.matmul_act(out, slope, inp, w, b, "gelu")
+    K.matmul_act(out, slope, inp, Linear(w, b), "gelu")
     pre = (exact(inp) @ exact(w).T + b.double()).requires_grad_()
     value = F.gelu(pre, approximate="tanh")
     yield from of_operand(op, "out", out, value.detach(), transposed=True)
     op, dout, w = "fp8 matmul_dx_dact", activation(R, C, 1e-3), weight(C, N, std)
     dpre, dbias, scratch = operand(R, N, scale_for(8e-3)), empty32(N), empty32(R * N)
-    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w, slope, False, "gelu")
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w), slope, False, "gelu")
     [want] = torch.autograd.grad(value, pre, exact(dout) @ exact(w))
     yield from of_operand(op, "dpre", dpre, want, transposed=True)
     yield Comparison(op, "dbias", dbias, None, want.sum(0), limit=SLOPES)

@@ -24,7 +24,7 @@ from benchmarks.accuracy.comparison import (
 )
 from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
-from gpt2_triton.operands import Branch, Dropout, Norm, TokenRows
+from gpt2_triton.operands import Branch, Dropout, Linear, Norm, TokenRows
 
 F32 = torch.float32
 
@@ -52,8 +52,8 @@ def matmul(s: Sizes) -> Iterator[Comparison]:
         randn(s.R, 3 * s.C),
     )
     out, dinp, dw = empty(s.R, 3 * s.C), empty(s.R, s.C), empty32(3 * s.C, s.C)
-    K.matmul(out, x, w, b)
-    K.matmul_dx(dinp, dout, w)
+    K.matmul(out, x, Linear(w, b))
+    K.matmul_dx(dinp, dout, Linear(w))
     K.matmul_dw(dw, scratch(s), dout, x, False)
     yield from compare(F.linear, (x, w, b), dout, dict(out=out, dinp=dinp, dw=dw), "matmul")
 
@@ -67,13 +67,13 @@ def matmul_act(s: Sizes, act: str) -> Iterator[Comparison]:
     function = ACTIVATIONS[act]
     x, w, b = randn(s.R, s.C), randn(4 * s.C, s.C, scale=0.04), randn(4 * s.C)
     out, pre = empty(s.R, 4 * s.C), empty(s.R, 4 * s.C)
-    K.matmul_act(out, pre, x, w, b, act)
+    K.matmul_act(out, pre, x, Linear(w, b), act)
     yield from compare(
         lambda x, w, b: function(F.linear(x, w, b)), (x, w, b), out, dict(out=out), f"matmul_{act}"
     )
     w2, dout = randn(s.C, 4 * s.C, scale=0.02), randn(s.R, s.C)
     dpre, dbias, again = empty(s.R, 4 * s.C), empty32(4 * s.C), empty(s.R, 4 * s.C)
-    K.matmul_dx_dact(dpre, dbias, again, scratch(s), dout, w2, pre, False, act)
+    K.matmul_dx_dact(dpre, dbias, again, scratch(s), dout, Linear(w2), pre, False, act)
     ours = dict(out=None, dpre=dpre, dbias=dbias)
     op = f"matmul_dx_d{act}"
     yield from compare(
@@ -90,7 +90,7 @@ def matmul_add(s: Sizes) -> Iterator[Comparison]:
         randn(s.C),
         empty(s.R, s.C),
     )
-    K.matmul_add(out, res, x, w, b)
+    K.matmul_add(out, res, x, Linear(w, b))
     yield from compare(
         lambda r, x, w, b: r + F.linear(x, w, b), (res, x, w, b), out, dict(out=out), "matmul_add"
     )

@@ -59,7 +59,7 @@ def rotated_product(s: Sizes) -> Iterator[Comparison]:
     x, w = randn(s.R, s.C), randn(3 * s.C, s.C, scale=0.04)
     out = empty(s.R, 3 * s.C)
     table = rotation(s)
-    K.matmul_rope(out, x, w, Rope(table, s.T, 2 * s.C))
+    K.matmul_rope(out, x, Linear(w), Rope(table, s.T, 2 * s.C))
     yield from compare(
         lambda x, w: turned(F.linear(x, w), None, table, s),
         (x, w),
@@ -80,7 +80,7 @@ def head_norms(s: Sizes) -> Iterator[Comparison]:
     rstd, dw = empty32(s.R, 2 * s.NH), empty32(*weights.shape)
     lse, delta = empty32(2, s.B, s.NH, s.T)
     given = Rope(table, s.T, 2 * s.C, HeadNorm(weights, rstd, dw, s.NH, EPS))
-    K.matmul_rope(qkv, x, w, given)
+    K.matmul_rope(qkv, x, Linear(w), given)
     yield from compare(
         lambda x, w: turned(F.linear(x, w), weights, table, s),
         (x, w),
@@ -109,7 +109,7 @@ def gated(pre: Tensor) -> Tensor:
 def swiglu(s: Sizes) -> Iterator[Comparison]:
     x, w, dout = randn(s.R, s.C), randn(8 * s.C, s.C, scale=0.04), randn(s.R, 4 * s.C)
     (out, again), (pre, dpre) = empty(2, s.R, 4 * s.C), empty(2, s.R, 8 * s.C)
-    K.matmul_swiglu(out, pre, x, w)
+    K.matmul_swiglu(out, pre, x, Linear(w))
     K.swiglu(again, pre)
     K.swiglu_bwd(dpre, dout, pre)
     yield from compare(

@@ -66,7 +66,7 @@ from gpt2_triton.kernels.tuning import (
     programs,
     tuned,
 )
-from gpt2_triton.operands import Rope
+from gpt2_triton.operands import Linear, Rope
 
 
 @triton.jit
@@ -283,63 +283,63 @@ def _launch(
     return triton.cdiv(M, block_m)
 
 
-@contract("out[R,N] <- inp[R,K] w[N,K] b[N]?")
-def matmul(out: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
+@contract("out[R,N] <- inp[R,K] layer.w[N,K] layer.b[N]?")
+def matmul(out: Tensor, inp: Operand, layer: Linear) -> None:
     """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
-    _launch(out, inp, w, Epilogue(b=b))
+    _launch(out, inp, layer.w, Epilogue(b=layer.b))
 
 
-@contract("out[R,N] pre[R,N] <- inp[R,K] w[N,K] b[N]?")
-def matmul_act(
-    out: Operand, pre: Tensor, inp: Operand, w: Operand, b: Tensor | None, act: str
-) -> None:
+@contract("out[R,N] pre[R,N] <- inp[R,K] layer.w[N,K] layer.b[N]?")
+def matmul_act(out: Operand, pre: Tensor, inp: Operand, layer: Linear, act: str) -> None:
     """Write pre = inp @ w.T + b and out = act(pre as stored); in fp8, which has
     gelu alone, `pre` holds bytes of gelu'(pre).
     """
-    _launch(out, inp, w, Epilogue("act", b, pre=pre), act)
+    _launch(out, inp, layer.w, Epilogue("act", layer.b, pre=pre), act)
 
 
-@contract("out[R,F] pre[R,2*F] <- inp[R,K] w[2*F,K]")
-def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, w: Operand) -> None:
+@contract("out[R,F] pre[R,2*F] <- inp[R,K] layer.w[2*F,K]")
+def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, layer: Linear) -> None:
     """Write pre = inp @ w.T and out = swiglu(pre as stored): in one launch on Hopper in bf16."""
     if not isinstance(inp, Fp8) and hopper.takes("matmul_swiglu", *out.shape, dtype_name(inp)):
-        _launch(out, inp, w, Epilogue("swiglu", pre=pre))
+        _launch(out, inp, layer.w, Epilogue("swiglu", pre=pre))
     else:
-        matmul(pre, inp, w, None)
+        matmul(pre, inp, layer)
         swiglu(out, pre)
 
 
-@contract("out[R,N] rope.norm.rstd[R,H]? <- inp[R,K] w[N,K] rope.table[Tr,HS] rope.norm.w[2,HS]?")
-def matmul_rope(out: Tensor, inp: Operand, w: Operand, rope: Rope) -> None:
+@contract(
+    "out[R,N] rope.norm.rstd[R,H]? <- inp[R,K] layer.w[N,K] rope.table[Tr,HS] rope.norm.w[2,HS]?"
+)
+def matmul_rope(out: Tensor, inp: Operand, layer: Linear, rope: Rope) -> None:
     """Write out = inp @ w.T, and norm, if the rope has a norm, and rotate the heads in its first
     columns.
     """
-    _launch(out, inp, w, Epilogue("rope", rope=rope))
+    _launch(out, inp, layer.w, Epilogue("rope", rope=rope))
 
 
-@contract("out[R,N] <- res[R,N] inp[R,K] w[N,K] b[N]?")
-def matmul_add(out: Tensor, res: Tensor, inp: Operand, w: Operand, b: Tensor | None) -> None:
+@contract("out[R,N] <- res[R,N] inp[R,K] layer.w[N,K] layer.b[N]?")
+def matmul_add(out: Tensor, res: Tensor, inp: Operand, layer: Linear) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
-    _launch(out, inp, w, Epilogue("add", b, res))
+    _launch(out, inp, layer.w, Epilogue("add", layer.b, res))
 
 
-@contract("dinp[R,K] <- dout[R,N] w[N,K]")
-def matmul_dx(dinp: Tensor, dout: Operand, w: Operand) -> None:
+@contract("dinp[R,K] <- dout[R,N] layer.w[N,K]")
+def matmul_dx(dinp: Tensor, dout: Operand, layer: Linear) -> None:
     """Write dinp = dout @ w."""
-    _launch(dinp, dout, w, Epilogue(), w_is_nk=False)
+    _launch(dinp, dout, layer.w, Epilogue(), w_is_nk=False)
 
 
-@contract("dpre[R,K] dbias[K]+ act_out[R,K]? scratch[*] <- dout[R,N] w[N,K] pre[R,K]")
+@contract("dpre[R,K] dbias[K]+ act_out[R,K]? scratch[*] <- dout[R,N] layer.w[N,K] pre[R,K]")
 def matmul_dx_dact(
     dpre: Operand, dbias: Tensor, act_out: Tensor | None, scratch: Tensor,
-    dout: Operand, w: Operand, pre: Tensor, acc: bool, act: str,
+    dout: Operand, layer: Linear, pre: Tensor, acc: bool, act: str,
 ) -> None:  # fmt: skip
     """Write dpre = (dout @ w) * act'(pre), dbias (+)= its column sums before rounding, and
     act_out = act(pre), with the bits of matmul_act.  act_out may be pre: a program reads its
     elements of pre before it writes them.
     """
     epilogue = Epilogue("dact", pre=pre, act_out=act_out, part=scratch)
-    rows = _launch(dpre, dout, w, epilogue, act, w_is_nk=False)
+    rows = _launch(dpre, dout, layer.w, epilogue, act, w_is_nk=False)
     column_sums(dbias, None, None, scratch, rows, acc)
 
 

@@ -20,7 +20,7 @@ from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.operands import Branch, Norm
+from gpt2_triton.operands import Branch, Linear, Norm
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import error, exact, in_pairs, poisoned
@@ -319,13 +319,13 @@ def test_products_equal_float64(residual, rng):
     b, res, out = rng(112, dtype=BF16), rng(R, 112, dtype=BF16), poisoned(R, 112, dtype=BF16)
     want = dequantised(a) @ dequantised(w).T + b.double()
     if residual:
-        K.matmul_add(out, res, a, w, b)
+        K.matmul_add(out, res, a, Linear(w, b))
         want += res.double()
     else:
-        K.matmul(out, a, w, b)
+        K.matmul(out, a, Linear(w, b))
     assert error(out, want) < 4e-3  # the rounding to bf16, which the interpreter truncates
     dinp, (dout, _) = poisoned(R, C, dtype=BF16), product_operands(rng, R, 16, 112)
-    K.matmul_dx(dinp, dout, w)
+    K.matmul_dx(dinp, dout, Linear(w))
     assert error(dinp, dequantised(dout) @ dequantised(w)) < 4e-3
 
 
@@ -344,8 +344,8 @@ def test_long_sums_of_one_sign_are_not_biased(depth, rng):
     b, res = rng(320, dtype=BF16), rng(256, 320, dtype=BF16)
     want = dequantised(a) @ dequantised(w).T
     plain, added = (poisoned(256, 320, dtype=BF16) for _ in range(2))
-    K.matmul(plain, a, w, None)
-    K.matmul_add(added, res, a, w, b)
+    K.matmul(plain, a, Linear(w))
+    K.matmul_add(added, res, a, Linear(w, b))
     for out in (plain, added.double() - b.double() - res.double()):
         assert abs((out.double() * want).sum() / (want * want).sum() - 1) < 2e-3
 
@@ -378,14 +378,14 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     a, w = product_operands(rng, R, N, C)
     b, slope = rng(N, dtype=BF16), torch.zeros(R, N, dtype=torch.uint8, device=DEVICE)
     out = operand(R, N, 16.0)
-    K.matmul_act(out, slope, a, w, b, "gelu")
+    K.matmul_act(out, slope, a, Linear(w, b), "gelu")
     pre = dequantised(a) @ dequantised(w).T + b.double()
     close_to_rounded(out, reference.ACTIVATIONS["gelu"](pre))
     assert torch.equal(bits(out.columns), in_pairs(out.rows))
 
     dout, w2 = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre, dbias, scratch = operand(R, N, 4.0), poisoned(N), poisoned(R * N)
-    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w2, slope, False, "gelu")
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w2), slope, False, "gelu")
     product = dequantised(dout) @ dequantised(w2)
     want = product * reference.dactivation(pre, "gelu")
     assert (error(dequantised(dpre), want)) < 0.03
@@ -394,7 +394,7 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     # half a step of the byte in each of R terms, which are independent
     assert error(dbias, want.sum(0)) < 0.005
     once = dbias.clone()
-    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, w2, slope, True, "gelu")
+    K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w2), slope, True, "gelu")
     assert torch.equal(dbias, 2 * once)
 
 
@@ -408,10 +408,12 @@ def test_derivative_of_gelu_far_from_0_is_1_or_0(far, rng):
         torch.tensor([far, -far], dtype=BF16, device=DEVICE).repeat(N // 2),
         poisoned(M, N).to(torch.uint8),
     )
-    K.matmul_act(operand(M, N, 1 / 16), slope, a, w, b, "gelu")
+    K.matmul_act(operand(M, N, 1 / 16), slope, a, Linear(w, b), "gelu")
     dout, w2 = product_operands(rng, M, 16, 64)[0], product_operands(rng, 16, 64, N)[1]
     dpre = operand(M, N, 4.0)
-    K.matmul_dx_dact(dpre, poisoned(N), None, poisoned(M * N), dout, w2, slope, False, "gelu")
+    K.matmul_dx_dact(
+        dpre, poisoned(N), None, poisoned(M * N), dout, Linear(w2), slope, False, "gelu"
+    )
     product = dequantised(dout) @ dequantised(w2)
     got = dequantised(dpre)
     # e4m3's own 0.027
@@ -429,7 +431,7 @@ def test_an_infinite_bias_is_seen(value, rng):
     a, w = product_operands(rng, 128, 256, C)
     b, out = torch.zeros(256, dtype=BF16, device=DEVICE), operand(128, 256, 16.0)
     b[[3, 200]] = value  # in both halves of Hopper's tile
-    K.matmul_act(out, poisoned(128, 256).to(torch.uint8), a, w, b, "gelu")
+    K.matmul_act(out, poisoned(128, 256).to(torch.uint8), a, Linear(w, b), "gelu")
     assert out.rows.float()[:, [3, 200]].isnan().all() or not math.isfinite(amax_of(out))
 
 

@@ -29,7 +29,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.hopper.classifier import Stored
-from gpt2_triton.operands import Fp8, HeadNorm, Rope
+from gpt2_triton.operands import Fp8, HeadNorm, Linear, Rope
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -102,7 +102,7 @@ def rotations(rng, normed):
 
 
 def require_rotated(out, a, w, rope):
-    want, _, _, wide = exact("matmul_rope", [out, a, w, rope])
+    want, _, _, wide = exact("matmul_rope", [out, a, Linear(w), rope])
     assert error(out, want) < EPS[BF16]
     if rope.norm is not None:
         assert error(rope.norm.rstd, wide.norm.rstd) < 2e-6

@@ -16,6 +16,7 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
+from gpt2_triton.operands import Linear
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.helpers import (
@@ -82,14 +83,14 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
     inp, w, b = linear(rng, R, N, K, dtype)
     res = rng(R, N, dtype=dtype)
     out, pre = poisoned(R, N, dtype=dtype), poisoned(R, N, dtype=dtype)
-    mm.matmul(out, inp, w, b)
-    assert error(out, exact("matmul", [out], inp, w, b)[0]) < tolerance(dtype)
-    mm.matmul_add(out, res, inp, w, b)
-    assert error(out, exact("matmul_add", [out], res, inp, w, b)[0]) < tolerance(dtype)
+    mm.matmul(out, inp, Linear(w, b))
+    assert error(out, exact("matmul", [out], inp, Linear(w, b))[0]) < tolerance(dtype)
+    mm.matmul_add(out, res, inp, Linear(w, b))
+    assert error(out, exact("matmul_add", [out], res, inp, Linear(w, b))[0]) < tolerance(dtype)
     for act, function in reference.ACTIVATIONS.items():
         out.fill_(float("nan"))
-        mm.matmul_act(out, pre, inp, w, b, act)
-        assert error(pre, exact("matmul", [pre], inp, w, b)[0]) < tolerance(dtype)
+        mm.matmul_act(out, pre, inp, Linear(w, b), act)
+        assert error(pre, exact("matmul", [pre], inp, Linear(w, b))[0]) < tolerance(dtype)
         # of the stored pre-activation
         assert error(out, function(pre.double())) < tolerance(dtype)
 
@@ -97,8 +98,8 @@ def test_forward_products_match_float64(rng, R, N, K, dtype):
 def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
     inp, w, _ = linear(rng, 77, 48, 80, torch.bfloat16)
     out = poisoned(77, 48)
-    mm.matmul(out, inp, w, None)
-    expected = exact("matmul", [out], inp, w, None)[0]
+    mm.matmul(out, inp, Linear(w))
+    expected = exact("matmul", [out], inp, Linear(w))[0]
     # products of bf16 are exact in fp32: no bf16 rounding remains
     assert error(out, expected) < 1e-6
 
@@ -107,8 +108,8 @@ def test_matmul_without_bias_writes_fp32_without_rounding_to_bf16(rng):
 def test_dx_matches_float64(rng, R, N, K, dtype):
     dout, w, _ = rng(R, N, dtype=dtype), *linear(rng, R, N, K, dtype)[1:]
     dinp = poisoned(R, K, dtype=dtype)
-    mm.matmul_dx(dinp, dout, w)
-    assert error(dinp, exact("matmul_dx", [dinp], dout, w)[0]) < tolerance(dtype)
+    mm.matmul_dx(dinp, dout, Linear(w))
+    assert error(dinp, exact("matmul_dx", [dinp], dout, Linear(w))[0]) < tolerance(dtype)
 
 
 @accumulate
@@ -119,9 +120,9 @@ def test_dx_dact_matches_float64(rng, R, N, K, dtype, act, acc):
     dout, w, pre = rng(R, N, dtype=dtype), linear(rng, R, N, K, dtype)[1], rng(R, K, dtype=dtype)
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
     act_out = poisoned(R, K, dtype=dtype) if acc else None
-    expected = exact("matmul_dx_dact", [dpre, dbias, act_out], None, dout, w, pre, acc, act)
+    expected = exact("matmul_dx_dact", [dpre, dbias, act_out], None, dout, Linear(w), pre, acc, act)
     part = scratch(mm.matmul_dx_dact_scratch(R, K, dtype_name(dout)))
-    mm.matmul_dx_dact(dpre, dbias, act_out, part, dout, w, pre, acc, act)
+    mm.matmul_dx_dact(dpre, dbias, act_out, part, dout, Linear(w), pre, acc, act)
     on_hopper = hopper.takes(f"matmul_d{act}", R, K, dtype_name(dout)) is not None
     # there act'(pre) is multiplied with a rounded product: two roundings in
     # dpre, one in the terms of dbias.  Half of relu2's numbers are 0: of one row too few are left
@@ -142,14 +143,14 @@ def test_recomputed_activation_has_the_bits_of_the_forward_pass(rng, R, N, K, dt
     """In the portable kernels, and in those of kernels/hopper."""
     inp, w, b = linear(rng, R, N, K, dtype)
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
-    mm.matmul_act(kept, pre, inp, w, b, act)
+    mm.matmul_act(kept, pre, inp, Linear(w, b), act)
     down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
     part = scratch(mm.matmul_dx_dact_scratch(R, N, dtype_name(dout)))
-    mm.matmul_dx_dact(dpre, poisoned(N), recomputed, part, dout, down, pre, False, act)
+    mm.matmul_dx_dact(dpre, poisoned(N), recomputed, part, dout, Linear(down), pre, False, act)
     assert torch.equal(kept, recomputed)
     again = poisoned(R, N, dtype=dtype)
     # in the place of pre
-    mm.matmul_dx_dact(again, poisoned(N), pre, part, dout, down, pre, False, act)
+    mm.matmul_dx_dact(again, poisoned(N), pre, part, dout, Linear(down), pre, False, act)
     assert torch.equal(kept, pre) and torch.equal(dpre, again)
 
 
@@ -208,11 +209,11 @@ def run_all(R, N, K, dtype, outputs):
     )
     name = dtype_name(inp)
     y, g, z, a = (outputs(R, N, dtype=dtype) for _ in range(4))
-    mm.matmul(y, inp, w, b)
-    mm.matmul_act(g, z, inp, w, b, "gelu")
-    mm.matmul_add(a, dout, inp, w, b)
+    mm.matmul(y, inp, Linear(w, b))
+    mm.matmul_act(g, z, inp, Linear(w, b), "gelu")
+    mm.matmul_add(a, dout, inp, Linear(w, b))
     dx, dpre, again = (outputs(R, K, dtype=dtype) for _ in range(3))
-    mm.matmul_dx(dx, dout, w)
+    mm.matmul_dx(dx, dout, Linear(w))
     dbias, dw = outputs(K), outputs(N, K)
     mm.matmul_dx_dact(
         dpre,
@@ -220,7 +221,7 @@ def run_all(R, N, K, dtype, outputs):
         again,
         outputs(mm.matmul_dx_dact_scratch(R, K, name)),
         dout,
-        w,
+        Linear(w),
         pre,
         False,
         "gelu",
@@ -388,16 +389,16 @@ def test_launchers_call_the_module_that_takes_names(monkeypatch, wide):
         monkeypatch.setattr(module, "matmul", lambda *_, module=module, **__: calls.append(module))
     x, w, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (64, 64), (64,)))
     out, res = torch.empty_like(x), torch.empty_like(x)
-    mm.matmul(out, x, w, b)
-    mm.matmul_add(out, res, x, w, b)
-    mm.matmul_dx(out, x, w)
-    mm.matmul_act(out, res, x, w, b, "gelu")
+    mm.matmul(out, x, Linear(w, b))
+    mm.matmul_add(out, res, x, Linear(w, b))
+    mm.matmul_dx(out, x, Linear(w))
+    mm.matmul_act(out, res, x, Linear(w, b), "gelu")
     assert calls == [*(3 * [hopper_matmul_wide if wide else hopper_matmul]), hopper_matmul]
 
 
 def test_a_wrong_shape_names_the_argument(rng):
-    with pytest.raises(ValueError, match=r"matmul: w is \(48, 64\)"):
-        mm.matmul(poisoned(8, 48), rng(8, 80), rng(48, 64), None)
+    with pytest.raises(ValueError, match=r"matmul: layer.w is \(48, 64\)"):
+        mm.matmul(poisoned(8, 48), rng(8, 80), Linear(rng(48, 64)))
 
 
 @pytest.mark.gpu

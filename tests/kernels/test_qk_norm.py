@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import dtype_name
-from gpt2_triton.operands import HeadNorm, Rope
+from gpt2_triton.operands import HeadNorm, Linear, Rope
 from tests.conftest import DEVICE
 from tests.kernels.test_rope import groups, table, tolerance
 from tests.support import reference
@@ -31,11 +31,11 @@ def test_matmul_rope_norms_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
     inp, w = rng(2 * T, K, dtype=dtype), rng(D, K, dtype=dtype)
     out, again = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=dtype)
     rope = normed_rope(rng, 2 * T, T, NH, NKV, HS, dtype)
-    kernels.matmul_rope(out, inp, w, rope)
-    want, _, _, wide = exact("matmul_rope", [out, inp, w, rope])
+    kernels.matmul_rope(out, inp, Linear(w), rope)
+    want, _, _, wide = exact("matmul_rope", [out, inp, Linear(w), rope])
     assert error(out, want) < tolerance(dtype)
     assert error(rope.norm.rstd, wide.norm.rstd) < 2e-6
-    kernels.matmul_rope(again, inp, w, rope)
+    kernels.matmul_rope(again, inp, Linear(w), rope)
     assert torch.equal(out, again)
 
 

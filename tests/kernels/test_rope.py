@@ -6,7 +6,7 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
-from gpt2_triton.operands import Branch, Norm, Rope
+from gpt2_triton.operands import Branch, Linear, Norm, Rope
 from tests.conftest import DEVICE
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
@@ -35,9 +35,9 @@ def test_matmul_rope_rotates_q_and_k_and_leaves_v(rng, dtype, NH, NKV, HS):
     inp, w, rope = rng(2 * T, K, dtype=dtype), rng(D, K, dtype=dtype), table(T, HS)
     out, again = poisoned(2 * T, D, dtype=dtype), poisoned(2 * T, D, dtype=dtype)
     given = Rope(rope, T, (NH + NKV) * HS)
-    kernels.matmul_rope(out, inp, w, given)
-    assert error(out, exact("matmul_rope", [out], inp, w, given)[0]) < tolerance(dtype)
-    kernels.matmul_rope(again, inp, w, given)
+    kernels.matmul_rope(out, inp, Linear(w), given)
+    assert error(out, exact("matmul_rope", [out], inp, Linear(w), given)[0]) < tolerance(dtype)
+    kernels.matmul_rope(again, inp, Linear(w), given)
     assert torch.equal(out, again)
 
 
@@ -104,7 +104,7 @@ def test_matmul_swiglu_keeps_its_input_and_has_the_bits_of_a_pass(rng, dtype):
         poisoned(33, 128),
     )
     pre, out, again = poisoned(33, 256, dtype=dtype), out.to(dtype), again.to(dtype)
-    kernels.matmul_swiglu(out, pre, inp, w)
+    kernels.matmul_swiglu(out, pre, inp, Linear(w))
     kernels.swiglu(again, pre)
     assert torch.equal(out, again) and error(pre, inp.double() @ w.double().T) < tolerance(dtype)
 

@@ -153,22 +153,24 @@ def head_norm_bwd(dz, z, norm, of_k, acc):
 # ---- matmul: w is [N, K] = [out, in] ----
 
 
-def matmul(out, inp, w, b):
+def matmul(out, inp, layer):
+    w, b = layer.w, layer.b
     out.copy_(inp @ w.T if b is None else inp @ w.T + b)
 
 
-def matmul_act(out, pre, inp, w, b, act):
-    matmul(pre, inp, w, b)
+def matmul_act(out, pre, inp, layer, act):
+    matmul(pre, inp, layer)
     out.copy_(ACTIVATIONS[act](pre))
 
 
-def matmul_add(out, res, inp, w, b):
-    out.copy_(res + (inp @ w.T + (0 if b is None else b)))
+def matmul_add(out, res, inp, layer):
+    b = layer.b
+    out.copy_(res + (inp @ layer.w.T + (0 if b is None else b)))
 
 
-def matmul_rope(out, inp, w, rope):
+def matmul_rope(out, inp, layer, rope):
     table, T, n, norm = rope
-    y = inp @ w.T
+    y = inp @ layer.w.T
     if norm is not None:
         Cq = norm.NH * table.shape[1]
         (q, q_rstd), (k, k_rstd) = head_normed(y[:, :Cq], norm), head_normed(y[:, Cq:n], norm, True)
@@ -183,8 +185,8 @@ def swiglu(out, pre):
     out.copy_(F.silu(gate) * value)
 
 
-def matmul_swiglu(out, pre, inp, w):
-    matmul(pre, inp, w, None)
+def matmul_swiglu(out, pre, inp, layer):
+    matmul(pre, inp, layer)
     swiglu(out, pre)
 
 
@@ -194,15 +196,15 @@ def swiglu_bwd(dpre, dout, pre):
     dpre.copy_(torch.cat([dout * value * s * (1 + gate * (1 - s)), dout * gate * s], -1))
 
 
-def matmul_dx(dinp, dout, w):
-    dinp.copy_(dout @ w)
+def matmul_dx(dinp, dout, layer):
+    dinp.copy_(dout @ layer.w)
 
 
-def matmul_dx_dact(dpre, dbias, act_out, scratch, dout, w, pre, acc, act):
-    """dpre = (dout @ w) * act'(pre); dbias (+)= column sums of dpre; act_out, if
+def matmul_dx_dact(dpre, dbias, act_out, scratch, dout, layer, pre, acc, act):
+    """dpre = (dout @ layer.w) * act'(pre); dbias (+)= column sums of dpre; act_out, if
     given, is act(pre) recomputed.
     """
-    dpre.copy_((dout @ w) * dactivation(pre, act))
+    dpre.copy_((dout @ layer.w) * dactivation(pre, act))
     _give(dbias, dpre.sum(0), acc)
     if act_out is not None:
         act_out.copy_(ACTIVATIONS[act](pre))

@@ -27,17 +27,16 @@ def add_branch(K: Kernels, m: View, i: int, inp: Operand, layer: Linear) -> None
     x = m.a.x
     dropout = m.net.dropouts[i]
     if dropout is None:
-        return K.matmul_add(x[i], x[i - 1], inp, layer.w, layer.b)
-    K.matmul(x[i], inp, layer.w, layer.b)
+        return K.matmul_add(x[i], x[i - 1], inp, layer)
+    K.matmul(x[i], inp, layer)
     K.dropout(x[i], x[i - 1], dropout)
 
 
 def qkv(K: Kernels, m: View, l: int) -> None:
     a = m.a
     i = 2 * l
-    layer = m.net.layers[l].qkv
     K.layernorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
-    K.matmul(a.qkv[l], a.ln[i], layer.w, layer.b)
+    K.matmul(a.qkv[l], a.ln[i], m.net.layers[l].qkv)
 
 
 def layer(K: Kernels, m: View, l: int) -> None:
@@ -54,7 +53,7 @@ def layer(K: Kernels, m: View, l: int) -> None:
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = act(fch), fch = fc(ln[i+1])
     K.layernorm_fwd(a.ln[i + 1], m.net.norms[i + 1], a.x[i + 1])
-    K.matmul_act(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc.w, net.fc.b, m.activation)
+    K.matmul_act(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc, m.activation)
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
@@ -91,25 +90,25 @@ def block_bwd(K: Kernels, m: View, acc: bool) -> None:
             fcg if redo.gelu else None,
             a.scratch,
             dout[i + 2],
-            net.fcproj.w,
+            net.fcproj,
             a.fch[l],
             acc,
             m.activation,
         )
-        K.matmul_dx(a.dln, a.dfch[l], net.fc.w)
+        K.matmul_dx(a.dln, a.dfch[l], net.fc)
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw_pair(
             net.fcproj.dw, net.fc.dw, a.scratch, dout[i + 2], fcg, a.dfch[l], a.ln[i + 1], acc_layer
         )
         # through attproj, attention, qkv and the norm of x[i]
-        K.matmul_dx(a.datt, dout[i + 1], net.attproj.w)
+        K.matmul_dx(a.datt, dout[i + 1], net.attproj)
         if redo.qkv:
             qkv(K, m, l)
         K.attention_bwd(
             a.dqkv[l], net.qkv.db, a.delta, a.scratch, a.datt, a.qkv[l], a.att[l], a.lse[l], acc
         )
-        K.matmul_dx(a.dln, a.dqkv[l], net.qkv.w)
+        K.matmul_dx(a.dln, a.dqkv[l], net.qkv)
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
         # before the last products, which hide the transfer of wte's gradient, the largest of all

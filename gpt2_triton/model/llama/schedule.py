@@ -23,7 +23,7 @@ def qkv(K: Kernels, m: View, l: int) -> None:
     net = m.net.layers[l]
     i = 2 * l
     K.layernorm_fwd(a.ln[i], m.net.norms[i], a.x[i])
-    K.matmul_rope(a.qkv[l], a.ln[i], net.qkv.w, net.rope)
+    K.matmul_rope(a.qkv[l], a.ln[i], net.qkv, net.rope)
 
 
 def layer(K: Kernels, m: View, l: int) -> None:
@@ -36,18 +36,18 @@ def layer(K: Kernels, m: View, l: int) -> None:
     # x[i+1] = x[i] + attproj(attention(qkv(ln[i])))
     qkv(K, m, l)
     K.attention_fwd(a.att[l], a.lse[l], a.qkv[l])
-    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], net.attproj.w, None)
+    K.matmul_add(a.x[i + 1], a.x[i], a.att[l], net.attproj)
     m.observe.tensors(ln=i, qkv=l, att=l, x=i + 1)
     # fcg = silu(gate) * value, fch = (gate, value) = fc(ln[i+1])
     K.layernorm_fwd(a.ln[i + 1], m.net.norms[i + 1], a.x[i + 1])
-    K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc.w)
+    K.matmul_swiglu(a.fcg[l], a.fch[l], a.ln[i + 1], net.fc)
     m.observe.tensors(ln=i + 1, fch=l, fcg=l)
 
 
 def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
-    K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj.w, None)
+    K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj)
 
 
 def block_bwd(K: Kernels, m: View, acc: bool) -> None:
@@ -69,9 +69,9 @@ def block_bwd(K: Kernels, m: View, acc: bool) -> None:
         elif redo.gelu:
             K.swiglu(a.fcg[l], a.fch[l])
         # through fcproj, SwiGLU, fc and the norm of x[i+1]
-        K.matmul_dx(a.dfcg, a.dx[i + 2], net.fcproj.w)
+        K.matmul_dx(a.dfcg, a.dx[i + 2], net.fcproj)
         K.swiglu_bwd(a.dfch[l], a.dfcg, a.fch[l])
-        K.matmul_dx(a.dln, a.dfch[l], net.fc.w)
+        K.matmul_dx(a.dln, a.dfch[l], net.fc)
         norm_bwd(K, m, i + 1, a.ln[i + 1] if redo.ln else None, acc)
         m.observe.tensors(dfch=l, dx=i + 1)
         K.matmul_dw_pair(
@@ -85,7 +85,7 @@ def block_bwd(K: Kernels, m: View, acc: bool) -> None:
             acc_layer,
         )
         # through attproj, attention, qkv and the norm of x[i]
-        K.matmul_dx(a.datt, a.dx[i + 1], net.attproj.w)
+        K.matmul_dx(a.datt, a.dx[i + 1], net.attproj)
         if redo.qkv:
             qkv(K, m, l)
         K.attention_bwd(
@@ -100,7 +100,7 @@ def block_bwd(K: Kernels, m: View, acc: bool) -> None:
             acc,
             net.rope,
         )
-        K.matmul_dx(a.dln, a.dqkv[l], net.qkv.w)
+        K.matmul_dx(a.dln, a.dqkv[l], net.qkv)
         norm_bwd(K, m, i, a.ln[i] if redo.ln and not redo.qkv else None, acc)
         m.observe.tensors(dqkv=l, dx=i)
         # before the last products, which hide the transfer of wte's gradient, the largest of all
