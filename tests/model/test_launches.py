@@ -71,8 +71,8 @@ def test_every_launch_of_a_step_equals_its_reference(level, p, dtype, tolerance)
 def test_a_wrong_kernel_is_named(monkeypatch):
     right = gpt2_triton.kernels.matmul_dx
 
-    def wrong(dinp, dout, w):
-        right(dinp, dout, w)
+    def wrong(dinp, dout, layer):
+        right(dinp, dout, layer)
         dinp[3, 5] += 1
 
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_dx", wrong)

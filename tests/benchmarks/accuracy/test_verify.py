@@ -26,8 +26,8 @@ def test_verify_passes_and_compares_every_launcher(monkeypatch):
 def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     right = gpt2_triton.kernels.matmul_add
 
-    def wrong(out, res, inp, w, b):
-        right(out, inp, inp, w, b)
+    def wrong(out, res, inp, layer):
+        right(out, inp, inp, layer)
 
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
     monkeypatch.setattr(verify, "comparisons", lambda: kernels.matmul_add(Sizes(B=2, T=32, C=64)))
