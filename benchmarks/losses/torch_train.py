@@ -1,12 +1,13 @@
 """Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile.
 
-    python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--key value ...]
+    python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--cap C] [--KEY VALUE]
 
 Initial weights, batches and learning rates are the same as in `gpt2-triton train`
 with these options on one GPU.
 AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices: q, k and v
 apart, and Llama's gate and value.  The model is torch_gpt2.GPT2 or torch_llama.Llama with cuDNN's
-attention; the loss leaves out the vocabulary's padding.  With --fp32, or with train.dtype fp32, it
+attention; the loss leaves out the vocabulary's padding.  --cap C replaces each logit by
+C tanh(logit / C), which our models do not have.  With --fp32, or with train.dtype fp32, it
 computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
 DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
@@ -45,6 +46,7 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.metrics import METRICS
 
+EMBEDDINGS = ("wte", "wpe", "head")  # what optim.embed_lr is of; a tied head is wte
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
 Module = GPT2 | Llama
@@ -53,10 +55,17 @@ Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
 Step = tuple[int, Tensor, Tensor, float]
 
 
-def model_of(m: ModelConfig) -> Module:
-    """Return GPT-2 or Llama in PyTorch; its loss leaves out the padding of the vocabulary."""
+def model_of(m: ModelConfig, cap: float = 0) -> Module:
+    """Return GPT-2 or Llama in PyTorch; its loss leaves out the padding of the vocabulary, and
+    takes logits of at most `cap`, if it is not 0.
+    """
     model = GPT2(m) if m.arch == "gpt2" else Llama(m)
-    model.head.register_forward_hook(lambda _, inputs, logits: logits[..., : m.vocab_size])
+
+    def of_the_loss(head: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+        known = logits[..., : m.vocab_size]
+        return cap * torch.tanh(known.float() / cap) if cap else known
+
+    model.head.register_forward_hook(of_the_loss)
     return model
 
 
@@ -67,6 +76,8 @@ def by_name(p: Any) -> dict[str, Tensor]:
         kind = "bias" if name.endswith("b") else "weight"
         if name in ("wte", "wpe"):
             found[f"{name}.weight"] = value
+        elif name == "lmhead":
+            found["head.weight"] = value
         elif name == "qknormw":
             for l, (q, k) in enumerate([] if value is None else value):
                 found |= {f"layers.{l}.q_norm.weight": q, f"layers.{l}.k_norm.weight": k}
@@ -74,16 +85,12 @@ def by_name(p: Any) -> dict[str, Tensor]:
             norms = [f"layers.{i // 2}.ln_{i % 2 + 1}" for i in range(len(value) - 1)]
             rows = zip([*norms, "ln_f"], value, strict=True)
             found |= {f"{norm}.{kind}": row for norm, row in rows}
-        elif name == "qknormw":
-            pairs = [] if value is None else value
-            heads = [(l, x, w) for l, pair in enumerate(pairs) for x, w in zip("qk", pair)]
-            found |= {f"layers.{l}.{x}_norm.weight": w for l, x, w in heads}
         else:
             found |= {f"layers.{l}.{name[:-1]}.{kind}": layer for l, layer in enumerate(value)}
     return found
 
 
-def model_like_ours(config: Config) -> Module:
+def model_like_ours(config: Config, cap: float) -> Module:
     """Return PyTorch's model on this device, with the initial weights of `gpt2-triton train`."""
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model import architecture
@@ -101,7 +108,7 @@ def model_like_ours(config: Config) -> Module:
     del ours
     gc.collect()  # frees its arena
     torch.cuda.empty_cache()
-    model = model_of(config.model)
+    model = model_of(config.model, cap)
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown and set(missing) <= {"head.weight", "rope"}  # what no parameter is
     return model.to(device_name())
@@ -128,7 +135,7 @@ def optimizers_of(model: Module, config: Config) -> list[torch.optim.Optimizer]:
     """
     o, m = config.optim, config.model
     rest = dict(model.named_parameters())
-    embeddings = [rest.pop(name) for name in [*rest] if name.startswith(("wte", "wpe"))]
+    embeddings = [rest.pop(name) for name in [*rest] if name.startswith(EMBEDDINGS)]
     beside = (o.adamw_lr or o.lr) / o.lr
     groups = [
         dict(params=embeddings, weight_decay=config.embed_decay, factor=o.embed_lr * beside),
@@ -243,13 +250,13 @@ def validation_loss(model: nn.Module, config: Config, fp32: bool) -> float:
     return total.item() / loader.count
 
 
-def train(config: Config, run_dir: Path, fp32: bool) -> None:
+def train(config: Config, run_dir: Path, fp32: bool, cap: float = 0) -> None:
     """Train and validate; write run.json and metrics.jsonl."""
     from gpt2_triton.training.run_info import describe_start, write_run
 
     shape, model, fast = (
         StepShape.of(config, 1),
-        model_like_ours(config),
+        model_like_ours(config, cap),
         device_name() == "cuda" and not fp32,
     )
     # a CPU would compile for longer than it trains
@@ -280,11 +287,12 @@ def main(words: list[str] | None = None) -> int:
         "--run_dir", type=Path, required=True, help="directory for metrics.jsonl and run.json"
     )
     parser.add_argument("--fp32", action="store_true", help="compute in fp32, without autocast")
+    parser.add_argument("--cap", type=float, default=0, help="largest logit; 0: as they are")
     a, keys = parser.parse_known_args(words)
     try:
         config = Config.load(a.config, parse_overrides(keys))
         select_device()
-        train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32")
+        train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32", a.cap)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

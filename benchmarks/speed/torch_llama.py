@@ -52,7 +52,8 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.RMSNorm(C, c.norm_eps)
         self.head = nn.Linear(C, c.padded_vocab, bias=False)
-        self.head.weight = self.wte.weight
+        if c.tied:
+            self.head.weight = self.wte.weight
         rope = table(c.block_size, c.head_size, c.rope_theta, c.rope_factor)
         self.register_buffer("rope", torch.from_numpy(rope))
         for p in self.parameters():

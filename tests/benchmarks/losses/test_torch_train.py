@@ -57,7 +57,10 @@ def test_muon_updates_q_k_and_v_apart_and_adamw_the_rest():
     assert moved["ln_f.bias"].mean().sqrt().item() == pytest.approx(0.5, 1e-3)
 
 
-@pytest.mark.parametrize("more", [{}, {"model.qk_norm": "true", "model.head_dim": "128"}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"model.qk_norm": "true", "model.head_dim": "128"}, {"model.tied": "false"}],
+)
 def test_our_weights_have_the_names_and_shapes_of_pytorch_s(more):
     keys = {"model.arch": "llama", "model.n_embd": "64", "model.n_head": "1", "model.n_layer": "2"}
     m = Config.load("configs/quickstart.yaml", keys | more).model
@@ -75,3 +78,26 @@ def test_muon_updates_llama_s_gate_and_value_apart():
     m, matrices = config.model, muon.param_groups[0]["params"]
     layer = [64, 64, 64, 64, m.inner, m.inner, 64]  # q, k, v, attproj, gate, value, fcproj
     assert [len(matrix) for matrix in matrices] == layer
+
+
+def test_a_cap_bounds_the_logits_and_keeps_small_ones():
+    keys = {"model.arch": "llama", "model.n_embd": "64", "model.n_head": "1", "model.n_layer": "1"}
+    m = Config.load("configs/quickstart.yaml", keys).model
+    model, capped = torch_train.model_of(m), torch_train.model_of(m, cap=2.0)
+    capped.load_state_dict(model.state_dict())
+    x = torch.linspace(-1, 1, m.n_embd) * torch.tensor([[1e-3], [1e3]])
+    small, large = capped.head(x)
+    assert torch.allclose(small, model.head(x)[0], rtol=1e-4)
+    assert large.abs().max() == 2 and model.head(x)[1].abs().max() > 2
+
+
+def test_an_untied_head_takes_the_embedding_s_rate():
+    keys = {"model.arch": "llama", "model.n_embd": "64", "model.n_head": "1", "model.n_layer": "1"}
+    keys |= {"optim.name": "muon", "optim.adamw_lr": "5e-4", "optim.embed_lr": "2"}
+    keys |= {"optim.lr": "1e-3", "model.tied": "false", "train.total_batch_tokens": "null"}
+    config = Config.load("configs/quickstart.yaml", keys)
+    model = torch_train.model_of(config.model)
+    _, adamw = torch_train.optimizers_of(model, config)
+    embeddings = adamw.param_groups[0]
+    assert embeddings["factor"] == 1 and model.head.weight is not model.wte.weight
+    assert any(p is model.head.weight for p in embeddings["params"])
