@@ -24,7 +24,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton import JITFunction, knobs
 from triton.runtime import driver
@@ -44,12 +44,21 @@ class Compiled:
     seconds: float = 0.0
 
 
+class _Missing(NamedTuple):
+    """A kernel that Triton's cache lacks."""
+
+    source: int  # letters of its source, and of what it calls
+    compile: Callable[[], Any]
+    kernel: Future[Any]
+
+
 class _Executor:
     """Reads kernels from Triton's cache at once, and keeps the calls that compile others."""
 
     def __init__(self) -> None:
         self.found = 0
-        self.missing: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self.launched: JITFunction
+        self.missing: list[_Missing] = []
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:
         kernel: Future[Any] = Future()
@@ -57,8 +66,20 @@ class _Executor:
             kernel.set_result(compile())
             self.found += 1
         except Absent:
-            self.missing.append((compile, kernel))
+            functions = _with_callees(self.launched, set())
+            source = sum(len(function.src) for function in functions)
+            self.missing.append(_Missing(source, compile, kernel))
         return kernel
+
+
+def _with_callees(function: JITFunction, found: set[JITFunction]) -> set[JITFunction]:
+    """Add a kernel, and all functions that it calls, to `found`; return it."""
+    found.add(function)
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name)
+        if isinstance(callee, JITFunction) and callee not in found:
+            _with_callees(callee, found)
+    return found
 
 
 @contextlib.contextmanager
@@ -78,6 +99,7 @@ def compiling(
     def compile_only(
         self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any
     ) -> None:
+        executor.launched = self
         launched[launch(self, *args, grid=grid, warmup=True, **keywords)] = None
 
     with knobs.cache.scope():
@@ -91,14 +113,15 @@ def compiling(
             JITFunction.run = launch
             active_mode.reset(mode)
             knobs.cache.manager_class = manager
-        # backward: the kernels of the backward pass are launched last, and take longest
-        compile_missing = [compile for compile, _ in reversed(executor.missing)]
-        _compile_in_children(compile_missing, report)
-        for compile, kernel in executor.missing:
+        # the kernels with most source take longest
+        executor.missing.sort(key=lambda missing: missing.source, reverse=True)
+        _compile_in_children([missing.compile for missing in executor.missing], report)
+        for missing in executor.missing:
             try:
-                kernel.set_result(compile())  # reads it, or fails as it did in the child
+                kernel = missing.compile()  # reads it, or fails as it did in the child
+                missing.kernel.set_result(kernel)
             except Exception as error:
-                kernel.set_exception(error)
+                missing.kernel.set_exception(error)
     kernels = {
         kernel.result(ignore_errors) if isinstance(kernel, FutureKernel) else kernel
         for kernel in launched
