@@ -84,18 +84,22 @@ SCRIPT = """
     x = torch.empty(16)
 
     def launches():
+        gluon_kernel[(1,)](x)
+        clip_factor(x[:4], x[4:5], x[8:])
         fill(x, 1.0)
         fill(x.view(4, 4), 2.0)
-        clip_factor(x[:4], x[4:5], x[8:])
-        gluon_kernel[(1,)](x)
 
     shown, found = [], []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append(
+        (src.name, cache_hit)
+    )
     with compiling(report=lambda *counts: shown.append(counts)) as compiled:
         launches()
     missing = compiled.kernels - compiled.from_cache
     assert shown == [(n, missing) for n in range(1, 1 + missing)], shown
-    assert found == 3 * [True], "this process has compiled"
+    assert all(cache_hit for _, cache_hit in found), "this process has compiled"
+    most_source_first = ["_fill_kernel", "_clip_factor_kernel", "gluon_kernel"]
+    assert [name for name, _ in found] == most_source_first, found
     print(compiled.kernels, compiled.from_cache, launched)
     with compiling() as again:
         launches()
