@@ -44,7 +44,6 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def tensors_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -42,7 +42,6 @@ def write(directory: Path, shapes: Shapes, dtype: str, parts: Iterator[np.ndarra
 
 
 def _split(shapes: Shapes, element: int) -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of each file's tensors."""
     files, size = [dict[str, tuple[int, ...]]()], 0
     for name, shape in shapes.items():
         size += math.prod(shape) * element

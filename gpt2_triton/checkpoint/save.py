@@ -301,7 +301,6 @@ def _superseded(directory: Path, newest: int, best: int | None, retention: Reten
 
 
 def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep."""
     for path in _superseded(directory, newest, best, retention):
         try:
             _discard(path)

@@ -30,7 +30,6 @@ class StoredTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -65,7 +64,6 @@ class StoredTensor(NamedTuple):
         return joined
 
     def whole(self) -> Tensor:
-        """Return the tensor, in its shape."""
         return self.read(0, self.size).view(self.shape)
 
 
@@ -111,7 +109,6 @@ def join_shards(
 
 
 def _cut(shard: Tensor, spans: Spans) -> Iterator[Piece]:
-    """Yield the pieces of a rank's file."""
     lengths = [length for _, length in spans]
     for (first, _), elements in zip(spans, shard.split(lengths), strict=True):
         yield Piece(first, elements)

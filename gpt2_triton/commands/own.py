@@ -68,7 +68,6 @@ class Machine(NamedTuple):
 
     @classmethod
     def of(cls, gpus: int, gpu: str | None = None) -> "Machine":
-        """Return GPUs of the name `gpu`, else this machine."""
         from gpt2_triton import device
 
         has_gpus = gpu or device.present()
@@ -85,7 +84,6 @@ class Chosen(NamedTuple):
     machine: Machine
 
     def describe(self) -> None:
-        """Print what was chosen."""
         from gpt2_triton.training import cpu_time
 
         machine = "the CPU" if self.machine.gpu_gib is None else "a GPU"
@@ -96,7 +94,6 @@ class Chosen(NamedTuple):
             print_line(f"  expected time without a GPU: {time}, on an idle machine")
 
     def report_left_out(self) -> None:
-        """Print what the text lost."""
         from gpt2_triton.data.prepare import documents
 
         documents.report(self.measured.notes, self.config.data.tokenizer)
@@ -198,7 +195,6 @@ def _checked(tokenizer: str) -> str:
 
 
 def _shards(own: Text, measured: "MeasuredText", tokenizer: str) -> Path:
-    """Return the directory of the text's shards."""
     from gpt2_triton.data.tokenizer import label
 
     return Path("data") / f"{_name(own.data)}_{label(tokenizer)}_{measured.digest[:8]}"

@@ -16,8 +16,6 @@ from gpt2_triton.training.logger import duration
 
 
 class Gpu(NamedTuple):
-    """What a plan is for."""
-
     name: str  # in the verdict
     nbytes: int
     architecture: str | None = None  # None: a CPU

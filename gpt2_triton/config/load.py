@@ -118,7 +118,6 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message."""
     return "null" if value is None else repr(value)[:80]
 
 

@@ -208,7 +208,6 @@ def _power_of_2(n: int) -> int:
 
 
 def summary(config: Config, characters: int, tokens: int, machine: str) -> str:
-    """Return lines that show what was chosen."""
     m = config.model
     t = config.train
     o = config.optim

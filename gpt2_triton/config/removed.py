@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A removed key."""
-
     harmless: Any  # the value that changed nothing, usually the old default
     instead: str  # the replacement, or what to do
 

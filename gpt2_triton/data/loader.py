@@ -31,7 +31,7 @@ class Samples(Protocol):
     seq_len: int
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Return global samples, int32 [count, seq_len + 1]."""
+        """Return global samples from first_sample on, int32 [count, seq_len + 1]."""
 
     def place(self, sample: int) -> str:
         """Return SHARD:TOKEN, where a global sample begins."""
@@ -119,9 +119,6 @@ class TrainLoader:
         self.shifted = shifted
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Return global samples first_sample ... first_sample + count - 1,
-        int32 [count, seq_len + 1].
-        """
         return self.samples(np.arange(first_sample, first_sample + count))
 
     def samples(self, numbers: np.ndarray) -> np.ndarray:
@@ -129,7 +126,6 @@ class TrainLoader:
         return self.windows.read(*self._windows(numbers))
 
     def place(self, sample: int) -> str:
-        """Return SHARD:TOKEN, where a global sample begins."""
         return self.windows.place(*self._windows(np.array([sample])))
 
     def _windows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
@@ -174,7 +170,6 @@ class ValidationLoader:
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
-        """Return the shapes of these batches."""
         return {
             (min(rows, self.count - first), self.windows.seq_len)
             for first in range(0, self.count, rows)

@@ -130,9 +130,6 @@ class Mixture:
         self._before = np.cumsum(self._turns[:, None] == numbers, axis=0)  # [L, sources]
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Return global samples first_sample ... first_sample + count - 1, int32 [count,
-        seq_len + 1].
-        """
         of, number = self._places(first_sample, count)
         out = np.empty((count, self.seq_len + 1), np.int32)
         for i, loader in enumerate(self.loaders):
@@ -142,7 +139,6 @@ class Mixture:
         return out
 
     def place(self, sample: int) -> str:
-        """Return SHARD:TOKEN, where a global sample begins."""
         [of], [number] = self._places(sample, 1)
         return self.loaders[of].place(int(number))
 
@@ -212,7 +208,6 @@ class Validation:
         return sum(share * loss for share, loss in zip(self.shares, losses, strict=True))
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
-        """Return the shapes of all batches."""
         return {shape for loader in self.loaders for shape in loader.shapes(rows)}
 
     def describe(self) -> Iterator[str]:

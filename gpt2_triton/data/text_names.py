@@ -11,5 +11,4 @@ TEXT_SUFFIXES = (
 
 
 def is_text(path: str | Path) -> bool:
-    """Return whether a file of this name is text to tokenise."""
     return str(path).lower().endswith(TEXT_SUFFIXES)

@@ -123,7 +123,6 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
-        """End the thread."""
         self._closed = True
 
     def _run(self) -> None:

@@ -87,7 +87,6 @@ def _replace_reduction(name: str, numpy: Callable) -> None:
 
 
 def replace() -> None:
-    """Replace functions of triton.language."""
     for name in UNARY:
         _replace_unary(name)
     for name in ("minimum", "maximum"):

@@ -233,7 +233,6 @@ def _replace_add() -> None:
 
 
 def replace() -> None:
-    """Replace the operators and methods of core.tensor."""
     for side, swap in (("", False), ("r", True)):
         _binary(f"__{side}add__", np.add, NUMBERS, None, operator.add, _sum, swap)
         _binary(

@@ -48,8 +48,6 @@ class _Tensor(NamedTuple):
 
 
 class Contract:
-    """The tensors of a launcher."""
-
     def __init__(self, line: str, launcher: Callable[..., None]):
         self._launcher = launcher.__name__
         arguments = list(inspect.signature(launcher).parameters)

@@ -102,7 +102,6 @@ def gelu(x, RESULT: tl.constexpr = tl.float32):
 
 @triton.jit
 def dgelu(x, RESULT: tl.constexpr = tl.float32):
-    """Return the derivative of gelu at x."""
     xx = x * x
     return dgelu_of(x, xx, _sigmoid_2u(x, xx, RESULT))
 
@@ -137,7 +136,6 @@ def activation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
 
 @triton.jit
 def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
-    """Return the derivative of the activation at x."""
     if NAME == "relu2":
         return 2.0 * relu(x)
     else:

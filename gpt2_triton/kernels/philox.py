@@ -89,6 +89,5 @@ def normal_init(w: Tensor, low: Tensor | None, seed: int, first: int, std: float
 
 @contract("w[*]")
 def fill(w: Tensor, value: float) -> None:
-    """Set all elements of w to value."""
     block = flat_block(w.numel(), 1024)
     _fill_kernel[(triton.cdiv(w.numel(), block),)](w, w.numel(), value, BLOCK=block)

@@ -134,7 +134,6 @@ def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> No
 
 
 def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors without the scales."""
     return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
 
 

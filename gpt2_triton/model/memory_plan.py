@@ -140,7 +140,6 @@ def _plan_between_steps(
 
 
 def recompute_levels(config: Config, training: bool) -> list[str]:
-    """Return the recompute level of each layer."""
     level = config.memory.recompute if training else FORWARD_ONLY
     assert level != "auto", "choose_recompute comes first"
     return layer_levels(level, config.model.n_layer)

@@ -58,8 +58,6 @@ class Embedding(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The linear layers of a layer of the model."""
-
     qkv: Linear
     attproj: Linear
     fc: Linear

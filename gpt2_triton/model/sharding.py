@@ -51,7 +51,6 @@ class Shard(NamedTuple):
     optimizer: Optimizer
 
     def of(self, buffer: Tensor, state: str) -> Tensor:
-        """Return this shard's part of the buffer of a state."""
         return buffer[self.states[state] :][: self.length]
 
 

@@ -59,7 +59,6 @@ def expected(config: Config, flops: float | None = None) -> str:
 
 
 def _product_seconds(config: Config, flops: float | None) -> float:
-    """Return the time of a step's products."""
     return config.flops_per_token * config.train.step_tokens / (flops or product_flops())
 
 

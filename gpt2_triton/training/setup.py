@@ -44,8 +44,6 @@ from gpt2_triton.training.run_state import RunState
 
 
 class Data(NamedTuple):
-    """The data of a run."""
-
     train: Mixture
     validation: Validation | None  # None if eval.every is 0
     hellaswag: Questions | None  # None if eval.hellaswag_every is 0

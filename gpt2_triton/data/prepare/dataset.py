@@ -33,8 +33,6 @@ OFFLINE = "check the name in --source and the network, or use `prepare text` for
 
 
 class Dataset(NamedTuple):
-    """A dataset on the Hub."""
-
     name: str
     version: str | None = None  # its configuration, as sample-10BT
     revision: str | None = None  # branch or commit; by default the newest commit of main

@@ -37,8 +37,6 @@ OFFLINE = (
 
 
 class Remote(NamedTuple):
-    """A shard on the Hub."""
-
     name: str  # in the repository
     local: str
     size: int

@@ -28,8 +28,6 @@ Text = tuple[Any, str]
 
 
 class MeasuredText(NamedTuple):
-    """Files of text."""
-
     files: list[File]
     digests: list[str]  # the sha256 of each
     characters: int  # in all

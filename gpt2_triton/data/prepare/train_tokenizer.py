@@ -83,6 +83,5 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
 
 
 def bytes_per_token(tokenizer: Tokenizer, parts: list[str]) -> float:
-    """Return the bytes of a text for each of its tokens."""
     tokens = sum(len(tokenizer.encode(part)) for part in parts)
     return sum(len(part.encode()) for part in parts) / max(tokens, 1)

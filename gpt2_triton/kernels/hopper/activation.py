@@ -54,7 +54,6 @@ def fast_gelu(x):
 
 @gluon.jit
 def fast_dgelu(x):
-    """Return the derivative of gelu at x."""
     xx = x * x
     return dgelu_of(x, xx, fast_sigmoid_2u(x, xx))
 

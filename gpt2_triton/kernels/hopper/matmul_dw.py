@@ -44,7 +44,6 @@ COUNTS = ["first2", "turned", "whole_tiles", "split_tiles", "items", "steps", "p
 
 @gluon.jit
 def select(pair, second):
-    """Return the first or the second of a pair."""
     chosen = pair[0]
     if second:
         chosen = pair[1]
