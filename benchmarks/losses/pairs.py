@@ -51,7 +51,6 @@ from gpt2_triton.training.run_info import read_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "gpt2_triton train"
-POINTS = 200  # points in a run's curve; a point is a mean over `stride` steps
 T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -267,8 +266,8 @@ def parts(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def figures(run_dir: Path) -> Result:
-    """Return the losses, speed and curve of a run.  A loss that is not finite
-    counts as the last finite loss.
+    """Return the losses and speed of a run.  A loss that is not finite counts as the last
+    finite loss.
     """
     records, start = read_metrics(run_dir / METRICS), read_run(run_dir)["starts"][-1]
     steps = [record for record in records if "loss" in record]
@@ -276,8 +275,6 @@ def figures(run_dir: Path) -> Result:
     losses: list[float] = []
     for record in steps:
         losses.append(losses[-1] if record["loss"] is None else record["loss"])
-    stride = max(1, len(losses) // POINTS)
-    pieces = [losses[i : i + stride] for i in range(0, len(losses) - stride + 1, stride)]
     return {
         "steps": len(losses),
         "train_loss": statistics.fmean(losses[-(len(losses) // 5 or 1) :]),
@@ -285,8 +282,6 @@ def figures(run_dir: Path) -> Result:
         "val_loss_fp8": val[0].get("val_loss_fp8"),
         "ms": statistics.median(record["ms"] for record in steps if record.get("ms")),
         "tokens": steps[-1]["tokens"],
-        "stride": stride,
-        "curve": [round(statistics.fmean(piece), 4) for piece in pieces],
         "commit": (start["git"] or {}).get("commit"),
         "device": start["device"],
     }

@@ -33,8 +33,6 @@ def row(arm, seed, loss, **more):
     figures = dict(
         train_loss=loss,
         val_loss=None,
-        curve=[3.0, 2.0, loss],
-        stride=4,
         steps=12,
         tokens=12 * 64,
         ms=2.0,
@@ -72,12 +70,10 @@ def test_missing_runs_are_trained_and_compared(words, tmp_path, capsys):
     assert [(r["arm"], r["seed"], r["steps"]) for r in rows] == [
         (a, 0, 5) for a in ("one", "PyTorch", "other end")
     ]
-    assert all(
-        0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 and len(r["curve"]) == 5 for r in rows
-    )
-    one, pytorch, other_end = (r["curve"] for r in rows)
-    assert abs(pytorch[0] - one[0]) < 0.02  # the same weights and data
-    assert other_end[:4] == one[:4] and other_end[4] != one[4]  # step 4's update has the other rate
+    assert all(0 < r["train_loss"] < 7 and 0 < r["val_loss"] < 7 for r in rows)
+    one, pytorch, other_end = (r["train_loss"] for r in rows)
+    assert abs(pytorch - one) < 0.02  # the same weights and data
+    assert 0 < abs(other_end - one) < 0.1  # the fourth step of five has another rate
     assert {r["data"] for r in rows} == {pairs.data_digest(tmp_path)}
     assert "against other rate |" in capsys.readouterr().out
 
