@@ -3,12 +3,9 @@ recipes, tables and pictures.
 """
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,64 +17,21 @@ from tests.support.elsewhere import compiled_elsewhere
 from tests.support.pages import FENCE
 
 META = dict(commit="abc1234", gpu="H100", gpus=1, power_limit_w=700.0, torch="2.11", triton="3.6")
-STEP = dict(ms=80.0, tok_s=819_200.0, joules=55.9, gib=16.3, planned=16.1, recompute="gelu")
-OPS = {
-    "matmul.ms": 40.0,
-    "matmul.floor_ms": 35.0,
-    "adamw.ms": 7.0,
-    "adamw.floor_ms": 7.0,
-    "ms": 80.0,
-    "floor_ms": 71.0,
-}
+STEP = dict(ms=80.0, tok_s=819_200.0, gib=16.3, planned=16.1)
+OPS = {"adamw.ms": 7.0, "adamw.floor_ms": 7.0, "ms": 80.0, "floor_ms": 71.0}
 FIGURES = {
-    f"{key}.{name}": value
-    for key, figures in {
-        **{
-            f"steps.{size}.{arm}": STEP
-            for size in ("d12", "d48", "llama_c768")
-            for arm in ("bf16", "fp8")
-        },
-        **{
-            f"steps.{size}.torch": dict(ms=120.0, tok_s=546_133.0, gib=25.6)
-            for size in ("d12", "d48")
-        },
-        # a record's order is that of measurement
-        **{f"ops.d12.{arm}": OPS for arm in ("fp8", "bf16")},
-        **{f"first_step.d12.{arm}": dict(cold_s=13.8, warm_s=4.2) for arm in ("fp8", "torch")},
-        "peer.d12.torchao_tensorwise": dict(ms=130.0, tok_s=504_123.0, gib=26.0),
-        "peer.d12.torchao_rowwise": dict(absent="exit code 1"),
-        **{f"levels.d12.{level}": STEP for level in ("gelu_ln", "none")},
-        "muon.d12.fp8": STEP,
-        "muon.d12.torch": dict(ms=160.0),
-    }.items()
+    f"{key}.d12.{arm}.{name}": value
+    for key, arm, figures in (
+        ("steps", "bf16", STEP),
+        ("steps", "fp8", STEP),
+        ("steps", "torch", dict(ms=120.0, tok_s=546_133.0, gib=25.6)),
+        ("ops", "bf16", OPS),
+        ("ops", "fp8", OPS),
+    )
     for name, value in figures.items()
 }
-TWO = dict(batch=64, alone_ms=100.0, in_step_ms=101.0, together_ms=102.0, tok_s=1_284_000.0)
-PAIR = dict(mean=0.01, half_width=0.004, pairs=8)
-RECORD = {
-    "h100": {"meta": META} | FIGURES,
-    "h100x2": {"meta": META | dict(gpus=2)}
-    | {f"multi.d12.bf16.{name}": value for name, value in TWO.items()}
-    | {"multi.d12.torch.alone_ms": 120.0, "multi.d12.torch.together_ms": 125.0},
-    "losses": {
-        "meta": {},
-        "arms.s.muon_fp8.runs": 4,
-        "arms.s.muon_fp8.train": 1.19,
-        "arms.s.muon_fp8.val": 1.4675,
-    }
-    | {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
-    | {f"pairs.fp8_d12.fp8.{loss}.{key}": n for loss in ("train", "val") for key, n in PAIR.items()}
-    | {"pairs.fp8_d12.bf16_80.val.mean": 0.223},
-    "sampling": {"meta": META, "d12.ours_1": 2900.4, "d12.dynamic_1": 118.0, "d12.ours_32": 34_600},
-    "encode": {"meta": META | dict(gpu="", cpus=16, tiktoken="0.14"), "gpt2.ours_1": 10.04},
-    "sources": {"meta": META, "bf16.one.ms": 165.642, "bf16.one.ms_each": [165.6, 165.7]},
-    "own_tokenizer": {
-        "meta": META,
-        "compared_after_s": 10,
-        "own_2048.nats": 0.6571,
-        "own_2048.nats_each": [0.65, 0.66],
-    },
-}
+LOSSES = {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
+RECORD = {"h100": {"meta": META} | FIGURES, "losses": {"meta": {}} | LOSSES}
 
 
 @pytest.mark.slow
@@ -119,28 +73,6 @@ def test_an_unknown_key_is_refused_with_the_page(marker):
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_tables_have_the_figures_of_each_machine():
-    text = {name: table(RECORD) for name, table in pages.TABLES.items()}
-    assert "| 124M | fp8 | gelu | 80.0 | 819,200 | 55.9 | 16.3 | 1.50 |" in text["steps"]
-    assert text["peers"].endswith("| 124M | torchao, tensorwise | 130.0 | 504,123 | 26.0 | 0.92 |")
-    assert text["ops"].endswith("| 80.0 (71.0) |")
-    assert text["multi"].endswith("| 1,284,000 | 1.23 | 98.0% |")
-    assert "| 124M | 2,900 |  | 118 | 34,600 |  |  |" in text["sampling"]
-    assert text["encode"].startswith("16 CPUs, torch 2.11, triton 3.6, tiktoken 0.14, commit abc")
-    assert "| gpt2 | 10.0 |  |  |  |" in text["encode"] and "| bf16 | 165.64 |" in text["sources"]
-    assert text["own_tokenizer"].endswith("| own 2048 |  |  | 0.657 |  |")
-    assert pages.TABLES["encode"]({}) == ""
-    assert not text.pop("executed")  # RECORD has no other GPU's code
-    for table in text.values():
-        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
-    assert pages.TABLES["ops"]({"losses": RECORD["losses"]}) == ""  # no machine has measured it yet
-
-
-def test_another_gpu_s_code_stands_in_a_table_of_its_own():
-    record = {"h100_sm_80_code": {"meta": META} | FIGURES}
-    assert pages.TABLES["steps"](record) == "" != pages.TABLES["executed"](record)
-
-
 # ---- no figure outside markers ----
 
 STRAY = re.compile(r"±|\d(?:[kM]?\s?tok(?:en)?s?/s|\s?(?:ms|J)\b|x(?!\w))")
@@ -165,9 +97,6 @@ def test_figures_of_pages_stand_between_markers():
         if page.suffix == ".md"
     }
     assert not {page.name: lines for page, lines in found.items() if lines}
-
-
-# ---- pictures ----
 
 
 # ---- measuring ----
@@ -342,22 +271,6 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     )
 
 
-def test_an_interrupt_leaves_all_other_parts(measured):
-    def interrupted(limit, env):
-        calls.append(limit)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)  # until the main thread has seen it
-        raise OSError("as the child ends")
-
-    calls, parts = list[float](), [results.Part(f"steps.d12.{i}", 1, interrupted) for i in range(8)]
-    # a run of an earlier test may have left another
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert measured([parts[:4], parts[4:]], [])[0] == 130 and len(calls) <= 2  # one on each GPU
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_parts_have_different_keys_and_kinds_that_can_be_named():
     groups = [
         [part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")
@@ -376,6 +289,9 @@ def test_parts_have_different_keys_and_kinds_that_can_be_named():
     }
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
+
+
+# ---- pictures ----
 
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):

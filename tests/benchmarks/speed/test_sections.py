@@ -25,13 +25,6 @@ def test_losses_of_tokens_become_nats_per_byte(tmp_path):
     assert found["early_nats"] == pytest.approx(8.4 / 3.5) and found["ms"] == 100.0
 
 
-def test_each_value_of_an_arm_stands_beside_their_mean():
-    figures: dict = {}
-    for ms in (10.0, 12.0):
-        text.add(figures, "bf16.one.ms", ms)
-    assert figures == {"bf16.one.ms_each": [10.0, 12.0], "bf16.one.ms": 11.0}
-
-
 @pytest.mark.slow
 def test_tokenizers_are_timed_in_processes_beside_their_library(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "PIECE", 2000)
