@@ -98,8 +98,8 @@ SCRIPT = """
     missing = compiled.kernels - compiled.from_cache
     assert shown == [(n, missing) for n in range(1, 1 + missing)], shown
     assert all(cache_hit for _, cache_hit in found), "this process has compiled"
-    most_source_first = ["_fill_kernel", "_clip_factor_kernel", "gluon_kernel"]
-    assert [name for name, _ in found] == most_source_first, found
+    most_source_first = ["_clip_factor_kernel", "_fill_kernel", "gluon_kernel"]
+    assert not missing or [name for name, _ in found] == most_source_first, found
     print(compiled.kernels, compiled.from_cache, launched)
     with compiling() as again:
         launches()
