@@ -10,7 +10,13 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, format_count
 from gpt2_triton.model.arena import MemoryPlan
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, Forecast, forecast
+from gpt2_triton.model.memory_plan import (
+    CONTEXT_BYTES,
+    MODULE_BYTES,
+    Forecast,
+    bytes_by_kind,
+    forecast,
+)
 from gpt2_triton.model.rates import rates_line
 from gpt2_triton.training.logger import duration
 
@@ -130,6 +136,6 @@ def _buffers(plan: MemoryPlan) -> list[str]:
             f"{b.live:<24}{note:>11}{b.offset:>16,}"
         )
     lines += ["", f"{'class':<16}{'MiB':>11}"]
-    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in plan.by_kind().items()]
-    shared = sum(plan.by_kind().values()) - plan.total
+    lines += [f"{kind:<16}{nbytes / 2**20:>11,.1f}" for kind, nbytes in bytes_by_kind(plan).items()]
+    shared = sum(bytes_by_kind(plan).values()) - plan.total
     return [*lines, f"arena {format_bytes(plan.total)} ({format_bytes(shared)} saved by sharing)"]

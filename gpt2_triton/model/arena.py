@@ -170,12 +170,6 @@ class MemoryPlan:
     # of a forward pass in bf16 between the steps of a run in fp8
     between: "MemoryPlan | None" = None
 
-    def by_kind(self) -> dict[str, int]:
-        out: dict[str, int] = {}
-        for b in self.buffers.values():
-            out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.within else b.nbytes)
-        return out
-
 
 def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> MemoryPlan:
     """Place each buffer, the largest first, at the lowest offset that is free in its

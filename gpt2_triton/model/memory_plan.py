@@ -4,10 +4,11 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -137,6 +138,14 @@ def _plan_between_steps(
     for b in acts:
         b.live = " ".join(phase for phase in PHASES if phase in b.phases & forward)
     return place_buffers([b for b in acts if b.live and b.name not in fixed], [*fixed.values()])
+
+
+def bytes_by_kind(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of each kind of buffer, had each a place of its own."""
+    out: dict[str, int] = {}
+    for b in plan.buffers.values():
+        out[b.spec.kind] = out.get(b.spec.kind, 0) + (0 if b.within else b.nbytes)
+    return out
 
 
 def recompute_levels(config: Config, training: bool) -> list[str]:
@@ -290,3 +299,19 @@ def out_of_memory(
     todo = forecast(config, K, free_bytes(device), shape).todo
     now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
     return OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows what fits")
+
+
+@contextlib.contextmanager
+def fitting(
+    plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
+) -> Iterator[None]:
+    """Raise OutOfMemoryError if the plan does not fit, or the body cannot allocate it."""
+    if plan.total > free_bytes(device):
+        raise out_of_memory(plan, config, K, shape, device, training)
+    try:
+        yield
+    except RuntimeError:
+        # on a CPU: a limit of the process, or a system that overcommits nothing
+        if device != "cpu":
+            raise
+        raise out_of_memory(plan, config, K, shape, device, training) from None

@@ -18,7 +18,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.model import architecture, fp8, schedule
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
@@ -28,13 +27,7 @@ from gpt2_triton.model.decoding import Decoding
 from gpt2_triton.model.forward import ForwardPasses
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.memory_plan import (
-    forward_shape,
-    free_bytes,
-    out_of_memory,
-    plan_memory,
-    recompute_levels,
-)
+from gpt2_triton.model.memory_plan import fitting, forward_shape, plan_memory, recompute_levels
 from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.recompute import Recompute
@@ -83,21 +76,12 @@ class Model(ForwardPasses):
         ]
         # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales
         self.calibrated = False
-        if self.plan.total > free_bytes(device):
-            raise out_of_memory(self.plan, config, K, self.shape, device, training)
-        try:
+        arenas: list[Tensor] = []  # of all ranks, if they can read each other's
+        with fitting(self.plan, config, K, self.shape, device, training):
             if group:
                 self.arena, arenas = group.allocate_shared(self.plan.total)
             else:
-                self.arena, arenas = (
-                    torch.empty(self.plan.total, dtype=torch.uint8, device=device),
-                    [],
-                )
-        except RuntimeError:
-            # on a CPU: a limit of the process, or a system that overcommits nothing
-            if device != "cpu":
-                raise
-            raise out_of_memory(self.plan, config, K, self.shape, device, training) from None
+                self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
         self.drawn = self.dims["V"]
@@ -257,15 +241,3 @@ class Model(ForwardPasses):
         fp8.clear(self.state.history)
         self.saved.load(parts)
         self.calibrated = self.has_fp8 and bool(self.state.history.cpu().numpy().any())
-
-    def require_equal_replicas(self, control: ControlGroup, step: int) -> str:
-        """Return the state digest of all ranks; raise ReplicaMismatchError with the
-        ranks that differ from rank 0.
-        """
-        found = control.all_gather(self.saved.digest())
-        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
-        if others:
-            raise ReplicaMismatchError(
-                f"step {step}: the weights of ranks {others} differ from rank 0's"
-            )
-        return found[0]

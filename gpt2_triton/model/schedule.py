@@ -96,19 +96,6 @@ def head(K: Kernels, m: View, acc: bool) -> None:
     m.observe.tensors(dx=2 * m.L)
 
 
-def head_loss(K: Kernels, m: View) -> None:
-    """losses = cross entropy of each token; nothing is kept for a backward pass."""
-    a = m.a
-    final_norm(K, m)
-    cast_head(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
-    for r in m.head_chunks():
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
-        K.classifier_loss(
-            a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False
-        )
-
-
 def roll_scales(K: Kernels, m: View) -> None:
     # scales of the next step's fp8 tensors from the largest absolute values of the last steps
     m.comm.all_reduce_max(m.s.amax)

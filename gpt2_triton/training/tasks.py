@@ -1,14 +1,19 @@
 """What a run does between its steps, besides saving: validations, HellaSwag, samples, and
-comparisons of the ranks' weights.
+comparisons of the ranks' weights; the first scales of fp8, and statistics of tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from gpt2_triton.checkpoint import source_files
 from gpt2_triton.config.config import Config
+from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import Stopped, validation_loss
 from gpt2_triton.inference.sample import sample_in_training
+from gpt2_triton.model import fp8, tensor_stats
+from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.run import Run
 
 
@@ -91,5 +96,35 @@ def write_sample(run: Run, step: int) -> None:
 
 
 def compare_replicas(run: Run, step: int) -> None:
-    digest = run.model.require_equal_replicas(run.control, step)
-    run.log.info(f"step {step}: weights {digest} on every rank")
+    """Raise ReplicaMismatchError with the ranks whose weights differ from rank 0's."""
+    found = run.control.all_gather(run.model.saved.digest())
+    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    if others:
+        raise ReplicaMismatchError(
+            f"step {step}: the weights of ranks {others} differ from rank 0's"
+        )
+    run.log.info(f"step {step}: weights {found[0]} on every rank")
+
+
+# ---- of some runs ----
+
+
+def calibrate(run: Run) -> None:
+    """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step
+    0's inputs serve any step.
+    """
+    if run.model.has_fp8 and not run.model.calibrated:
+        with run.watchdog.phase("calibrating the scales of fp8"):
+            batches = list(run.batches.step(run.state.sample))
+            fp8.calibrate(run.model, batches, step_inputs(0, run.config))
+        run.log.info(f"fp8: scales calibrated before step {run.state.step + 1}")
+
+
+def log_statistics(run: Run, partials: Sequence[Tensor]) -> None:
+    """Log the statistics of the last finished step, if log.stats_every selects it; `partials` are
+    the host's copies of them.
+    """
+    recorder = run.model.stats_recorder
+    if recorder and is_due(run.state.step, run.config.log.stats_every, run.config):
+        record = recorder.read(partials, run.model.shape.accumulation, run.control)
+        run.log.statistics(run.state.step, record, tensor_stats.format_summary(record))

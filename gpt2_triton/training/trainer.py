@@ -26,7 +26,6 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import SAVING, Watchdog
 from gpt2_triton.errors import DataError, NonFiniteError
 from gpt2_triton.kernels import step_io
-from gpt2_triton.model import fp8, tensor_stats
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import memory_in_use_report, used_bytes
 from gpt2_triton.training import recovery, setup, tasks
@@ -160,7 +159,7 @@ class Trainer:
     def _loop(self) -> int:
         first = step = self.state.step
         last = self.config.train.steps
-        self._calibrate()
+        tasks.calibrate(self)
         if step == 0 and self._due(step, self.config.eval.every):
             self._finish_step()
             tasks.call(self, ["eval.every"], step)
@@ -240,13 +239,7 @@ class Trainer:
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
         cause = recovery.first_non_finite(self) if is_searched else ""
         self.log.step(self.state.step, result, cause)
-        if (recorder := self.model.stats_recorder) and self._due(
-            self.state.step, self.config.log.stats_every
-        ):
-            record = recorder.read(
-                self.queue.statistics, self.model.shape.accumulation, self.control
-            )
-            self.log.statistics(self.state.step, record, tensor_stats.format_summary(record))
+        tasks.log_statistics(self, self.queue.statistics)
         target = recovery.rewind_target(self)
         find = functools.partial(recovery.non_finite_losses, self)
         self.state.raise_if_unstable(self.config, target, find)
@@ -274,18 +267,8 @@ class Trainer:
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()
         self.batches = self._prefetch()
-        self._calibrate()
+        tasks.calibrate(self)
         return target
-
-    def _calibrate(self) -> None:
-        """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step
-        0's inputs serve any step.
-        """
-        if self.model.has_fp8 and not self.model.calibrated:
-            with self.watchdog.phase("calibrating the scales of fp8"):
-                batches = list(self.batches.step(self.state.sample))
-                fp8.calibrate(self.model, batches, step_inputs(0, self.config))
-            self.log.info(f"fp8: scales calibrated before step {self.state.step + 1}")
 
     # ---- between steps ----
 

@@ -24,6 +24,7 @@ from gpt2_triton.inference import generate, sample
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import schedule as layers
+from gpt2_triton.model.memory_plan import bytes_by_kind
 from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
@@ -160,7 +161,7 @@ def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
         tiny_model(sample=dict(every=1), memory=memory)[0],
         tiny_model(memory=memory)[0],
     )
-    assert model.plan.by_kind()["decoding"] > 16_384
+    assert bytes_by_kind(model.plan)["decoding"] > 16_384
     assert model.plan.total - without.plan.total < 4096
 
 

@@ -25,6 +25,7 @@ from gpt2_triton.model.arena import (
     resolve_buffers,
 )
 from gpt2_triton.model.gpt2.buffers import Acts
+from gpt2_triton.model.memory_plan import bytes_by_kind
 from gpt2_triton.model.recompute import layer_levels
 from gpt2_triton.model.tables import State
 
@@ -112,9 +113,9 @@ def test_a_buffer_within_another_takes_its_bytes_or_where_they_are_too_few_its_o
         [buffer("host", 100, "head..update"), guest, buffer("other", 100, "update")]
     )
     assert plan.buffers["guest"].offset == plan.buffers["host"].offset
-    assert plan.total == 1024 and plan.by_kind() == {"kind": 1024}
+    assert plan.total == 1024 and bytes_by_kind(plan) == {"kind": 1024}
     plan = place_buffers([buffer("host", 100, "head"), buffer("guest", 129, "head", within="host")])
-    assert plan.total == 512 + 768 and plan.by_kind() == {"kind": 1280}
+    assert plan.total == 512 + 768 and bytes_by_kind(plan) == {"kind": 1280}
     with pytest.raises(AssertionError, match="guest outlives host"):
         place_buffers(
             [buffer("host", 100, "head"), buffer("guest", 100, "head..update", within="host")]

@@ -20,6 +20,7 @@ from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.memory_plan import (
     CONTEXT_BYTES,
     MODULE_BYTES,
+    bytes_by_kind,
     choose_recompute,
     dimensions,
     forecast,
@@ -76,7 +77,7 @@ def test_llama_3s_8b_trains_on_eight_gpus_of_80_gb():
     sections = dict(model=model, train=train, data=dict(tokenizer="llama3"), parallel=dict(zero=2))
     config = Config.model_validate(sections | dict(memory=dict(recompute="gelu+ln+qkv")))
     plan, N = plan_of(config, shape=StepShape.of(config, 8)), config.n_params
-    kinds = {kind: size / N for kind, size in plan.by_kind().items()}
+    kinds = {kind: size / N for kind, size in bytes_by_kind(plan).items()}
     assert (
         2 <= kinds["parameters"] < 2.01
         and 1 <= kinds["optimizer"] < 1.01

@@ -15,7 +15,7 @@ from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.data.mixture import Mixture
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.model.model import Model
-from gpt2_triton.training import trainer
+from gpt2_triton.training import tasks, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.support.checkpoints import load_checkpoint
@@ -152,7 +152,7 @@ def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path)
         "skipped" in r for r in logged
     )
     other, losses = make_trainer(rewind_config(), tmp_path), []
-    other._calibrate()
+    tasks.calibrate(other)
     for step, first in enumerate((0, 2, 6, 8)):
         tokens = other.data.train.batch(first, 2)
         other.model.begin_step(step_inputs(step, other.config), step, other.config.train.seed)
