@@ -30,6 +30,7 @@ from gpt2_triton.kernels.layernorm import (
     layernorm_bwd_scratch,
     layernorm_fwd,
 )
+from gpt2_triton.kernels.llama_products import matmul_rope, matmul_swiglu
 from gpt2_triton.kernels.matmul import (
     matmul,
     matmul_act,
@@ -40,8 +41,6 @@ from gpt2_triton.kernels.matmul import (
     matmul_dx,
     matmul_dx_dact,
     matmul_dx_dact_scratch,
-    matmul_rope,
-    matmul_swiglu,
 )
 from gpt2_triton.kernels.muon import (
     muon_apply,

@@ -1,5 +1,4 @@
-"""Device functions that kernels share: products, GELU, SwiGLU, the classifier's
-exponential, AdamW.
+"""Device functions that kernels share: products, GELU, the classifier's exponential, AdamW.
 
 Values are fp32 unless a docstring says otherwise.
 """
@@ -141,18 +140,6 @@ def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     else:
         tl.static_assert(NAME == "gelu")
         return dgelu(x, RESULT)
-
-
-@triton.jit
-def swiglu(g, u):
-    return g * tl.sigmoid(g) * u
-
-
-@triton.jit
-def dswiglu(dh, g, u):
-    """Return the gradients of g and u, from that of swiglu."""
-    s = tl.sigmoid(g)
-    return dh * u * s * (1.0 + g * (1.0 - s)), dh * g * s
 
 
 @triton.jit

@@ -181,3 +181,11 @@ def paired_columns(x, E5M2: tl.constexpr = False):
             pack=1,
         )
     return tl.trans(tl.reshape(pairs, (r // 2, c)))
+
+
+def cuts_fp8_sums() -> bool:
+    """Return whether tensor cores may cut sums of fp8 products: Ada's and Hopper's (fp8.md)."""
+    if INTERPRET:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch in (89, 90)

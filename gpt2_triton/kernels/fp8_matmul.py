@@ -49,8 +49,9 @@ from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
 from gpt2_triton.kernels.qk_norm import rotated_before
+from gpt2_triton.kernels.rope import row_for_heads
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
-from gpt2_triton.kernels.tuning import product_row, programs
+from gpt2_triton.kernels.tuning import programs, tuned
 
 
 @triton.jit
@@ -174,7 +175,8 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
         return hopper_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
         return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope)
-    row = product_row("fp8", M, N, K, rope.HS)
+    row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+    row = row_for_heads(row, rope.HS)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)

@@ -4,9 +4,6 @@ epilogue.  w is [N, K] = [out, in].
 matmul           out  = inp @ w.T + b
 matmul_act       pre  = inp @ w.T + b,  out = act(pre), gelu or another activation
 matmul_add       out  = res + (inp @ w.T + b)
-matmul_swiglu    pre  = inp @ w.T,  out = swiglu(pre)
-matmul_rope      out  = inp @ w.T, with the heads of q and k rotated (rope.py), and before that
-                 normed (qk_norm.py) if the rope has a norm
 matmul_dx        dinp = dout @ w
 matmul_dx_dact   dpre = (dout @ w) * act'(pre),  dbias (+)= sum_R dpre,  act_out = act(pre)
 matmul_dw        dw (+)= dout.T @ inp
@@ -47,6 +44,7 @@ from gpt2_triton.kernels.blocks import (
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import activation, dactivation, dot, dot_added_in_fp32
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
+from gpt2_triton.kernels.e4m3 import cuts_fp8_sums
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
 from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
@@ -56,17 +54,16 @@ from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.swiglu import swiglu
+from gpt2_triton.kernels.rope import row_for_heads
 from gpt2_triton.kernels.tiles import halves, split_item, tile_corner, tile_position, walk
 from gpt2_triton.kernels.tuning import (
     INTERPRET,
     PLANNED_SMS,
     dtype_name,
-    product_row,
     programs,
     tuned,
 )
-from gpt2_triton.operands import Linear, Rope
+from gpt2_triton.operands import Linear
 
 
 @triton.jit
@@ -245,7 +242,7 @@ def _add_dw_partials_kernel(
     tl.store(out_ptr + at, total, mask=mask)
 
 
-def _launch(
+def launch(
     out: Operand,
     a: Operand,
     w: Operand,
@@ -268,7 +265,8 @@ def _launch(
         return hopper_matmul.matmul(out, a, w, special, w_is_nk)
     name, b, res, pre, act_out, part, _ = epilogue
     rope = RopeArguments.of(epilogue.rope)
-    row = product_row(dtype_name(a), M, N, K, rope.HS)
+    row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
+    row = row_for_heads(row, rope.HS)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     out_desc, res_desc, pre_desc, act_desc = (
         describe_halves(t, block_m, block_n) for t in (out, res, pre, act_out)
@@ -286,7 +284,7 @@ def _launch(
 @contract("out[R,N] <- inp[R,K] layer.w[N,K] layer.b[N]?")
 def matmul(out: Tensor, inp: Operand, layer: Linear) -> None:
     """Write out = inp @ w.T + b; out may be fp32 while inp and w are bf16."""
-    _launch(out, inp, layer.w, Epilogue(b=layer.b))
+    launch(out, inp, layer.w, Epilogue(b=layer.b))
 
 
 @contract("out[R,N] pre[R,N] <- inp[R,K] layer.w[N,K] layer.b[N]?")
@@ -294,39 +292,19 @@ def matmul_act(out: Operand, pre: Tensor, inp: Operand, layer: Linear, act: str)
     """Write pre = inp @ w.T + b and out = act(pre as stored); in fp8, which has
     gelu alone, `pre` holds bytes of gelu'(pre).
     """
-    _launch(out, inp, layer.w, Epilogue("act", layer.b, pre=pre), act)
-
-
-@contract("out[R,F] pre[R,2*F] <- inp[R,K] layer.w[2*F,K]")
-def matmul_swiglu(out: Operand, pre: Tensor, inp: Operand, layer: Linear) -> None:
-    """Write pre = inp @ w.T and out = swiglu(pre as stored): in one launch on Hopper in bf16."""
-    if not isinstance(inp, Fp8) and hopper.takes("matmul_swiglu", *out.shape, dtype_name(inp)):
-        _launch(out, inp, layer.w, Epilogue("swiglu", pre=pre))
-    else:
-        matmul(pre, inp, layer)
-        swiglu(out, pre)
-
-
-@contract(
-    "out[R,N] rope.norm.rstd[R,H]? <- inp[R,K] layer.w[N,K] rope.table[Tr,HS] rope.norm.w[2,HS]?"
-)
-def matmul_rope(out: Tensor, inp: Operand, layer: Linear, rope: Rope) -> None:
-    """Write out = inp @ w.T, and norm, if the rope has a norm, and rotate the heads in its first
-    columns.
-    """
-    _launch(out, inp, layer.w, Epilogue("rope", rope=rope))
+    launch(out, inp, layer.w, Epilogue("act", layer.b, pre=pre), act)
 
 
 @contract("out[R,N] <- res[R,N] inp[R,K] layer.w[N,K] layer.b[N]?")
 def matmul_add(out: Tensor, res: Tensor, inp: Operand, layer: Linear) -> None:
     """Write out = res + (inp @ w.T + b), the residual add."""
-    _launch(out, inp, layer.w, Epilogue("add", layer.b, res))
+    launch(out, inp, layer.w, Epilogue("add", layer.b, res))
 
 
 @contract("dinp[R,K] <- dout[R,N] layer.w[N,K]")
 def matmul_dx(dinp: Tensor, dout: Operand, layer: Linear) -> None:
     """Write dinp = dout @ w."""
-    _launch(dinp, dout, layer.w, Epilogue(), w_is_nk=False)
+    launch(dinp, dout, layer.w, Epilogue(), w_is_nk=False)
 
 
 @contract("dpre[R,K] dbias[K]+ act_out[R,K]? scratch[*] <- dout[R,N] layer.w[N,K] pre[R,K]")
@@ -339,7 +317,7 @@ def matmul_dx_dact(
     elements of pre before it writes them.
     """
     epilogue = Epilogue("dact", pre=pre, act_out=act_out, part=scratch)
-    rows = _launch(dpre, dout, layer.w, epilogue, act, w_is_nk=False)
+    rows = launch(dpre, dout, layer.w, epilogue, act, w_is_nk=False)
     column_sums(dbias, None, None, scratch, rows, acc)
 
 
@@ -389,7 +367,7 @@ def _multiply_dw(
     dtype = dtype_name(operands[0][0])
     row = _dw_row(N, K, R, dtype)
     kernel = hopper.takes("matmul_dw", N, K, dtype)
-    cut = not kernel and dtype == "fp8" and tuning.cuts_fp8_sums()
+    cut = not kernel and dtype == "fp8" and cuts_fp8_sums()
     if cut:
         row["BLOCK_N"] //= 2  # registers hold a product beside the sum
     split = split_tiles(

@@ -11,6 +11,9 @@ their gradients back, by -sin.  qk_norm.py has the norm that may come before the
 import triton
 import triton.language as tl
 
+from gpt2_triton.kernels.table_file import Row
+from gpt2_triton.kernels.tuning import has_tma
+
 
 @triton.jit
 def head_halves(x, HS: tl.constexpr):
@@ -41,3 +44,13 @@ def rotated_back(x, cos, sin, HS: tl.constexpr):
     """Return x [rows, heads*HS] with each row rotated back from its position."""
     x1, x2 = head_halves(x, HS)
     return rotated_halves(x1, x2, cos, -sin)
+
+
+def row_for_heads(row: Row, HS: int) -> Row:
+    """Return a product's launch parameters with tiles whose halves have whole heads of HS columns;
+    0 columns: `row` as it is.
+    """
+    wider = max(1, 2 * HS // row["BLOCK_N"])
+    shorter = wider if not has_tma() or wider > 2 else 1
+    # registers hold the tile, shared memory its operands
+    return row | dict(BLOCK_N=row["BLOCK_N"] * wider, BLOCK_M=row["BLOCK_M"] // shorter)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import dswiglu as dswiglu_of
-from gpt2_triton.kernels.device_math import swiglu as swiglu_of
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored, transpose
+from gpt2_triton.kernels.gate import dswiglu as dswiglu_of
+from gpt2_triton.kernels.gate import swiglu as swiglu_of
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.tuning import flat_block
 

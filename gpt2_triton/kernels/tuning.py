@@ -48,14 +48,6 @@ def has_tma() -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
-def cuts_fp8_sums() -> bool:
-    """Return whether tensor cores may cut sums of fp8 products: Ada's and Hopper's (fp8.md)."""
-    if INTERPRET:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch in (89, 90)
-
-
 @functools.cache
 def is_hopper() -> bool:
     """Return True on the GPUs that kernels/hopper is for (sm_90: H100, H200)."""
@@ -86,18 +78,6 @@ def tuned(op: str, dtype: str, **sizes: int) -> Row:
     if INTERPRET:
         for block, size in sizes.items():
             row[block] = min(row[block], max(16, next_power_of_2(size)))
-    return row
-
-
-def product_row(dtype: str, M: int, N: int, K: int, HS: int) -> Row:
-    """Return a new row for a product [M, N].  If its epilogue rotates heads of HS columns, each
-    half of a tile has whole heads; HS is 0 without.
-    """
-    row = tuned("matmul", dtype, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
-    wider = max(1, 2 * HS // row["BLOCK_N"])
-    row["BLOCK_N"] *= wider
-    if not has_tma() or wider > 2:
-        row["BLOCK_M"] //= wider  # registers hold the tile, shared memory its operands
     return row
 
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from gpt2_triton.kernels.device_math import dswiglu, swiglu
+from gpt2_triton.kernels.gate import dswiglu, swiglu
 from gpt2_triton.kernels.hopper.pipeline import (
     barriers,
     describe,
