@@ -26,13 +26,13 @@ hopper/: bf16 with heads of 64 columns, in whole blocks of 64 tokens.
 """
 
 import math
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import hopper
+from gpt2_triton.kernels import on_hopper
 from gpt2_triton.kernels.blocks import Blocks, describe, load_block, rounded, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
@@ -47,10 +47,6 @@ from gpt2_triton.kernels.fp8 import (
     store_heads,
     stored,
 )
-from gpt2_triton.kernels.hopper import attention_dkdv as hopper_dkdv
-from gpt2_triton.kernels.hopper import attention_dq as hopper_dq
-from gpt2_triton.kernels.hopper import attention_fwd as hopper_fwd
-from gpt2_triton.kernels.hopper.attention import Forms
 from gpt2_triton.kernels.qk_norm import PARTS, head_norm_bwd, noise, weight_gradient, weight_terms
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import cos_sin, rotated_back
@@ -219,87 +215,63 @@ def _attention_bwd_dkdv_kernel(
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
 
 
-def _head_size(out: Tensor, lse: Tensor) -> int:
-    return out.shape[1] // lse.shape[1]
+class _Sizes(NamedTuple):
+    """The sizes of a launch."""
+
+    B: int
+    NH: int
+    T: int
+    HS: int
+    GROUP: int  # heads of q that share a head of k and v
+
+    @classmethod
+    def of(cls, qkv: Tensor, C: int, lse: Tensor) -> "_Sizes":
+        B, NH, T = lse.shape
+        HS = C // NH
+        return cls(B, NH, T, HS, 2 * NH // (qkv.shape[1] // HS - NH))
+
+    def tokens(self, tensor: Tensor) -> Tensor:
+        """View [B*T, heads*HS] as [B, T, heads, HS]."""
+        return tensor.view(self.B, self.T, -1, self.HS)
+
+    def rows(self, tensor: Tensor, row: Row, block: str) -> Blocks | None:
+        """Describe [B*T, heads*HS] as [B, heads, T, HS], in blocks of row[block] rows of a head."""
+        longest = max(row["BLOCK_M"], row["BLOCK_N"])
+        reach = 1, 1, longest, row["BLOCK_D"]
+        heads = self.tokens(tensor).transpose(1, 2)
+        return describe(heads, 1, 1, row[block], row["BLOCK_D"], reach=reach)
 
 
-def _group(qkv: Tensor, lse: Tensor, HS: int) -> int:
-    """Return how many heads of q share a head of k and v."""
-    return 2 * lse.shape[1] // (qkv.shape[1] // HS - lse.shape[1])
-
-
-def _tokens(tensor: Tensor, lse: Tensor, HS: int) -> Tensor:
-    """View [B*T, heads*HS] as [B, T, heads, HS]."""
-    B, _, T = lse.shape
-    return tensor.view(B, T, -1, HS)
-
-
-def _rows(tensor: Tensor, lse: Tensor, HS: int, row: Row, block: str) -> Blocks | None:
-    """Describe [B*T, heads*HS] as [B, heads, T, HS], in blocks of row[block] rows of one head."""
-    heads, longest = _tokens(tensor, lse, HS).transpose(1, 2), max(row["BLOCK_M"], row["BLOCK_N"])
-    return describe(heads, 1, 1, row[block], row["BLOCK_D"], reach=(1, 1, longest, row["BLOCK_D"]))
-
-
-def _row(op: str, dtype: str, T: int, HS: int) -> dict[str, int]:
+def _row(op: str, dtype: str, T: int, HS: int) -> Row:
     """Return the launch parameters of the table of the GPU at hand (tuning.py)."""
-    return tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T) | dict(
-        BLOCK_D=next_power_of_2(HS)
-    )
-
-
-def _bwd_row(op: str, dtype: str, T: int, HS: int, rope: RopeArguments) -> dict[str, int]:
-    row = _row(op, dtype, T, HS)
-    if rope.w is not None:
-        row.pop("maxnreg", None)  # it leaves too few registers for the norm
-    return row
+    row = tuned(op if HS <= 64 else f"{op}_wide", dtype, BLOCK_M=T, BLOCK_N=T)
+    return row | dict(BLOCK_D=next_power_of_2(HS))
 
 
 @contract("out[B*T,C] lse[B,NH,T] <- qkv[B*T,D]")
 def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
-    (B, NH, T), HS, dtype = lse.shape, _head_size(out, lse), dtype_name(qkv)
-    group = _group(qkv, lse, HS)
+    s = _Sizes.of(qkv, out.shape[1], lse)
+    if on_hopper.attention_fwd(out, lse, qkv, s.HS, s.GROUP):
+        return
+    row = _row("attention_fwd", dtype_name(qkv), s.T, s.HS)
     out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
-    if hopper.takes("attention_fwd", T, HS, dtype):
-        return hopper_fwd.attention_fwd(full(out), out8, *scaling, lse, qkv, group)
-    row = _row("attention_fwd", dtype, T, HS)
-    out_desc = _rows(full(out), lse, HS, row, "BLOCK_M")
-    out8_desc = None if out8 is None else _rows(out8, lse, HS, row, "BLOCK_M")
-    q_desc = describe(_tokens(qkv, lse, HS), 1, row["BLOCK_M"], 1, row["BLOCK_D"])
-    kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
-    programs = triton.cdiv(T, row["BLOCK_M"]) * B * NH
+    programs = triton.cdiv(s.T, row["BLOCK_M"]) * s.B * s.NH
     _attention_fwd_kernel[(programs,)](
-        out_desc,
-        out8_desc,
-        *scaling,
-        lse,
-        q_desc,
-        kv_desc,
-        T,
-        NH,
-        LOG2E.value / math.sqrt(HS),
-        GROUP=group,
-        **row,
-    )
+        s.rows(full(out), row, "BLOCK_M"), None if out8 is None else s.rows(out8, row, "BLOCK_M"),
+        *scaling, lse, describe(s.tokens(qkv), 1, row["BLOCK_M"], 1, row["BLOCK_D"]),
+        s.rows(qkv, row, "BLOCK_N"), s.T, s.NH, LOG2E.value / math.sqrt(s.HS), GROUP=s.GROUP, **row,
+    )  # fmt: skip
 
 
-def _in_forms(x: Operand) -> Forms:
-    rows, scale, amax = stored(x)
-    columns = x.columns.view(torch.int16) if isinstance(x, Fp8) and x.transposed else None
-    return Forms(rows, columns, scale, amax)
-
-
-def _sizes(qkv: Tensor, lse: Tensor, HS: int) -> dict[str, int | float]:
-    scale = 1.0 / math.sqrt(HS)
-    return dict(
-        T=lse.shape[2],
-        NH=lse.shape[1],
-        factor=scale * LOG2E.value,
-        scale=scale,
-        NOISE=noise(qkv),
-        GROUP=_group(qkv, lse, HS),
-        HS=HS,
-    )
+def _bwd_parameters(op: str, s: _Sizes, qkv: Tensor, rope: RopeArguments) -> dict[str, Any]:
+    """Return the launch parameters of a kernel, and the numbers that both kernels take."""
+    row = _row(op, dtype_name(qkv), s.T, s.HS)
+    if rope.w is not None:
+        row.pop("maxnreg", None)  # it leaves too few registers for the norm
+    scale = 1.0 / math.sqrt(s.HS)
+    sizes = dict(T=s.T, NH=s.NH, factor=scale * LOG2E.value, scale=scale, GROUP=s.GROUP, HS=s.HS)
+    return row | sizes | dict(NOISE=noise(qkv))
 
 
 def _launch_dq(
@@ -309,63 +281,47 @@ def _launch_dq(
     """Write dq, delta, out's columns, and part, for each block of queries the column sums of dq,
     or the terms of the norm's dw; return part's rows.
     """
-    (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
-    if hopper.takes("attention_bwd_dq", T, HS, dtype):
-        tensors = _in_forms(dqkv), part, delta, dout, qkv, _in_forms(out), full(out), lse
-        return hopper_dq.attention_bwd_dq(*tensors, rope, _group(qkv, lse, HS))
-    row = _bwd_row("attention_bwd_dq", dtype, T, HS, rope)
-    blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_M"]), stored(dqkv)
+    s = _Sizes.of(qkv, dout.shape[1], lse)
+    taken = on_hopper.attention_bwd_dq(
+        dqkv, part, delta, dout, qkv, out, lse, rope, s.HS, s.GROUP
+    )  # fmt: skip
+    if taken is not None:
+        return taken
+    row = _bwd_parameters("attention_bwd_dq", s, qkv, rope)
+    blocks = triton.cdiv(s.T, row["BLOCK_M"])
+    rows, *scaling = stored(dqkv)
     dq_desc, dout_desc, q_desc, out_desc = (
-        _rows(t, lse, HS, row, "BLOCK_M") for t in (rows, dout, qkv, full(out))
+        s.rows(t, row, "BLOCK_M") for t in (rows, dout, qkv, full(out))
     )
-    kv_desc = _rows(qkv, lse, HS, row, "BLOCK_N")
-    columns, out_columns = (describe_heads(t, lse.shape, HS, row["BLOCK_M"]) for t in (dqkv, out))
-    _attention_bwd_dq_kernel[(blocks * B * NH,)](
-        dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc, kv_desc, out_desc,
-        stored(out)[1], lse, rope.table, rope.w, rope.rstd, **_sizes(qkv, lse, HS),
+    columns, out_columns = (describe_heads(t, lse.shape, s.HS, row["BLOCK_M"]) for t in (dqkv, out))
+    _attention_bwd_dq_kernel[(blocks * s.B * s.NH,)](
+        dq_desc, columns, *scaling, out_columns, part, delta, dout_desc, q_desc,
+        s.rows(qkv, row, "BLOCK_N"), out_desc, stored(out)[1], lse, rope.table, rope.w, rope.rstd,
         **row,
     )  # fmt: skip
-    return B * blocks
+    return s.B * blocks
 
 
 def _launch_dkdv(
-    dqkv: Operand,
-    part: Tensor | None,
-    dout: Tensor,
-    qkv: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    dqkv: Operand, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor,
     rope: RopeArguments,
-) -> int:
+) -> int:  # fmt: skip
     """Write dk, dv and part, for each block of keys their column sums, or for dk the terms of the
     norm's dw; return part's rows.
     """
-    (B, NH, T), HS, dtype = lse.shape, _head_size(dout, lse), dtype_name(qkv)
-    if hopper.takes("attention_bwd_dkdv", T, HS, dtype):
-        tensors, group = (_in_forms(dqkv), part, dout, qkv, lse, delta), _group(qkv, lse, HS)
-        return hopper_dkdv.attention_bwd_dkdv(*tensors, rope, group)
-    row = _bwd_row("attention_bwd_dkdv", dtype, T, HS, rope)
-    blocks, (rows, *scaling) = triton.cdiv(T, row["BLOCK_N"]), stored(dqkv)
-    dkdv_desc, kv_desc = (_rows(t, lse, HS, row, "BLOCK_N") for t in (rows, qkv))
-    dout_desc, q_desc = (_rows(t, lse, HS, row, "BLOCK_M") for t in (dout, qkv))
-    columns, sizes = describe_heads(dqkv, lse.shape, HS, row["BLOCK_N"]), _sizes(qkv, lse, HS)
-    _attention_bwd_dkdv_kernel[(blocks * B * NH // sizes["GROUP"],)](
-        dkdv_desc,
-        columns,
-        *scaling,
-        part,
-        dout_desc,
-        q_desc,
-        kv_desc,
-        lse,
-        delta,
-        rope.table,
-        rope.w,
-        rope.rstd,
-        **sizes,
-        **row,
-    )
-    return B * blocks
+    s = _Sizes.of(qkv, dout.shape[1], lse)
+    taken = on_hopper.attention_bwd_dkdv(dqkv, part, dout, qkv, lse, delta, rope, s.HS, s.GROUP)
+    if taken is not None:
+        return taken
+    row = _bwd_parameters("attention_bwd_dkdv", s, qkv, rope)
+    blocks = triton.cdiv(s.T, row["BLOCK_N"])
+    rows, *scaling = stored(dqkv)
+    _attention_bwd_dkdv_kernel[(blocks * s.B * s.NH // s.GROUP,)](
+        s.rows(rows, row, "BLOCK_N"), describe_heads(dqkv, lse.shape, s.HS, row["BLOCK_N"]),
+        *scaling, part, s.rows(dout, row, "BLOCK_M"), s.rows(qkv, row, "BLOCK_M"),
+        s.rows(qkv, row, "BLOCK_N"), lse, delta, rope.table, rope.w, rope.rstd, **row,
+    )  # fmt: skip
+    return s.B * blocks
 
 
 @contract(
@@ -385,7 +341,7 @@ def attention_bwd(
     """
     arguments = RopeArguments.of(rope)
     norm = None if rope is None else rope.norm
-    C, HS = out.shape[1], _head_size(out, lse)
+    C, HS = out.shape[1], out.shape[1] // lse.shape[1]
     NH, heads = lse.shape[1], qkv.shape[1] // HS
     part = scratch
     if norm is not None:

@@ -34,15 +34,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, hopper
+from gpt2_triton.kernels import fp8_matmul, on_hopper
 from gpt2_triton.kernels.blocks import describe, describe_halves, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
 from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, peek_exponent, to_e5m2
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored, transpose
-from gpt2_triton.kernels.hopper import classifier as hopper_classifier
-from gpt2_triton.kernels.hopper import classifier_dx as hopper_classifier_dx
-from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
@@ -239,28 +236,23 @@ def _exponentials(
 ) -> None:  # fmt: skip
     """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
-    (lnf, lnf_scale, _), (wte, wte_scale, _) = stored(lnf), stored(wte)
-    p, columns, p_scale = (p.rows, p.columns, p.scale) if isinstance(p, Fp8) else (p, None, None)
-    row = _fwd_row(R, C, Vp, dtype_name(lnf))
+    (x, x_scale, _), (w, w_scale, _) = stored(lnf), stored(wte)
+    plain, p_scale, _ = (None, None, None) if p is None else stored(p)
+    row = _fwd_row(R, C, Vp, dtype_name(x))
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
-    needed = (1 if columns is None else 2) * tiles_n * R
+    needed = (1 if p_scale is None else 2) * tiles_n * R
     assert part.numel() >= needed, (
         f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
     )
-    if hopper.takes("classifier_fwd", R, Vp, dtype_name(lnf)):
-        forms = hopper_classifier.Stored
-        operands = forms(lnf, lnf_scale), forms(wte, wte_scale)
-        written = forms(p, p_scale, columns)
-        hopper_classifier.classifier_fwd(written, part, *operands, zt, peek, targets, V)
-    else:
+    if not on_hopper.classifier_fwd(p, part, lnf, wte, zt, peek, targets, V):
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
-            describe_halves(p, block_m, block_n), p_scale, part,
-            describe(lnf, block_m, block_k), describe(wte, block_n, block_k),
-            zt, peek, targets, lnf_scale, wte_scale, R, C, V, Vp, **row,
+            describe_halves(plain, block_m, block_n), p_scale, part,
+            describe(x, block_m, block_k), describe(w, block_n, block_k),
+            zt, peek, targets, x_scale, w_scale, R, C, V, Vp, **row,
         )  # fmt: skip
-        if columns is not None:
-            transpose(columns, p, pairs=True)
+        if isinstance(p, Fp8):
+            transpose(p.columns, p.rows, pairs=True)
     column_sums(sums, stored_sums, None, part, tiles_n, False)
 
 
@@ -304,13 +296,8 @@ def classifier_dx(
         w, target_rows, wte_scale = wte.columns, wte.rows, wte.scale
     else:
         w, target_rows, wte_scale = full(wte), full(wte), None
-    kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
-    if kernel == "classifier_dx":
-        return hopper_classifier_dx.classifier_dx(
-            dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets
-        )
-    if kernel == "matmul_wide":
-        return hopper_matmul_wide.classifier_dx(dln, p, w, rs, ks, targets)
+    if on_hopper.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets):
+        return
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
     tiles = triton.cdiv(R, block_m) * triton.cdiv(C, block_n)

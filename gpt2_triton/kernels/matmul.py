@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, hopper, tuning
+from gpt2_triton.kernels import fp8_matmul, hopper, on_hopper, tuning
 from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
@@ -47,10 +47,6 @@ from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.e4m3 import cuts_fp8_sums
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
-from gpt2_triton.kernels.hopper import fp8_matmul_dw as hopper_fp8_matmul_dw
-from gpt2_triton.kernels.hopper import matmul as hopper_matmul
-from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
-from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.reduce import column_sums
@@ -256,13 +252,9 @@ def launch(
     if isinstance(a, Fp8):
         return fp8_matmul.launch(out, a, w, special, w_is_nk)
     (M, K), N = a.shape, out.shape[1]
-    op = f"matmul_{named}" if named else "matmul"
-    kernel = hopper.takes(op, M, N, dtype_name(a)) if a.dtype == out.dtype else None
-    if kernel == "matmul_wide":
-        b, res = epilogue.b, epilogue.res
-        return hopper_matmul_wide.matmul(out, a, w, b, w_is_nk=w_is_nk, res=res)
-    if kernel == "matmul":
-        return hopper_matmul.matmul(out, a, w, special, w_is_nk)
+    taken = on_hopper.matmul(out, a, w, special, w_is_nk)
+    if taken is not None:
+        return taken
     name, b, res, pre, act_out, part, _ = epilogue
     rope = RopeArguments.of(epilogue.rope)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
@@ -373,11 +365,7 @@ def _multiply_dw(
     split = split_tiles(
         [(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel()
     )
-    if kernel and dtype == "fp8":
-        hopper_fp8_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), scales, split, acc)
-    elif kernel:
-        hopper_matmul_dw.matmul_dw(dws, scratch, *zip(*operands), split, acc)
-    else:
+    if not on_hopper.matmul_dw(dws, scratch, operands, scales, split, acc):
         _launch_dw(dws[0], scratch, *operands[0], *scales[0], split, acc, row | dict(CUT=cut))
     for dw, grid in zip(dws, split.grids):
         first = max(split.whole_tiles, grid.first)

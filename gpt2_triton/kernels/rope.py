@@ -11,8 +11,8 @@ their gradients back, by -sin.  qk_norm.py has the norm that may come before the
 import triton
 import triton.language as tl
 
+from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Row
-from gpt2_triton.kernels.tuning import has_tma
 
 
 @triton.jit
@@ -51,6 +51,6 @@ def row_for_heads(row: Row, HS: int) -> Row:
     0 columns: `row` as it is.
     """
     wider = max(1, 2 * HS // row["BLOCK_N"])
-    shorter = wider if not has_tma() or wider > 2 else 1
+    shorter = wider if not tuning.has_tma() or wider > 2 else 1
     # registers hold the tile, shared memory its operands
     return row | dict(BLOCK_N=row["BLOCK_N"] * wider, BLOCK_M=row["BLOCK_M"] // shorter)

@@ -10,6 +10,7 @@ while the scores become p, or p becomes ds.  kernels/attention.py has the mathem
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load
+from gpt2_triton.operands import Fp8, Operand
 
 HEAD = 64  # columns of a head, and rows of a block
 
@@ -89,6 +91,13 @@ class Forms(NamedTuple):
     columns: Tensor | None  # int16 [width, B*T/2], pairs of tokens in e4m3
     scale: Tensor | None  # fp32 [1]
     amax: Tensor | None  # int32 [AMAX_CELLS]
+
+    @classmethod
+    def of(cls, x: Operand) -> "Forms":
+        if not isinstance(x, Fp8):
+            return cls(x, None, None, None)
+        columns = x.columns.view(torch.int16) if x.transposed else None
+        return cls(x.rows, columns, x.scale, x.amax)
 
     def described(self) -> tuple[Any, ...]:
         """Return the kernels' first arguments."""
