@@ -78,7 +78,7 @@ WITHIN = {
     "model.gpt2.schedule": f"{LAYERS} model.gpt2.buffers",
     "model.gpt2.decoding": f"{DECODING} model.gpt2.buffers",
     "model.llama": "model.arena model.tables model.fp8_table model.llama",
-    "model.llama.wiring": "operands model.model_view model.llama.buffers",
+    "model.llama.wiring": "operands model.fp8_table model.model_view model.llama.buffers",
     "model.llama.schedule": f"{LAYERS} model.llama.buffers",
     "model.llama.decoding": f"{DECODING} model.llama.buffers",
     "model.arena": "model.recompute",

@@ -1,25 +1,30 @@
 """Wires Llama 3: what each launch of its schedule takes."""
 
-from gpt2_triton.model.llama.buffers import UntiedParams
+from gpt2_triton.model.fp8_table import Fp8Operands
+from gpt2_triton.model.llama.buffers import Acts, Params, UntiedParams
 from gpt2_triton.model.model_view import Cut, Embedding, Layer, Wiring
 from gpt2_triton.operands import Branch, HeadNorm, Linear, Norm, Rope
 
+Slices = Cut[Params, Acts, Fp8Operands]
 
-def head_norm(m: Cut, l: int) -> HeadNorm | None:
-    if m.w.qknormw is None:
+
+def head_norm(m: Slices, l: int) -> HeadNorm | None:
+    if not m.dims["Qn"]:
         return None
     return HeadNorm(m.w.qknormw[l], m.a.qkrstd[l], m.g.qknormw[l], m.dims["NH"], m.norm_eps)
 
 
-def wire(m: Cut) -> Wiring:
+def wire(m: Slices) -> Wiring:
     w = m.w
     g = m.g
     a = m.a
     d = m.dims
-    untied = isinstance(w, UntiedParams)
+    head = Linear(w.wte, dw=g.wte)
+    if isinstance(w, UntiedParams) and isinstance(g, UntiedParams):
+        head = Linear(w.lmhead, dw=g.lmhead)
     return Wiring(
         embedding=Embedding(w.wte, None, m.embed_g, None),
-        head=Linear(w.lmhead, dw=g.lmhead) if untied else Linear(w.wte, dw=g.wte),
+        head=head,
         norms=[Norm(w.lnw[i], rstd=a.rstd[i], dw=g.lnw[i], eps=m.norm_eps) for i in range(d["S"])],
         layers=[
             Layer(
