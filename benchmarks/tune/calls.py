@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.contract import leaves
 from gpt2_triton.kernels.table_file import Key, Row
 from gpt2_triton.model.cuda import capture
 from gpt2_triton.model.model import Model
@@ -34,6 +33,15 @@ REFUSED = (TritonError, RuntimeError, ValueError, AssertionError)
 DIFFERS = "its numbers differ from the current row's"
 SAMPLE_MS = 1.0  # time that a graph's launches take together: events resolve about a microsecond
 BLOCK, CHUNK = 256, 1 << 24  # numbers in a block, which has one error; numbers compared at a time
+
+
+def leaves(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yield arguments, and the fields of those that are tuples."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from leaves(argument)
+        else:
+            yield argument
 
 
 class Rows(dict[Key, Row]):

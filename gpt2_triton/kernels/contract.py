@@ -17,7 +17,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from gpt2_triton.operands import Operand
@@ -115,15 +115,6 @@ def contract(line: str) -> Callable[[Launcher], Launcher]:
         return call
 
     return wrap
-
-
-def leaves(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Yield arguments, and the fields of those that are tuples."""
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from leaves(argument)
-        else:
-            yield argument
 
 
 def _product(spec: str, dims: dict[str, int]) -> int:
