@@ -5,6 +5,7 @@ embedding's backward pass.
 import numpy as np
 import torch
 
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SEGMENT = 128  # one program of the embedding backward adds at most this many entries
 
 
@@ -127,3 +128,10 @@ def pack_batch(
     )
     np.concatenate([ids, targets, *(table.reshape(-1) for table in tables)], out=buffer.numpy())
     return buffer
+
+
+def unpack_batch(buffer: torch.Tensor, R: int, Ns: int, Nh: int) -> Parts:
+    """Return views of ids, targets, order, segments and split_tokens of a buffer."""
+    sizes = R, R, 2 * R, 4 * Ns, 4 * Nh
+    ids, targets, order, segments, split_tokens = buffer[: sum(sizes)].split(sizes)
+    return ids, targets, order, segments.view(Ns, 4), split_tokens.view(Nh, 4)

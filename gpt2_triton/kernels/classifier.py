@@ -183,15 +183,12 @@ def _classifier_dx_kernel(
             ks /= tl.load(wte_scale_ptr)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
         left, right = halves(acc)
-        left = scale_and_add_target(
-            left, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C
-        )
-        store_block(dln_desc, [m, n], left)
-        n += BLOCK_N // 2
-        right = scale_and_add_target(
-            right, rs, ks, target, wte_ptr, n + tl.arange(0, BLOCK_N // 2), C
-        )
-        store_block(dln_desc, [m, n], right)
+        for half in tl.static_range(2):
+            c = n + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            dln = scale_and_add_target(
+                left if half == 0 else right, rs, ks, target, wte_ptr, c, C
+            )  # fmt: skip
+            store_block(dln_desc, [m, n + half * (BLOCK_N // 2)], dln)
 
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import architecture, fp8, schedule
 from gpt2_triton.model.arena import carve
@@ -106,7 +105,7 @@ class Model(ForwardPasses):
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step, self._steps = steps[-1], itertools.cycle(steps)
         # whether this step takes statistics; index of the micro-step
-        self._with_stats, self._micro = False, 0
+        self.with_stats, self._micro = False, 0
         rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims[
             "R"
         ]
@@ -136,7 +135,7 @@ class Model(ForwardPasses):
         assert self.stats_recorder or not with_stats, (
             "statistics have no memory: log.stats_every is 0"
         )
-        self._with_stats = with_stats
+        self.with_stats = with_stats
         previous, self._step = self._step, next(self._steps)
         self._step.begin(previous, step_in, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.step_in.copy_(self._step.step_in, non_blocking=True)
@@ -154,7 +153,7 @@ class Model(ForwardPasses):
         self.copy_batch(packed, self._micro)
         # nothing is sent: the last micro-step uses the graph of the others
         single = self.dims["ranks"] == 1
-        self._run(self._forward_backward, not first, self._with_stats, last or single)
+        self._run(self._forward_backward, not first, self.with_stats, last or single)
 
     def copy_batch(self, packed: Tensor, micro: int) -> None:
         """Copy a packed micro-batch to the device; with dropout, also its
@@ -170,24 +169,14 @@ class Model(ForwardPasses):
         """Update the parameters; result() of the returned value waits for the step's
         loss, gradient norm and time.
         """
-        self._run(self._update, self._with_stats)
+        self._run(self._update, self.with_stats)
         self._step.step_out.copy_(self.state.step_out, non_blocking=True)
         self._step.z.copy_(self.state.z, non_blocking=True)
-        if self._with_stats and self.stats_recorder:
+        if self.with_stats and self.stats_recorder:
             for host, buffer in zip(self._step.stats, self.stats_recorder.buffers, strict=True):
                 host.copy_(buffer, non_blocking=True)
         self._step.ended.record()
         return self._step
-
-    def first_non_finite(self, batches: Iterable[Tensor], control: ControlGroup) -> str:
-        """Compute these batches' gradients; name the first tensor that is not
-        finite.  All ranks call it.
-        """
-        assert self.stats_recorder, "statistics have no memory: log.stats_every is 0"
-        self._with_stats, n = True, 0
-        for n, packed in enumerate(batches, start=1):
-            self.micro_step(packed, first=n == 1, last=False)
-        return self.stats_recorder.first_non_finite(n, control)
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
         if self.eager:

@@ -1,11 +1,12 @@
 """Makes the schedule's view of a model."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gpt2_triton.config.config import Config
+from gpt2_triton.data.packing import unpack_batch
 from gpt2_triton.model import muon, sharding, spans
 from gpt2_triton.model.architecture import Architecture
 from gpt2_triton.model.arena import MemoryPlan, carve
@@ -61,6 +62,9 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         a.dx = branch_grads if a.dbranch is None else a.dx
     dropout, eps = config.model.dropout if train else 0.0, config.model.norm_eps
     embed_g = grads[: d["Ne"]].view(-1, d["C"])
+    ids, targets, order, segments, split_tokens = unpack_batch(
+        state.batch, d["R"], d["Ns"], d["Nh"]
+    )
     net = A.wire(Cut(w, g, a, embed_g, branch_grads, state, d, dropout, eps, q))
     _, layers, _ = bucket_rates(config)
     return ModelView(
@@ -73,7 +77,9 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         fp8=fp8,
         fp8_weights=weights,
         fp8_again=again,
-        **_batch_parts(state.batch, d),
+        ids=ids.view(B, T),
+        targets=targets,
+        tokens=TokenRows(order, segments, split_tokens, T),
         branch_grads=branch_grads,
         activation=config.model.activation,
         L=d["L"],
@@ -91,13 +97,3 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         updates=list(spans.update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(A.Params, state, d, rank, optim.momentum, layers.decay)),
     )
-
-
-def _batch_parts(batch: Tensor, d: dict[str, int]) -> dict[str, Any]:
-    """Return the parts of the packed batch, as data/packing.py lays them out."""
-    B, T, R, Ns, Nh = (d[name] for name in ("B", "T", "R", "Ns", "Nh"))
-    ids, targets, order, segments, split, _ = batch.split(
-        [R, R, 2 * R, 4 * Ns, 4 * Nh, len(batch) - 4 * (R + Ns + Nh)]
-    )
-    tokens = TokenRows(order, segments.view(Ns, 4), split.view(Nh, 4), T)
-    return dict(ids=ids.view(B, T), targets=targets, tokens=tokens)

@@ -3,9 +3,11 @@
 run_state.py decides when to rewind; docs/engineering/stability.md describes the whole.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from gpt2_triton.checkpoint.format import best_step, list_steps
 from gpt2_triton.checkpoint.load import latest_checkpoint, open_checkpoint
@@ -57,8 +59,20 @@ def first_non_finite(run: Run) -> str:
     """
     with run.watchdog.phase(SEARCHING):
         batches = run.batches.step(run.state.sample - run.sequences)
-        found = run.model.first_non_finite(batches, run.control)
+        found = find_non_finite_tensor(run.model, batches, run.control)
     return found or "nothing when computed again"
+
+
+def find_non_finite_tensor(model: Model, batches: Iterable[Tensor], control: ControlGroup) -> str:
+    """Compute these batches' gradients; name the first tensor that is not
+    finite.  All ranks call it.
+    """
+    assert model.stats_recorder, "statistics have no memory: log.stats_every is 0"
+    model.with_stats = True
+    n = 0
+    for n, packed in enumerate(batches, start=1):
+        model.micro_step(packed, first=n == 1, last=False)
+    return model.stats_recorder.first_non_finite(n, control)
 
 
 def non_finite_losses(run: Run) -> str:

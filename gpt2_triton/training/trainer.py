@@ -160,12 +160,12 @@ class Trainer:
         first = step = self.state.step
         last = self.config.train.steps
         tasks.calibrate(self)
+        due = self.state.left_out
         if step == 0 and self._due(step, self.config.eval.every):
+            due = ["eval.every"]
+        if due:
             self._finish_step()
-            tasks.call(self, ["eval.every"], step)
-        if self.state.left_out:
-            self._finish_step()
-            tasks.call(self, self.state.left_out, step)
+            tasks.call(self, due, step)
             if step >= last:  # no later save has what these tasks found
                 self._save(step)
         if step >= last:

@@ -21,6 +21,7 @@ from gpt2_triton.model.model import Model
 from gpt2_triton.model.state_io import SavedState
 from gpt2_triton.model.tables import State
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.recovery import find_non_finite_tensor
 from tests.conftest import DEVICE
 from tests.model.test_lifetimes import poison
 from tests.support.models import batches, packed, train_steps
@@ -181,7 +182,7 @@ def test_an_infinite_weight_is_named():
     """
     model = fp8_model(stats_every=1)
     model.train_view.w.fcw[1].value[0, 0] = float("inf")
-    found = model.first_non_finite(packed(model.config, 2), SINGLE_PROCESS)
+    found = find_non_finite_tensor(model, packed(model.config, 2), SINGLE_PROCESS)
     assert found == "fcw of layer 1 (before it is rounded to e4m3)"
     assert not model.state.amax.any()
 
