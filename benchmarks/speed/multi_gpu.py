@@ -44,6 +44,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 
 # a name, and a function that returns the milliseconds of N steps
@@ -76,7 +77,7 @@ class Pair:
         )
         self.alone, self.packed = Model(config, K, group.device, group=alone), packed_batch(config)
         for model in (self.alone, self.together):
-            model.compile()
+            compile_run(model)
         one = torch.zeros(1, device=group.device)
         self.kinds: list[Kind] = [
             ("alone", lambda steps: self.times(self.alone, steps)),

@@ -33,6 +33,7 @@ from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
 from benchmarks.speed.sizes import SIZES, Work
 from gpt2_triton import device
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 
 Arguments = dict[str, Any]
@@ -236,7 +237,7 @@ def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     """Return the operations of a step with their times, and the step's time and energy."""
     config, timed = work.config(), Timed()
     model = Model(config, timed, "cuda")
-    model.compile()
+    compile_run(model)
     model.initialise(config.train.seed)
     packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(WARMUP)))

@@ -28,6 +28,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.arena import GIB
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.step import StepResult
@@ -80,7 +81,7 @@ def main(work: Work, steps: int, start: float) -> None:
     config = shared(work.config(), group.size)
     free, _ = torch.cuda.mem_get_info()
     model = Model(config, K, "cuda", group=group)
-    compiled = model.compile()
+    compiled = compile_run(model)
     model.initialise(config.train.seed)
     packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(1)))

@@ -25,6 +25,7 @@ from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import Key, Row
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import capture
 from gpt2_triton.model.model import Model
 
@@ -158,7 +159,7 @@ def model_of(config: Any, K: Any) -> tuple[Model, Tensor]:
     the frequencies of words.
     """
     model = Model(config, K, "cuda")
-    model.compile()
+    compile_run(model)
     model.initialise(config.train.seed)
     model.eager = True
     B = config.train.batch_size

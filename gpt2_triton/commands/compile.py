@@ -62,7 +62,7 @@ def compile_kernels(
             size=gpus, rank=0, device="cpu", allocate_shared=_address_space
         )
         model = Model(settings, K, "cpu", group=ranks)
-        made = compile_run(model, {(model.B, model.T)} if settings.eval.every else set(), set())
+        made = compile_run(model, {(model.B, model.T)} if settings.eval.every else ())
     for note in notes:
         print_line(note)
     there = f", of which {made.from_cache} were there" if made.from_cache else ""

@@ -2,6 +2,8 @@
 launches (kernels/precompile.py).
 """
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,22 @@ from gpt2_triton.console import Progress
 from gpt2_triton.model.communicator import Communicator
 
 
-def compile_run(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
+def compile_run(
+    model: Any, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()
+) -> Any:
     """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
+    All ranks call it; one of each host compiles.
 
     `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in
     fp8 too.  `answered` are the shapes of HellaSwag's questions, which every run evaluates
     in bf16.  Kernels depend on shapes: they are specialised on multiples of 16 and 32, and
     B*T selects among some kernels.
     """
+    make = functools.partial(_compile, model, {*validated}, {*answered})
+    return model.group.first_on_host(make) if model.group else make()
+
+
+def _compile(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
     model.train_view.comm = Communicator()
     try:
         with (

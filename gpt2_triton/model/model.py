@@ -5,7 +5,6 @@ forward.py evaluates and decodes with it.
 same launchers in plain torch.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +19,6 @@ from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model import architecture, fp8, schedule
 from gpt2_triton.model.arena import carve
 from gpt2_triton.model.communicator import Communicator, NcclCommunicator
-from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.cuda import GraphCache
 from gpt2_triton.model.decoding import Decoding
 from gpt2_triton.model.forward import ForwardPasses
@@ -87,7 +85,7 @@ class Model(ForwardPasses):
         # Llama's rotations
         self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
-        self._group = group
+        self.group = group
         self.rank = group.rank if group else 0
         self.saved = SavedState(self.state, self.dims, self.rank)
         self.comm = Communicator()
@@ -201,17 +199,6 @@ class Model(ForwardPasses):
     def _update(self, with_stats: bool) -> None:
         self._observe(with_stats, False)
         schedule.update(self.K, self.train_view)
-
-    # ---- kernels and graphs ----
-
-    def compile(
-        self, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()
-    ) -> Any:
-        """Compile the kernels of a whole run that evaluates batches of these
-        shapes; see compiling.py.  All ranks call it; one of each host compiles.
-        """
-        make = functools.partial(compile_run, self, {*validated}, {*answered})
-        return self._group.first_on_host(make) if self._group else make()
 
     def release_graphs(self) -> None:
         """Destroy the graphs, for which NCCL waits, and close other ranks' memory,

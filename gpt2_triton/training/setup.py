@@ -32,6 +32,7 @@ from gpt2_triton.files import expand
 from gpt2_triton.inference import hellaswag, sample
 from gpt2_triton.kernels import table_file
 from gpt2_triton.model import fp8
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.model.model import Model
@@ -241,7 +242,7 @@ def compile_kernels(model: Model, data: Data) -> Any:
     """Compile the kernels of a run on this data."""
     validated = data.validation.shapes(model.B) if data.validation else set()
     answered = hellaswag.shapes(model, data.hellaswag) if data.hellaswag else set()
-    return model.compile(validated, answered)
+    return compile_run(model, validated, answered)
 
 
 def open_log(

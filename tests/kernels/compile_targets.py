@@ -211,7 +211,7 @@ def compile_for(
     import gpt2_triton.kernels as K
     from gpt2_triton.config.config import Config
     from gpt2_triton.kernels import table_file, tuning
-    from gpt2_triton.model.compiling import compile_decoding
+    from gpt2_triton.model.compiling import compile_decoding, compile_run
     from gpt2_triton.model.model import Model
 
     target, number = TARGETS[name], [*TARGETS].index(name)
@@ -260,7 +260,7 @@ def compile_for(
                     for others in (1, 3, 7):  # of 2, 4 and 8 ranks
                         K.add_partials(torch.empty(1 << 20), torch.empty(others, 1 << 20))
                 elif target.fp8 or "fp8" not in key:
-                    model(RUNS[key]).compile({(4, 1024)})
+                    compile_run(model(RUNS[key]), {(4, 1024)})
             except Exception as error:
                 # of Triton or of a backend; other runs are compiled nevertheless
                 compiler.failures.append(f"{key}: {type(error).__name__}: {error}")

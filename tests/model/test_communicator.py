@@ -10,6 +10,7 @@ import torch
 import gpt2_triton.kernels
 from gpt2_triton.model import communicator, peer_copies, sharding, side_stream
 from gpt2_triton.model.communicator import NcclCommunicator, send_schedule
+from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.sharding import NOT_A_LAYER
@@ -225,7 +226,7 @@ def test_precompile_covers_the_launches_of_the_exchange(shared, size):
     for zero, micro_steps in ((2, 2), (2, 1), (1, 2), (0, 1)):
         log = Log(shared, size=size)
         model = model_of(log, zero, micro_steps)
-        model.compile()
+        compile_run(model)
         compiled, added = {name for name, _ in log.calls}, {parts for parts, _ in log.added}
         assert not compiled & (EXCHANGES - {"add_partials"}) and added == {1, size - 1}
         log.calls.clear()
