@@ -33,7 +33,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels import on_hopper
-from gpt2_triton.kernels.blocks import Blocks, describe, load_block, rounded, store_block
+from gpt2_triton.kernels.blocks import (
+    Blocks,
+    copies_ahead,
+    describe,
+    load_block,
+    rounded,
+    store_block,
+)
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
@@ -186,11 +193,16 @@ def _attention_bwd_dkdv_kernel(
             lse = tl.load(lse_ptr + at + i, mask=i < T, other=0.0)
             delta = tl.load(delta_ptr + at + i, mask=i < T, other=0.0)
             p = tl.exp2(dot(k, q.T) * factor - lse[None, :])  # transposed: [keys, queries]
-            if start < first + BLOCK_N:  # the diagonal
+            if copies_ahead(q_desc):  # a branch takes registers, and more time than the masks
+                p = tl.where(i[None, :] >= j[:, None], p, 0.0)
+            elif start < first + BLOCK_N:  # the diagonal
                 p = tl.where(i[None, :] >= j[:, None], p, 0.0)
             dv = dot(p.to(dout.dtype), dout, dv)
-            # starting the sum at -delta saves a subtraction, and registers
-            ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
+            if copies_ahead(q_desc):  # what follows a product, but not the start of its sum
+                ds = p * (dot(v, dout.T) - delta[None, :])
+            else:
+                # starting the sum at -delta saves a subtraction, and registers
+                ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
             dk = dot(ds.to(q.dtype), q, dk)
     # dv first: dk's norm takes its registers
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.kernels import tuning
@@ -32,6 +33,7 @@ class Pointers(NamedTuple):
 
 
 Blocks = TensorDescriptor | Pointers
+INTERPRETED = tl.constexpr(tuning.INTERPRET)
 
 
 def describe(
@@ -60,6 +62,16 @@ def describe_halves(tensor: Tensor | None, *tile: int) -> Blocks | None:
     """Return a tensor in blocks that are the left or the right half of a tile."""
     *rows, columns = tile
     return describe(tensor, *rows, columns // 2, reach=tile)
+
+
+@triton.jit
+def copies_ahead(x):
+    """Return whether Triton copies the blocks of a loop ahead by cp.async; constant."""
+    if isinstance(x, tl.tensor_descriptor):
+        ahead: tl.constexpr = False
+    else:
+        ahead: tl.constexpr = INTERPRETED or is_cuda()
+    return ahead
 
 
 @triton.jit

@@ -318,9 +318,7 @@ def faults(name: str, compiler: Compiler) -> list[str]:
                 if bits < least
             ]
             if target.backend == "cuda" and (each.plain or not each.asynchronous):
-                found.append(
-                    f"{called}: an operand is not copied asynchronously in the loop of its product"
-                )
+                found.append(f"{called}: a load in the loop of a product is not asynchronous")
             if each.narrow and kernel not in NARROW.get(name, ()):
                 found.append(f"{called}: shared memory is accessed by less than 32 bits")
     return [f"{name} {line}" for line in dict.fromkeys(found)]

@@ -58,9 +58,10 @@ class Operation(NamedTuple):
 
 
 class OperandLoads(NamedTuple):
-    """The type of a kernel's operands, and a thread's bits of the smallest block; loads in the
-    loops of their products, asynchronous or not; all accesses of these loads, by bits; accesses of
-    less than 32 bits of AMD's shared memory.
+    """The type of a kernel's operands, and a thread's bits of the smallest block; asynchronous
+    loads of operands in the loops of their products, and all others there, for which a product
+    waits; all accesses of operands' loads, by bits; accesses of less than 32 bits of AMD's shared
+    memory.
     """
 
     dtype: str
@@ -78,6 +79,7 @@ class Graph:
 
     def __init__(self, text: str):
         self.products: list[Operation] = []
+        self.loads: list[Operation] = []
         self._defined: dict[str, Operation] = {}
         # of what a loop carries or a branch returns: the values it may have
         self._choices: dict[str, list[str]] = {}
@@ -120,6 +122,8 @@ class Graph:
                 self._defined[self._define(result, number)] = operation
             if name.startswith("tt.dot"):
                 self.products.append(operation)
+            if name in LOADS:
+                self.loads.append(operation)
             if name in ("ttg.local_store", ASYNC_COPY):
                 self._writers.append(operation)
 
@@ -268,6 +272,8 @@ def operand_loads(kernel: Any) -> OperandLoads | None:
     within = {
         id(load): load for product, load in loads if product.loops and load.loops == product.loops
     }
+    loops = {product.loops for product in graph.products if product.loops}
+    plain = sum(load.loops in loops and load.name != ASYNC_COPY for load in graph.loads)
     kinds = Counter(load.name == ASYNC_COPY for load in within.values())
     by_place = accesses(code)
     places = {load.place for _, load in loads if load.place}
@@ -277,6 +283,4 @@ def operand_loads(kernel: Any) -> OperandLoads | None:
     bits = sum((by_place[place] for place in places), Counter[int]())
     narrow = len(NARROW.findall(code))
     share = min(load.elements * bits_of(load.dtype) // graph.threads for _, load in loads)
-    return OperandLoads(
-        graph.products[0].dtype, share, kinds[True], kinds[False], dict(bits), narrow
-    )
+    return OperandLoads(graph.products[0].dtype, share, kinds[True], plain, dict(bits), narrow)
