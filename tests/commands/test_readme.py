@@ -30,7 +30,6 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
 from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
@@ -371,17 +370,19 @@ def test_the_yaml_file_of_the_guide_is_a_configuration_and_its_first_half_the_de
     assert config.log.wandb_tags == "fineweb,adamw" and config.eval.hellaswag_every > 0
 
 
-def test_the_recipe_with_muon_has_the_rates_that_the_search_began_with():
-    """Part V's best, in steps_524k.yaml, with a warmup of a tenth of the steps."""
-    recipe = Config.load("gpt2_124m_fast")
-    name = "A, rate 5.07e-3, AdamW's 3.8e-3, tau 4, momentum 0.9"
-    searched = pairs.read_series(LOSSES / "steps_524k.yaml").arms[name].options
-    run = Config.load("gpt2_124m", searched)
+@pytest.mark.parametrize(
+    ("name", "series"), [("gpt2_124m_fast", "steps_524k"), ("modern_124m", "modern")]
+)
+def test_a_recipe_with_muon_has_the_keys_of_its_search_but_the_rates(name, series):
+    recipe, arms = Config.load(name), pairs.read_series(LOSSES / f"{series}.yaml").arms
+    searched = [arm for key, arm in arms.items() if ", rate " in key]
     warmup = round(0.1 * recipe.train.steps)
-    assert recipe.optim.lr == pytest.approx(run.optim.lr, rel=1e-2)
-    assert recipe.optim == run.replace(optim={"lr": recipe.optim.lr, "warmup": warmup}).optim
-    assert recipe.train.step_tokens == run.train.step_tokens
-    assert choose_precision(recipe, "9.0")[0].train.precision == run.train.precision
+    rates = {"lr": recipe.optim.lr, "adamw_lr": recipe.optim.adamw_lr, "warmup": warmup}
+    for arm in searched:
+        run = Config.load("gpt2_124m", arm.options)
+        assert recipe.optim == run.replace(optim=rates).optim
+        assert recipe.train.step_tokens == run.train.step_tokens
+        assert recipe.model == run.model
 
 
 @pytest.mark.parametrize(
