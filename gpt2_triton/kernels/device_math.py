@@ -58,6 +58,20 @@ def exp_relative_tile(z, factor, reference, target, j, V):
     return tl.where(counted, tl.exp2(exponent), 0.0)
 
 
+@triton.jit
+def product(a, b):
+    """Return a * b, rounded before it is added to anything.  Compilers fuse a product with a sum
+    that follows; of a sum of two products they fuse either, and so two kernels differ.
+    """
+    if not _WIDEN and is_cuda():
+        c = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        c = a * b
+    return c
+
+
 # GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415):
 #     s = sigmoid(2u),  u = sqrt(2/pi) * (x + 0.044715 * x^3),
 #     2u' = 2 * sqrt(2/pi) * (1 + 3 * 0.044715 * x^2)

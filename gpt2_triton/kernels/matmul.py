@@ -33,6 +33,7 @@ from torch import Tensor
 
 from gpt2_triton.kernels import fp8_matmul, hopper, on_hopper, tuning
 from gpt2_triton.kernels.blocks import (
+    INTERPRETED,
     describe,
     describe_halves,
     load_block,
@@ -42,7 +43,13 @@ from gpt2_triton.kernels.blocks import (
     store_block,
 )
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import activation, dactivation, dot, dot_added_in_fp32
+from gpt2_triton.kernels.device_math import (
+    activation,
+    dactivation,
+    dot,
+    dot_added_in_fp32,
+    product,
+)
 from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.e4m3 import cuts_fp8_sums
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
@@ -68,7 +75,9 @@ def _epilogue(
     rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
     EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
 ):  # fmt: skip
-    """Finish and store the fp32 sums of half a tile that begins at row m, column n."""
+    """Finish and store the fp32 sums of half a tile that begins at row m, column n.
+    Return its column sums over each 16th row, which a thread has.
+    """
     cols = n + tl.arange(0, acc.shape[1])
     if b_ptr is not None:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -91,16 +100,22 @@ def _epilogue(
             # keeps pre in acc's register layout; without it act_out and dpre each compute GELU's
             # sigmoid, and at 128x256 registers spill
             pre += 0.0 * acc
-        if act_desc is not None and not BY_TMA:  # before the sums, else registers spill
-            store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
-        # rows past the end are 0 and add nothing to the column sums
-        acc *= dactivation(pre, ACT, stored.dtype)
-        tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
-        if act_desc is not None and BY_TMA:
-            store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+            acc *= dactivation(pre, ACT, stored.dtype)
+            tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
+            if act_desc is not None:
+                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+        else:
+            if not INTERPRETED:  # which cuts numbers off, and so errs in one direction twice
+                # as in PyTorch and hopper/: half as many bytes change to the layout of pre
+                acc = rounded(acc, out_desc).to(tl.float32)
+            if act_desc is not None:  # before the sums, else registers spill
+                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+            # rows past the end are 0 and add nothing to the column sums
+            acc = product(acc, dactivation(pre, ACT, stored.dtype))
     else:
         tl.static_assert(EPILOGUE == "")
     store_block(out_desc, [m, n], acc)
+    return tl.sum(tl.reshape(acc, (acc.shape[0] // 16, 16, acc.shape[1])), 0)
 
 
 @triton.jit
@@ -151,12 +166,20 @@ def _matmul_kernel(
         n = tile_n * BLOCK_N
         acc = tile_product(a_desc, w_desc, m, n, K, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
         left, right = halves(acc)
-        for half in tl.static_range(2):
-            _epilogue(
-                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
-                res_desc, pre_desc, act_desc, part_ptr, M, N, rope_ptr, T, columns, norm_ptr,
-                rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
-            )  # fmt: skip
+        left = _epilogue(
+            left, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N,
+            rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
+        )  # fmt: skip
+        right = _epilogue(
+            right, tile_m, m, n + BLOCK_N // 2, out_desc, b_ptr, res_desc, pre_desc, act_desc,
+            part_ptr, M, N, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
+        )  # fmt: skip
+        if EPILOGUE == "dact" and not BY_TMA:
+            # one wait for the other warps' sums, not one for each half
+            sums = tl.sum(tl.join(left, right), 0)
+            half = tl.arange(0, 2)[None, :] * (BLOCK_N // 2)
+            cols = n + half + tl.arange(0, BLOCK_N // 2)[:, None]
+            tl.store(part_ptr + tile_m * N + cols, sums, mask=cols < N)
 
 
 @triton.jit
