@@ -88,7 +88,7 @@ def _inside(first, SIZE: tl.constexpr, end, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _places(x, at, TRANSPOSED: tl.constexpr = False, REPEAT: tl.constexpr = False):
+def _places(x, at, TRANSPOSED: tl.constexpr, REPEAT: tl.constexpr):
     """Return pointers to the elements of a block, and which of them are inside the tensor; with
     REPEAT a row past the end is the last row.
     """
@@ -118,41 +118,22 @@ def _places(x, at, TRANSPOSED: tl.constexpr = False, REPEAT: tl.constexpr = Fals
 
 
 @triton.jit
-def load_block(x, at):
+def load_block(x, at, TRANSPOSED: tl.constexpr = False, REPEAT: tl.constexpr = False):
     """Return the block [rows, columns] that begins at the indices `at`;
     zeros outside the tensor.
+
+    TRANSPOSED  return [columns, rows].  Pointers are transposed, not the block: the first operand
+                of mma.sync would else not be loaded asynchronously
+    REPEAT      rows past the tensor's end hold any of its rows, for the operand of a product that
+                stores nothing there: masks would take time in the product's loop
     """
     if isinstance(x, tl.tensor_descriptor):
         block = x.load(at)
         block = block.reshape(block.numel // block.shape[-1], block.shape[-1])
+        if TRANSPOSED:
+            block = block.T
     else:
-        places, inside = _places(x, at)
-        block = tl.load(places, mask=inside, other=0.0)
-    return block
-
-
-@triton.jit
-def load_rows(x, at):
-    """Return load_block's block, but rows past the tensor's end hold any of its rows, for the
-    operand of a product that stores nothing there: masks would take time in the product's loop.
-    """
-    if isinstance(x, tl.tensor_descriptor):
-        block = load_block(x, at)
-    else:
-        places, inside = _places(x, at, REPEAT=True)
-        block = tl.load(places, mask=inside, other=0.0)
-    return block
-
-
-@triton.jit
-def load_transposed(x, at):
-    """Return load_block's block transposed.  Its pointers are transposed, not the block: the first
-    operand of mma.sync would else not be loaded asynchronously.
-    """
-    if isinstance(x, tl.tensor_descriptor):
-        block = load_block(x, at).T
-    else:
-        places, inside = _places(x, at, TRANSPOSED=True)
+        places, inside = _places(x, at, TRANSPOSED, REPEAT)
         block = tl.load(places, mask=inside, other=0.0)
     return block
 
@@ -176,5 +157,5 @@ def store_block(x, at, block):
     if isinstance(x, tl.tensor_descriptor):
         x.store(at, block.reshape(x.block_shape))
     else:
-        places, inside = _places(x, at)
+        places, inside = _places(x, at, False, False)
         tl.store(places, block, mask=inside)

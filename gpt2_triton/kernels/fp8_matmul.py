@@ -38,7 +38,6 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
-    load_rows,
     store_block,
 )
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
@@ -113,7 +112,7 @@ def _fp8_matmul_kernel(
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            acc = dot(load_block(a_desc, [m, k]), load_rows(w_desc, [n, k]).T, acc)
+            acc = dot(load_block(a_desc, [m, k]), load_block(w_desc, [n, k], REPEAT=True).T, acc)
         left, right = halves(acc * unscale)
         for half in tl.static_range(2):
             _finish(

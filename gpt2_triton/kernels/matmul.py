@@ -37,8 +37,6 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
-    load_rows,
-    load_transposed,
     rounded,
     store_block,
 )
@@ -139,7 +137,7 @@ def tile_product(
     for k in range(0, K, BLOCK_K):
         a = load_block(a_desc, [m, k])
         if W_IS_NK:
-            w = load_rows(w_desc, [n, k]).T
+            w = load_block(w_desc, [n, k], REPEAT=True).T
         else:
             w = load_block(w_desc, [k, n])
         acc = dot(a, w, acc)
@@ -218,7 +216,8 @@ def _matmul_dw_kernel(
                 inp = load_block(inp_desc, [k, r]).T
                 acc = dot_added_in_fp32(dout, inp, acc) if CUT else dot(dout, inp, acc)
             else:
-                acc = dot(load_transposed(dout_desc, [r, n]), load_block(inp_desc, [r, k]), acc)
+                dout = load_block(dout_desc, [r, n], TRANSPOSED=True)
+                acc = dot(dout, load_block(inp_desc, [r, k]), acc)
         if dout_scale_ptr is not None:
             acc *= unscale
         left, right = halves(acc)

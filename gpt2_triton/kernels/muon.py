@@ -32,7 +32,6 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
-    load_transposed,
     rounded,
     store_block,
 )
@@ -179,7 +178,8 @@ def _symmetric_kernel(
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in range(0, K, BLOCK_K):
         if TALL:
-            acc = dot(load_transposed(x_desc, [i, k, m]), load_block(x_desc, [i, k, n]), acc)
+            left = load_block(x_desc, [i, k, m], TRANSPOSED=True)
+            acc = dot(left, load_block(x_desc, [i, k, n]), acc)
         else:
             acc = dot(load_block(x_desc, [i, m, k]), load_block(x_desc, [i, n, k]).T, acc)
     acc *= factor

@@ -10,8 +10,6 @@ from gpt2_triton.kernels.blocks import (
     describe,
     describe_halves,
     load_block,
-    load_rows,
-    load_transposed,
     store_block,
 )
 from gpt2_triton.kernels.table_file import TABLES, read_table
@@ -30,7 +28,7 @@ B, T, NH, HS = 2, 48, 3, 16
 @triton.jit
 def _copy_kernel(out, x, turned, at, to):
     store_block(out, to, load_block(x, at))
-    store_block(turned, [0, 0], load_transposed(x, at))
+    store_block(turned, [0, 0], load_block(x, at, TRANSPOSED=True))
 
 
 def heads(x):
@@ -107,7 +105,7 @@ def test_a_block_outside_a_tensor_of_whole_blocks_is_an_error_unless_it_is_told(
 # operations with described tensors
 @triton.jit
 def _rows_kernel(out, x, at):
-    store_block(out, [0, 0], load_rows(x, at))
+    store_block(out, [0, 0], load_block(x, at, REPEAT=True))
 
 
 @either_way
