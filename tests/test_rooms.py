@@ -71,7 +71,8 @@ WITHIN = {
     "model.muon_update": "model.launchers model.model_view model.tables",
     "model.decoding": "model.arena model.launchers model.model_view model.schedule model.tables",
     "model.launchers": "operands",
-    "model.model_view": "operands model.communicator model.muon model.recompute model.tables",
+    "model.model_view": "operands model.communicator model.launchers model.muon model.recompute "
+    "model.tables",
     "model.fp8_table": "model.arena model.tables",
     "model.gpt2": "model.arena model.tables model.fp8_table model.gpt2",
     "model.gpt2.wiring": "operands model.model_view model.gpt2.buffers",

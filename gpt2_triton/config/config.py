@@ -8,15 +8,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationInfo, model_validator
 
+from gpt2_triton.config.counts import Counts
 from gpt2_triton.config.load import Source, load
 from gpt2_triton.config.removed import without_removed
 from gpt2_triton.config.rules import conflicts
-from gpt2_triton.config.schema import ConflictError, Sections
+from gpt2_triton.config.schema import ConflictError
 from gpt2_triton.config.step_shape import step_conflicts
 
 
-class Config(Sections):
-    """The whole configuration of a run.  Derived sizes are properties."""
+class Config(Counts):
+    """The whole configuration of a run.  Derived sizes are properties, those of counts.py too."""
 
     @classmethod
     def load(
@@ -53,32 +54,6 @@ class Config(Sections):
     def embed_decay(self) -> float:
         """Decoupled weight decay of the embeddings."""
         return self.weight_decay if self.optim.embed_decay is None else self.optim.embed_decay
-
-    @property
-    def n_params(self) -> int:
-        """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte
-        and a tied head count once.
-        """
-        m, c = self.model, self.model.n_embd
-        # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1
-        # + 4 + 1; last norm, positions
-        mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
-        # q and the attention's output, k and v
-        layer = 2 * m.q_channels + 2 * m.kv_channels + mlp * m.inner + rows
-        heads = 2 * m.head_size * m.n_layer if m.qk_norm else 0
-        return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last) + heads
-
-    @property
-    def flops_per_token(self) -> int:
-        """Floating-point operations per token of a step, as in llm.c: 6N +
-        6*L*NH*HS*T, without recomputation.
-
-        An embedding that is not the head too multiplies nothing, and is not in N.
-        """
-        m = self.model
-        return 6 * (
-            self.n_params - m.head_row * m.n_embd + m.n_layer * m.q_channels * self.train.seq_len
-        )
 
     def replace(self, **changes: dict[str, Any]) -> "Config":
         """Return a copy with other values, without validation:

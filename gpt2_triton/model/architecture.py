@@ -25,8 +25,7 @@ from gpt2_triton.model.llama import names as llama_names
 from gpt2_triton.model.llama import rope
 from gpt2_triton.model.llama import schedule as llama_schedule
 from gpt2_triton.model.llama import wiring as llama_wiring
-from gpt2_triton.model.model_view import Cut, Wiring
-from gpt2_triton.model.schedule import Layers
+from gpt2_triton.model.model_view import Cut, Layers, Wiring
 from gpt2_triton.model.tables import param_entries
 
 

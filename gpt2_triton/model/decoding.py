@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gpt2_triton.model.arena import buf
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.model_view import ModelView
-from gpt2_triton.model.schedule import Layers, View, final_norm
+from gpt2_triton.model.model_view import Layers, ModelView
+from gpt2_triton.model.schedule import View, final_norm
 from gpt2_triton.model.tables import Tensors
 
 

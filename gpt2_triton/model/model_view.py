@@ -4,11 +4,12 @@ the constants of the run.  view.py makes it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from gpt2_triton.model.communicator import Communicator
+from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.muon import MatrixClass
 from gpt2_triton.model.recompute import Recompute
 from gpt2_triton.model.tables import HeadActs, State, Tensors
@@ -129,3 +130,12 @@ class ModelView(Generic[W, A]):
     def head_chunks(self) -> Iterator[slice]:
         for start in range(0, self.R, self.Rc):
             yield slice(start, min(start + self.Rc, self.R))
+
+
+class Layers(Protocol):
+    """The schedule of a model's layers: the module gpt2/schedule.py or llama/schedule.py."""
+
+    def embed(self, K: Kernels, m: ModelView) -> None: ...
+    def layer(self, K: Kernels, m: ModelView, l: int) -> None: ...
+    def last_product(self, K: Kernels, m: ModelView, l: int) -> None: ...
+    def block_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...

@@ -15,24 +15,13 @@ and of updates just before they are made.  The head's tensors are number L.  In 
 does nothing (tensor_stats.py).
 """
 
-from typing import Protocol
-
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.model_view import Layers, ModelView
 from gpt2_triton.model.muon_update import update_matrices
 from gpt2_triton.model.tables import HeadActs
 from gpt2_triton.operands import Fp8, Operand
 
 View = ModelView[object, HeadActs]
-
-
-class Layers(Protocol):
-    """The schedule of a model's layers: the module gpt2/schedule.py or llama/schedule.py."""
-
-    def embed(self, K: Kernels, m: ModelView) -> None: ...
-    def layer(self, K: Kernels, m: ModelView, l: int) -> None: ...
-    def last_product(self, K: Kernels, m: ModelView, l: int) -> None: ...
-    def block_bwd(self, K: Kernels, m: ModelView, acc: bool) -> None: ...
 
 
 def cast(K: Kernels, operands: list[Fp8]) -> None:
