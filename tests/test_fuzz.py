@@ -92,8 +92,10 @@ def changed(draw, tree):
 
 @st.composite
 def damaged(draw, data):
-    """Bytes with some overwritten, removed or added."""
+    """Bytes cut off, or with some overwritten, removed or added."""
     data = bytearray(data)
+    if draw(st.integers(0, 3)) == 0:
+        return bytes(data[: draw(st.integers(0, len(data)))])
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(data)))
         data[start : start + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))

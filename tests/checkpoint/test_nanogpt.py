@@ -102,7 +102,6 @@ def test_nanogpt_logits_differ_by_the_form_of_gelu_only(params, tmp_path):
     [
         (lambda saved: saved.pop("model_args"), "has no model and model_args"),
         (lambda saved: saved["model_args"].pop("n_head"), "model_args have no n_head"),
-        (lambda saved: saved["model"].pop("transformer.h.0.ln_1.bias"), "has no tensor h.0.ln_1"),
     ],
 )
 def test_nanogpt_reader_refuses_other_content(params, tmp_path, damage, message):
@@ -191,9 +190,8 @@ def test_nanogpt_reader_takes_the_objects_of_forks(params, tmp_path):
     assert torch.equal(imported(tmp_path, content), params)
 
 
-@pytest.mark.parametrize("data", [b"", b"not a pickle", b"PK\x03\x04 half a zip"])
-def test_nanogpt_reader_refuses_other_files(tmp_path, data):
-    (tmp_path / "ckpt.pt").write_bytes(data)
+def test_nanogpt_reader_refuses_other_files(tmp_path):
+    (tmp_path / "ckpt.pt").write_bytes(b"not a pickle")
     with pytest.raises(
         CheckpointError, match="cannot be read .*expected nanoGPT's ckpt.pt"
     ) as error:
