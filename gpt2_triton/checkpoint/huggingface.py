@@ -83,7 +83,7 @@ def read(name: str) -> Weights:
         raise CheckpointError(
             f"{path}: the weights are quantized ({kind}); take the model that is not"
         )
-    is_llama = config.get("model_type") in huggingface_llama.CLASSES
+    is_llama = config.get("model_type") in list(huggingface_llama.CLASSES)
     reader = huggingface_llama.model if is_llama else _model
     model = reader(path, config)
     tied = config.get("tie_word_embeddings", model.tied)
