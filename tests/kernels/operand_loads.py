@@ -12,8 +12,12 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple
 
-ASYNC_COPY = "ttg.async_copy_global_to_local"
-LOADS = {"tt.load", "amdg.buffer_load", "amdgpu.buffer_load", ASYNC_COPY}
+ASYNC_COPIES = {  # to shared memory; the last for gfx950
+    "ttg.async_copy_global_to_local",
+    "amdg.buffer_load_to_local",
+    "amdgpu.buffer_load_to_local",
+}
+LOADS = {"tt.load", "amdg.buffer_load", "amdgpu.buffer_load", *ASYNC_COPIES}
 UNCHANGED = {  # operations whose result has the elements of the first operand
     *(
         "ttg.convert_layout",
@@ -34,15 +38,17 @@ UNCHANGED = {  # operations whose result has the elements of the first operand
 }
 VALUE = r"%[\w.$-]+(?:#\d+)?"
 OPERATION = re.compile(rf"\s*(?:({VALUE})(?::\d+)? = )?\"?([\w.]+)\"?(.*)")
-BLOCK = re.compile(r"tensor<((?:\d+x)+)(?:!tt\.ptr<)?(\w+)")
+BLOCK = re.compile(r"<((?:\d+x)+)(?:!tt\.ptr<)?(\w+)")
+INTO = re.compile(rf"\binto ({VALUE})")
 BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}  # of AMD's instructions
 FILE = re.compile(r'^\t\.file\t(\d+) "([^"]*)"(?: "([^"]*)")?', re.MULTILINE)
 NVIDIA_LOAD = re.compile(
     r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)|\bcp\.async\.c[ag]\.[^;]*\], 0x([0-9a-f]+)"
 )
-NARROW = re.compile(r"\bds_(?:read|write|load|store)\w*_(?:[ui]?8|b8|[ui]16|b16)\w*")
+# not gfx950's loads that transpose, of 64 bits, as ds_read_b64_tr_b16
+NARROW = re.compile(r"\bds_(?:read|write|load|store)(?!\w*_tr_)\w*_(?:[ui]?8|b8|[ui]16|b16)\w*")
 AMD_LOAD = re.compile(
-    r"\b(?:global|buffer|flat)_load_(?:d16_|d16_hi_|short_|[su]?(?=byte|short))?(\w+)"
+    r"\b(?:global|buffer|flat)_load_(?:lds_|d16_|d16_hi_|short_|[su]?(?=byte|short))?(\w+)"
 )
 
 Place = tuple[str, int]  # file and line
@@ -51,7 +57,7 @@ Place = tuple[str, int]  # file and line
 class Operation(NamedTuple):
     name: str
     operands: tuple[str, ...]
-    elements: int  # of the first block among its types, and their type
+    elements: int  # of the first block among its types, of a copy's last, and their type
     dtype: str
     loops: tuple[int, ...]  # lines of the loops around it, outermost first
     place: Place | None
@@ -83,7 +89,7 @@ class Graph:
         self._defined: dict[str, Operation] = {}
         # of what a loop carries or a branch returns: the values it may have
         self._choices: dict[str, list[str]] = {}
-        self._writers: list[Operation] = []  # of shared memory
+        self._writers: list[tuple[Operation, str]] = []  # of shared memory, and what they write
         self._scopes: list[dict[str, str]] = [{}]
         # operation, its results, what it carries
         self._regions: list[tuple[str, list[str], list[str]]] = []
@@ -114,7 +120,8 @@ class Graph:
             self._open(number, result, name, rest)
         else:
             operands = tuple(self._values(rest))
-            sizes, dtype = BLOCK.search(rest).groups() if BLOCK.search(rest) else ("", "")
+            types = rest.rpartition("->")[2] if name in ASYNC_COPIES else rest
+            sizes, dtype = BLOCK.search(types).groups() if BLOCK.search(types) else ("", "")
             elements = math.prod(int(size) for size in re.findall(r"\d+", sizes))
             here = self._places.get(place.rstrip(")"))
             operation = Operation(name, operands, elements, dtype, tuple(self._loops), here)
@@ -124,8 +131,10 @@ class Graph:
                 self.products.append(operation)
             if name in LOADS:
                 self.loads.append(operation)
-            if name in ("ttg.local_store", ASYNC_COPY):
-                self._writers.append(operation)
+            if name == "ttg.local_store" or name in ASYNC_COPIES:
+                into = INTO.search(rest)
+                target = self._resolve(into[1]) if into else operands[1]
+                self._writers.append((operation, target))
 
     def _open(self, number: int, result: str | None, name: str, rest: str) -> None:
         """Begin the region of an operation."""
@@ -178,10 +187,11 @@ class Graph:
                 todo += operation.operands[:1]
             elif operation.name == "ttg.local_alloc":
                 todo += operation.operands
-                for writer in self._writers:
-                    if name in self._views(writer.operands[1]):
-                        found += [writer] if writer.name == ASYNC_COPY else []
-                        todo += [] if writer.name == ASYNC_COPY else writer.operands[:1]
+                for writer, target in self._writers:
+                    if name in self._views(target):
+                        copies = writer.name in ASYNC_COPIES
+                        found += [writer] if copies else []
+                        todo += [] if copies else writer.operands[:1]
         return found
 
     def _views(self, value: str) -> set[str]:
@@ -273,8 +283,8 @@ def operand_loads(kernel: Any) -> OperandLoads | None:
         id(load): load for product, load in loads if product.loops and load.loops == product.loops
     }
     loops = {product.loops for product in graph.products if product.loops}
-    plain = sum(load.loops in loops and load.name != ASYNC_COPY for load in graph.loads)
-    kinds = Counter(load.name == ASYNC_COPY for load in within.values())
+    plain = sum(load.loops in loops and load.name not in ASYNC_COPIES for load in graph.loads)
+    kinds = Counter(load.name in ASYNC_COPIES for load in within.values())
     by_place = accesses(code)
     places = {load.place for _, load in loads if load.place}
     assert places and places <= by_place.keys(), (
