@@ -55,6 +55,10 @@ def tensors(params: Any, dims: dict[str, int]) -> Iterator[tuple[str, Tensor, bo
         )
 
 
+def _linear(name: str, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    return F.linear(x, w, b)
+
+
 def _attention(qkv: Tensor, NH: int) -> Tensor:
     B, T, _ = qkv.shape
     q, k, v = (t.view(B, T, NH, -1).transpose(1, 2) for t in qkv.chunk(3, -1))
@@ -64,9 +68,8 @@ def _attention(qkv: Tensor, NH: int) -> Tensor:
 def gpt2_loss(
     params: Params, ids: Tensor, targets: Tensor, V: int, NH: int,
     reduction: Literal["none", "mean"] = "mean",
-    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = lambda name, x, w,
-    b: F.linear(x, w, b), dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x,
-    act: str = "gelu",
+    linear: Callable[[str, Tensor, Tensor, Tensor], Tensor] = _linear,
+    dropout: Callable[[int, Tensor], Tensor] = lambda i, x: x, act: str = "gelu",
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy over V tokens; further rows of wte are padding.  A target of -1 has
     no loss, but counts in the mean.  `linear` computes a product of the layers from its name, x, w
@@ -87,8 +90,9 @@ def gpt2_loss(
 
 
 def llama_loss(
-    params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float
-) -> Tensor:
+    params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float,
+    linear: Callable[[str, Tensor, Tensor, None], Tensor] = _linear,
+) -> Tensor:  # fmt: skip
     """Return Llama 3's cross entropy, as gpt2_loss; `rope` has the cosines
     and sines of each position.
     """
@@ -108,13 +112,14 @@ def llama_loss(
 
     x = F.embedding(ids.long(), p.wte)
     for l in range(len(p.qkvw)):
-        qkv = F.linear(norm(x, 2 * l), p.qkvw[l]).view(B, T, -1, HS).transpose(1, 2)
+        qkv = linear("qkv", norm(x, 2 * l), p.qkvw[l], None).view(B, T, -1, HS).transpose(1, 2)
         q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
         q, k = rotate(head_norm(q, l, 0)), rotate(head_norm(k, l, 1))
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + F.linear(att.transpose(1, 2).reshape(B, T, -1), p.attprojw[l])
-        gate, up = F.linear(norm(x, 2 * l + 1), p.fcw[l]).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, p.fcprojw[l])
+        att = att.transpose(1, 2).reshape(B, T, -1)
+        x = x + linear("attproj", att, p.attprojw[l], None)
+        gate, up = linear("fc", norm(x, 2 * l + 1), p.fcw[l], None).chunk(2, -1)
+        x = x + linear("fcproj", F.silu(gate) * up, p.fcprojw[l], None)
     return _cross_entropy(
         norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean"
     )

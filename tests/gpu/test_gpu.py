@@ -7,7 +7,9 @@ import collections
 import gc
 import importlib
 import pkgutil
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tests.gpu import shared_gpu
 from tests.support import reference
 from tests.support.helpers import error
 from tests.support.models import F64, batches, calibrate, packed, require_equal_states, train_steps
+from tests.support.rounded import rounded_gradients
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +40,10 @@ needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs fp8 products")
 fp8_precisions = [pytest.param(name, marks=needs_fp8) for name in PRECISIONS if name != "bf16"]
 ARCHS = dict(gpt2={}, llama=dict(arch="llama", n_kv_head=4))
 ARCHS["qk_norm"] = ARCHS["llama"] | dict(qk_norm=True)
-# in fp8: the least cosine of a gradient with that of float64, and the largest difference of norms.
-# Normed q and k have three times the length of others at first, so their roundings move attention
-# more: the portable kernels have cosines of 0.986 too, where Llama's are 0.992
-FP8_LIMITS = dict(gpt2=(0.99, 0.03), llama=(0.99, 0.03), qk_norm=(0.98, 0.05))
+# largest error of a gradient in fp8 over that of rounding alone, where it is a
+# matrix and not: a vector's few sums scatter more.  Of four seeds in Hopper's, sm_90's and sm_89's
+# code, matrices had 1.07 at most, vectors 1.20
+FP8_ERROR = {True: 1.1, False: 1.3}
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 every_precision = pytest.mark.parametrize("precision", ["bf16", *fp8_precisions])
 bf16_and_fp8 = pytest.mark.parametrize("precision", ["bf16", fp8_precisions[-1]])
@@ -119,20 +122,19 @@ def exact_gradients(model: Model) -> tuple[float, dict[str, torch.Tensor]]:
 
 def torch_gradients(model: Model) -> dict[str, torch.Tensor]:
     """Return PyTorch's gradients of the first step with everything in bf16."""
-    d, params = (
-        model.dims,
-        torch_reference.leaves(model.state.params, model.dims, table=model.A.Params),
-    )
+    leaves = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+    torch_loss(model, leaves).backward()
+    return {name: t.grad for name, t, _ in torch_reference.tensors(leaves, model.dims)}
+
+
+def torch_loss(model: Model, leaves: Any, **linear: Any) -> torch.Tensor:
+    """Return PyTorch's loss of the first step by these parameters."""
     [(ids, targets)] = batches(model.config, 1)
-    words = params, ids.cuda(), targets.cuda(), d["V"], d["NH"]
+    words = leaves, ids.cuda(), targets.cuda(), model.dims["V"], model.dims["NH"]
     if model.config.model.arch == "llama":
-        loss = torch_reference.llama_loss(
-            *words, model.train_view.a.rope, model.config.model.norm_eps
-        )
-    else:
-        loss = torch_reference.gpt2_loss(*words)
-    loss.backward()
-    return {name: t.grad for name, t, _ in torch_reference.tensors(params, d)}
+        rope = model.train_view.a.rope
+        return torch_reference.llama_loss(*words, rope, model.config.model.norm_eps, **linear)
+    return torch_reference.gpt2_loss(*words, **linear)
 
 
 @every_arch
@@ -164,23 +166,18 @@ def test_gradients_in_fp32_equal_float64(arch):
 
 @every_arch
 @pytest.mark.parametrize("precision", fp8_precisions)
-def test_gradients_in_fp8_point_where_those_of_float64_do(precision, arch):
-    """FP8 rounds an operand by 2.7%; a product's gradients have two of them, and
-    those of the layers below.
-    """
+def test_gradients_in_fp8_have_the_error_of_rounding_alone(precision, arch):
+    """The error of PyTorch in fp32 which rounds the operands of the layers' products."""
     model = wide_model(precision, arch=arch)
     want, exact = exact_gradients(SimpleNamespace(config=wide_config(arch), state=model.state))
+    by_rounding = rounded_gradients(
+        model.state.params, model.dims, model.A.Params, partial(torch_loss, model)
+    )
     [(loss, _, _)] = train_steps(model, 1)
     assert abs(loss - want) < 2e-3 * want
-    least, most = FP8_LIMITS[arch]
-    for name, ours, _ in torch_reference.tensors(model.train_view.g, model.dims):
-        cosine = torch.nn.functional.cosine_similarity(
-            ours.double().flatten(), exact[name].flatten(), dim=0
-        ).item()
-        ratio = (ours.double().norm() / exact[name].norm()).item()
-        assert cosine > least and abs(ratio - 1) < most, (
-            f"{name}: cosine {cosine:.4f}, norm {ratio:.3f} of float64's"
-        )
+    for name, ours, is_matrix in torch_reference.tensors(model.train_view.g, model.dims):
+        off, alone = error(ours, exact[name]), error(by_rounding[name], exact[name])
+        assert off < FP8_ERROR[is_matrix] * alone, f"{name}: {off:.1e}, rounding {alone:.1e}"
 
 
 @every_arch

@@ -7,13 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import gpt2_triton.kernels as K
 from benchmarks import torch_reference
 from benchmarks.accuracy import gradients
 from gpt2_triton import device
+from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.model import Model
+from tests.support.rounded import rounded_gradients
 from tests.support.tiny import tiny_config
 
 
@@ -34,45 +35,18 @@ def test_kinds_of_tensors_have_q_k_and_v_apart():
     assert math.isclose(kinds["all"].cosine, torch.dot(g, e) / (g.norm() * e.norm()), rel_tol=1e-6)
 
 
-def rounded(x):
-    """Return x in e4m3 with a power of two as scale, which leaves a factor of
-    two to the largest number.
-    """
-    scale = torch.exp2(torch.floor(torch.log2(224.0 / x.abs().amax().clamp(min=1e-30))))
-    return (x * scale).to(torch.float8_e4m3fn).float() / scale
-
-
-class RoundedLinear(torch.autograd.Function):
-    """x w^T + b and its gradients, each operand of a product rounded to e4m3."""
-
-    @staticmethod
-    def forward(ctx, x, w, b):
-        x, w = rounded(x), rounded(w)
-        ctx.save_for_backward(x, w)
-        return F.linear(x, w, b)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        g = rounded(dy)
-        return g @ w, g.flatten(0, -2).T @ x.flatten(0, -2), dy.flatten(0, -2).sum(0)
-
-
-def rounded_gradients(params, dims, tokens):
+def gradients_by_rounding(params, dims, tokens):
     """Return the gradients of PyTorch in fp32, with all operands of the
     layers' products rounded.
     """
-    leaves = torch_reference.leaves(params, dims, torch.float32)
     rows = torch.from_numpy(tokens.reshape(-1, tokens.shape[-1]).astype(np.int64)).to(params.device)
-    torch_reference.gpt2_loss(
-        leaves,
-        rows[:, :-1],
-        rows[:, 1:],
-        dims["V"],
-        dims["NH"],
-        linear=lambda _, *operands: RoundedLinear.apply(*operands),
-    ).backward()
-    return {name: leaf.grad for name, leaf, _ in torch_reference.tensors(leaves, dims)}
+    words = rows[:, :-1], rows[:, 1:], dims["V"], dims["NH"]
+    return rounded_gradients(
+        params,
+        dims,
+        Params,
+        lambda leaves, linear: torch_reference.gpt2_loss(leaves, *words, linear=linear),
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +65,7 @@ def test_fp8_costs_what_rounding_in_pytorch_costs():
     _, want = gradients.exact(params, dims, tokens)
     found, expected = (
         gradients.by_kind(ours, want),
-        gradients.by_kind(rounded_gradients(params, dims, tokens), want),
+        gradients.by_kind(gradients_by_rounding(params, dims, tokens), want),
     )
     for kind in found:
         assert expected[kind].error / 1.5 < found[kind].error < 1.5 * expected[kind].error, kind
