@@ -19,6 +19,7 @@ from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
 from gpt2_triton.operands import Linear
 from tests.conftest import DEVICE
 from tests.support import reference
+from tests.support.elsewhere import compiled_elsewhere
 from tests.support.helpers import (
     DTYPES,
     EPS,
@@ -133,6 +134,21 @@ def test_dx_dact_matches_float64(rng, R, N, K, dtype, act, acc):
     # else of the unrounded values
     assert error(dbias, expected[1]) < (EPS[dtype] if rounded else SUMS)
     assert act_out is None or error(act_out, expected[2]) < tolerance(dtype)
+
+
+@pytest.mark.slow
+def test_no_term_of_dbias_is_fused_with_a_sum():
+    """Of a * b + c * d a compiler rounds either product, by what else the kernel computes, and so
+    the kernel that also stores the activation would give another dbias.  mul.rn is never fused.
+    """
+    program = """
+from tests.kernels.compile_targets import compile_for
+compiler = compile_for("sm_80", ["_matmul_kernel:dact"], ["bf16", "bf16, recompute"])
+[plain, storing] = compiler.kernels["_matmul_kernel"]
+print(plain.asm["ptx"].count("mul.rn.f32"), storing.asm["ptx"].count("mul.rn.f32"))
+"""
+    # 128 x 128 numbers of a tile for 128 threads
+    assert compiled_elsewhere("-c", program).split() == ["128", "128"]
 
 
 @activations
