@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+NARROW_ROWS = 16  # the most rows whose norm decode_matmul takes too
+
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:

@@ -3,7 +3,7 @@ keys and values from a cache.
 
 decode_embed      x = wte[token] (+ wpe[row])
 decode_matmul     out = [act]([norm](x) @ w.T + b) [+ res]; the norm is
-                  LayerNorm, or RMSNorm without lnb
+                  LayerNorm, or RMSNorm without lnb; up to NARROW_ROWS rows
 decode_attention  cache[row] = k, v of qkv;
                   att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
 cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
@@ -16,10 +16,11 @@ of the seed.  So all steps have the same launches, and one CUDA graph replays th
 the cache holds k as attention reads it.
 
 Reading the weights bounds a step; with few sequences, so does the number of launches, five per
-layer.  To save launches, each program of a product reads its input rows from L2 and normalises
-them itself.  Up to NARROW sequences, a program holds whole rows of weights in registers and takes
-one sequence after the other.  A result then does not depend on the number of sequences.  More
-sequences go through tensor cores.
+layer.  Up to NARROW_ROWS sequences, a program of a product holds whole rows of weights in registers
+and takes one sequence after the other.  A result then does not depend on the number of sequences.
+To save launches, each program reads its input rows from L2 and norms them itself.  More sequences
+go through tensor cores; there the norm is a launch of its own, which takes less time than the norms
+of all programs.
 """
 
 import math
@@ -33,9 +34,8 @@ from gpt2_triton.kernels.device_math import LOG2E, activation, dot
 from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
-from gpt2_triton.operands import Linear, Norm, Operand, Rope
+from gpt2_triton.operands import NARROW_ROWS, Linear, Norm, Operand, Rope
 
-NARROW = 16
 FIELDS = tl.constexpr(5)  # of a row of seq
 TOKEN, ROW, DRAWN, SEED_LOW, SEED_HIGH = (tl.constexpr(i) for i in range(5))
 
@@ -94,51 +94,17 @@ def _decode_matvec_kernel(
 
 
 @triton.jit
-def _statistics(x_ptr, inside, K, eps, CENTRED: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return mean, 0 unless CENTRED, and rstd of the rows at x_ptr [M,
-    1], BLOCK_S columns at once.
-    """
-    total = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
-    for first in range(0, K if CENTRED else 0, BLOCK_S):
-        k = first + tl.arange(0, BLOCK_S)
-        total += tl.load(x_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0).to(
-            tl.float32
-        )
-    mean = tl.sum(total, 1) / K
-    squares = tl.zeros((x_ptr.shape[0], BLOCK_S), tl.float32)
-    for first in range(0, K, BLOCK_S):
-        k = first + tl.arange(0, BLOCK_S)
-        mask = inside[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, x - mean[:, None], 0.0)
-        squares += centred * centred
-    return mean, 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
-
-
-@triton.jit
 def _decode_matmul_kernel(
-    out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps, ACT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
+    out_ptr, x_ptr, w_ptr, b_ptr, res_ptr, B, N, K, ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_ptr += m[:, None] * K
-    if lnw_ptr is not None:
-        mean, rstd = _statistics(x_ptr, m < B, K, eps, lnb_ptr is not None, BLOCK_S)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(
-            w_ptr + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
-        )
-        x = tl.load(x_ptr + k[None, :], mask=(m < B)[:, None] & (k < K)[None, :], other=0.0)
-        if lnw_ptr is not None:
-            lnw = tl.load(lnw_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            y = (x.to(tl.float32) - mean[:, None]) * rstd[:, None] * lnw[None, :]
-            if lnb_ptr is not None:
-                y += tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-            x = y.to(x_ptr.dtype.element_ty)
+        k = (first + tl.arange(0, BLOCK_K))[None, :]
+        x = tl.load(x_ptr + m[:, None] * K + k, mask=(m < B)[:, None] & (k < K), other=0.0)
+        w = tl.load(w_ptr + n[:, None] * K + k, mask=(n < N)[:, None] & (k < K), other=0.0)
         acc = dot(x, w.T, acc)
     at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
@@ -235,13 +201,15 @@ def decode_matmul(
     res: Tensor | None = None,
     act: str = "",
 ) -> None:
-    """out = res + act(norm(x) @ w.T + b) of bf16 or fp32; None leaves out the norm or res."""
+    """out = res + act(norm(x) @ w.T + b) of bf16 or fp32; None leaves out the norm or res.
+    Only up to NARROW_ROWS rows may have a norm.
+    """
     x = full(x)
     w = full(layer.w)
     b = layer.b
-    lnw, lnb, eps = (None, None, 0.0) if norm is None else (norm.w, norm.b, norm.eps)
     (B, K), N = x.shape, w.shape[0]
-    if B <= NARROW:
+    if B <= NARROW_ROWS:
+        lnw, lnb, eps = (None, None, 0.0) if norm is None else (norm.w, norm.b, norm.eps)
         row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
         sizes = dict(ACT=act, BLOCK_N=block_n, BLOCK_K=block_k)
@@ -249,10 +217,10 @@ def decode_matmul(
             out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row
         )
         return
-    row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K, BLOCK_S=K)
-    row["BLOCK_S"] = min(row["BLOCK_S"], next_power_of_2(K))
+    assert norm is None, f"{B} rows with a norm"
+    row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K)
     grid = (triton.cdiv(B, row["BLOCK_M"]), triton.cdiv(N, row["BLOCK_N"]))
-    _decode_matmul_kernel[grid](out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, **row)
+    _decode_matmul_kernel[grid](out, x, w, b, res, B, N, K, ACT=act, **row)
 
 
 @contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5] rope.table[Tr,HS]? rope.norm.w[2,HS]?")

@@ -10,6 +10,7 @@ from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import Layers, ModelView
 from gpt2_triton.model.schedule import View, final_norm
 from gpt2_triton.model.tables import Tensors
+from gpt2_triton.operands import NARROW_ROWS, Linear, Norm, Operand
 
 
 # fmt: off
@@ -29,6 +30,23 @@ class Decoding:
 
 # the launches of a model's layers for one token of each sequence: gpt2/decoding.py
 Decode = Callable[[Kernels, ModelView, Decoding], None]
+
+
+def product_of_norm(
+    K: Kernels,
+    out: Tensor,
+    x: Tensor,
+    norm: Norm,
+    ln: Operand,
+    layer: Linear,
+    act: str = "",
+) -> None:
+    """out = act(norm(x) @ w.T + b); the norm of many rows is written to ln."""
+    if len(x) > NARROW_ROWS:
+        K.layernorm_fwd(ln, norm, x)
+        K.decode_matmul(out, ln, layer, None, None, act)
+    else:
+        K.decode_matmul(out, x, layer, norm, None, act)
 
 
 def prefill(K: Kernels, layers: Layers, m: View, d: Decoding, sequences: slice) -> None:
