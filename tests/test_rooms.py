@@ -69,7 +69,8 @@ WITHIN = {
     "data.prepare": "errors console files data",
     "model.schedule": "operands model.launchers model.model_view model.muon_update model.tables",
     "model.muon_update": "model.launchers model.model_view model.tables",
-    "model.decoding": "model.arena model.launchers model.model_view model.schedule model.tables operands",
+    "model.decoding": "model.arena model.launchers model.model_view model.schedule model.tables "
+    "operands",
     "model.launchers": "operands",
     "model.model_view": "operands model.communicator model.launchers model.muon model.recompute "
     "model.tables",
