@@ -21,25 +21,19 @@ class WandbServer(ThreadingHTTPServer):
         pass
 
     def graphql(self, query: str, variables: dict) -> dict:
-        project = {"id": "1", "name": "p", "entity": {"id": "2", "name": "me"}}
+        project = {"name": "p", "entity": {"name": "me"}}
         if "RunResumeStatus" in query:
             bucket = self.rows and {
-                "id": "3", "name": variables["name"], "displayName": "", "notes": None, "tags": [],
-                "config": "{}", "wandbConfig": '{"t": 1}', "summaryMetrics": "{}",
-                "logLineCount": 0, "historyTail": json.dumps(self.rows[-1:]),
-                "historyLineCount": len(self.rows), "eventsTail": "[]", "eventsLineCount": 0,
+                "name": variables["name"], "config": "{}", "wandbConfig": '{"t": 1}',
+                "summaryMetrics": "{}", "logLineCount": 0,
+                "historyTail": json.dumps(self.rows[-1:]), "historyLineCount": len(self.rows),
+                "eventsTail": "[]", "eventsLineCount": 0,
             }  # fmt: skip
             return {"model": project | {"bucket": bucket or None}}
         if "upsertBucket" in query:
             self.config |= json.loads(variables["config"] or "{}")
             self.names.append(variables["name"])
-            bucket = {
-                "id": "3",
-                "name": variables["name"],
-                "displayName": "",
-                "config": None,
-                "project": project,
-            }
+            bucket = {"id": "3", "name": variables["name"], "project": project}
             return {"upsertBucket": {"inserted": not self.rows, "bucket": bucket}}
         if "CreateRunFiles" in query:
             files = [
