@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gpt2_triton.checkpoint import huggingface, huggingface_llama
-from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.weights import to_flat_buffers
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 from tests.support.helpers import error
 from tests.support.models import batches, kernel_model
-from tests.support.tokenizer_files import byte_level
 
 # heads with 192 columns over 96 channels; a padded vocabulary
 SIZES = dict(
@@ -80,24 +77,6 @@ def test_logits_are_those_of_transformers(tmp_path, tied):
     want = theirs(ids.long()).logits.detach()
     T = model.config.train.seq_len
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), want) < 1e-5
-
-
-@pytest.mark.parametrize("dtype, tied", [("fp32", True), ("bf16", False)])
-def test_an_export_has_every_bit_and_key_of_its_source(tmp_path, dtype, tied):
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    stored = dict(fp32=torch.float32, bf16=torch.bfloat16)[dtype]
-    saved(theirs, stored, tie_word_embeddings=tied)
-    byte_level(theirs)
-    export(f"hf:{theirs}", ours, "hf", dtype)
-    want, got = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
-    assert want.keys() == got.keys()
-    for name, tensor in want.items():
-        assert tensor.dtype == got[name].dtype == stored and torch.equal(tensor, got[name]), name
-    assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
-    again = Qwen3ForCausalLM.from_pretrained(ours).config.to_dict()
-    keys = again.keys() - {"_name_or_path", "transformers_version"}
-    before = Qwen3ForCausalLM.from_pretrained(theirs).config.to_dict()
-    assert {key: again[key] for key in keys} == {key: before[key] for key in keys}
 
 
 @pytest.mark.parametrize("size, sizes", [("qwen3:0.6b", {}), ("qwen3:1.7b", WIDER)])

@@ -11,8 +11,6 @@ import torch
 from gpt2_triton.checkpoint import llmc
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.weights import to_flat_buffers
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.model import architecture
@@ -52,26 +50,12 @@ def model(tmp_path):
     return config, params, tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
-)
-def test_llmc_writer_gives_the_bytes_of_llm_c(model, tmp_path, dtype, torch_dtype):
-    config, params, run = model
-    out = tmp_path / "out"
-    assert (
-        main(app, ["export", str(run), "--out", str(out), "--format", "llmc", "--dtype", dtype])
-        == 0
-    )
-    assert (out / "model.bin").read_bytes() == file_bytes(params, config, torch_dtype)
-
-
-@pytest.mark.parametrize("rows", [VP, V, 512])  # llm.c pads as we do; any padding is accepted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_llmc_reader_is_exact(model, tmp_path, dtype, rows):
+@pytest.mark.parametrize("rows", [V, 512])  # llm.c pads as we do
+def test_llmc_reader_takes_any_padding(model, tmp_path, rows):
     config, params, _ = model
-    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, dtype, rows))
+    (tmp_path / "model.bin").write_bytes(file_bytes(params, config, torch.float32, rows))
     read = to_flat_buffers(llmc.read(str(tmp_path / "model.bin")), config)
-    assert torch.equal(read["params"], params.to(dtype).float())
+    assert torch.equal(read["params"], params)
 
 
 def test_llmc_reader_leaves_padding_out(model, tmp_path):
