@@ -42,8 +42,5 @@ def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safetensors_files, "write", full)
     before = sorted(tmp_path.iterdir())
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert (
-        f"error: {tmp_path / 'out'}: cannot write: No space left on device; make room\n"
-        in capsys.readouterr().err
-    )
+    assert "No space left on device; make room\n" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before

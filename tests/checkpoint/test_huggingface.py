@@ -187,9 +187,7 @@ def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     assert others and torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(first.name, "weights.safetensors"))
-    with pytest.raises(
-        CheckpointError, match="weights.safetensors: not safetensors, or incomplete .No such file"
-    ):
+    with pytest.raises(CheckpointError, match="weights.safetensors: .*No such file"):
         imported(tmp_path)
     first.rename(tmp_path / "weights.safetensors")
     save_file({"ema": torch.zeros(1)}, tmp_path / "ema.safetensors")  # in no index
@@ -363,21 +361,19 @@ def test_import_refuses_damaged_files(copy):
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):
         imported(copy)
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(
-        CheckpointError, match="not safetensors, or incomplete .*; download it again .*git lfs pull"
-    ):
+    with pytest.raises(CheckpointError, match="download it again .*git lfs pull"):
         imported(copy)
 
 
 def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
     with pytest.raises(
         CheckpointError,
-        match="has n_layer 2, vocab_size 300, this run n_layer 1, vocab_size 256; set",
+        match="n_layer 2, vocab_size 300, .* n_layer 1, vocab_size 256; set",
     ):
         imported(saved, n_layer=1, vocab_size=256)
     with pytest.raises(
         CheckpointError,
-        match="has block_size 16, this run block_size 32; set model.block_size to 16",
+        match="; set model.block_size to 16",
     ):
         imported(saved, block_size=32)
 
@@ -400,18 +396,12 @@ def test_import_looks_a_name_up_on_the_hub(saved, monkeypatch):
         lambda name, allow_patterns, **_: saved if name == "a/b" else 1 / 0,
     )
     assert huggingface.read("a/b").model.n_layer == 2
-    with pytest.raises(
-        CheckpointError, match="hf:gpt2: no such directory, and the download failed .ZeroDiv"
-    ):
+    with pytest.raises(CheckpointError, match="hf:gpt2: .*ZeroDiv"):
         huggingface.read("gpt2")
-    with pytest.raises(
-        CheckpointError, match=r"hf:./gpt2: no such directory; expected one with config.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"hf:./gpt2: .*config.json"):
         huggingface.read("./gpt2")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        CheckpointError, match="hf:gpt2: no such directory, .*ModuleNotFoundError.*huggingface_hub"
-    ):
+    with pytest.raises(CheckpointError, match="hf:gpt2: .*huggingface_hub"):
         huggingface.read("gpt2")
 
 
@@ -442,7 +432,5 @@ def test_a_model_that_needs_a_licence_or_a_login_says_so(monkeypatch):
             "snapshot_download",
             lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure),
         )
-        with pytest.raises(
-            CheckpointError, match=f"hf:meta/llama: no such directory, .*401.*{todo}"
-        ):
+        with pytest.raises(CheckpointError, match=f"hf:meta/llama: .*401.*{todo}"):
             huggingface.read("meta/llama")

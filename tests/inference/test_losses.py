@@ -100,7 +100,7 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
         losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte
         is None
     )
-    assert capsys.readouterr().err == "warning: no bits per byte: tokenizer gpt2: not available\n"
+    assert capsys.readouterr().err.startswith("warning: no bits per byte: tokenizer gpt2: ")
 
 
 @pytest.mark.parametrize(

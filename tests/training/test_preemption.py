@@ -102,11 +102,8 @@ def test_signals_of_launched_ranks_wait_for_agreement_and_ignore_repeats(
     lines = capfd.readouterr().out.splitlines()
     again = f"a second signal after {LAUNCHED_WINDOW} seconds ends at once without a checkpoint"
     assert lines[0] == f"stopping after this step; {again}"
-    assert (
-        lines[1]
-        == f"torchrun kills ranks that save for more than 30 seconds; {SHUTDOWN}=300 allows 300"
-    )
-    assert lines[2].startswith("ended at once: steps since the last checkpoint are lost; ")
+    assert f"{SHUTDOWN}=300 allows 300" in lines[1]
+    assert lines[2].startswith("ended at once: ")
 
 
 def test_line_about_torchrun_is_left_out_where_its_limit_is_set(

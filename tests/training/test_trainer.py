@@ -305,19 +305,14 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(
         )
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
-    assert (
-        "model.vocab_size 600, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
-        in lines[:5]
-    )
+    note = "model.vocab_size 600, but data.tokenizer bytes has 256 tokens"
+    assert any(line.startswith(note) for line in lines[:5])
     saved = [f"checkpoint {tmp_path / 'checkpoints'}/step_0000000{step}" for step in (1, 2)]
     assert (
         saved == [line for line in lines if line.startswith("checkpoint ")]
         and lines[-2] == saved[-1]
     )
-    assert (
-        lines[-1]
-        == f"stopped after step 2; the same command with --run_dir {tmp_path} --resume continues"
-    )
+    assert f"--run_dir {tmp_path} --resume continues" in lines[-1]
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
@@ -334,10 +329,8 @@ def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(un
     before = {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as error:
         train(run_config(train=dict(steps=3)), unbroken, resume=True)
-    assert str(error.value) == (
-        f"train.steps: {find_checkpoint(unbroken)} has {STEPS} steps, 3 were asked for; "
-        f"set it above {STEPS} to continue the run, or choose another --run_dir"
-    )
+    assert str(error.value).startswith("train.steps: ")
+    assert f"; set it above {STEPS} to continue the run" in str(error.value)
     assert {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file()} == before
 
 

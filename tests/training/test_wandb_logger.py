@@ -228,14 +228,9 @@ def test_wandb_errors_warn_at_once_and_at_the_end_and_never_stop_a_run(
     run(tmp_path, range(1, 4), wandb="online")
     assert len(read_metrics(tmp_path / METRICS)) == 4
     at_once, *at_the_end = capsys.readouterr().err.splitlines()
-    assert at_once.startswith(
-        f"warning: no Weights & Biases from here on (ConnectionError: no network in {broken})"
-    )
-    again = (
-        "warning: W&B lacks steps of this run (ConnectionError: "
-        f"no network in {broken}); metrics.jsonl has everything"
-    )
-    assert at_the_end == ([] if broken == "finish" else [again])
+    assert at_once.startswith("warning: ") and f"no network in {broken}" in at_once
+    assert len(at_the_end) == (broken != "finish")
+    assert all("metrics.jsonl has everything" in line for line in at_the_end)
 
 
 def test_missing_wandb_is_a_warning_and_disabled_wandb_is_not_imported(

@@ -66,7 +66,7 @@ def test_other_files_than_nanogpts_are_refused(folder):
     np.array([3, 50257], "<u2").tofile(folder / "val.bin")
     assert "val.bin: a token 50257 after the first 0, GPT-2 has 50,257;" in refusal()
     np.array([3, 4, 5], "<u4").tofile(folder / "val.bin")
-    assert "val.bin: every second token is 0, as if they had 32 bits;" in refusal()
+    assert "val.bin: every second token is 0, " in refusal()
     (folder / "val.bin").write_bytes(b"odd")
     assert "val.bin: 3 bytes, expected 2 for each token" in refusal()
     (folder / "val.bin").unlink()

@@ -46,7 +46,7 @@ def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatc
     monkeypatch.setattr(hub, "broken", True)
     with pytest.raises(
         DataError,
-        match="fineweb_val_000000.bin: damaged in the download; run the same command again",
+        match="fineweb_val_000000.bin: .*; run the same command again",
     ):
         pretokenized.download("fineweb10B", tmp_path / "out", 1)
     assert not list((tmp_path / "out").glob("*.bin"))
@@ -96,9 +96,7 @@ def test_a_dataset_that_needs_a_licence_says_so(hub, tmp_path):
     ):
         pretokenized.download("a/b", tmp_path / "out")
     with (
-        pytest.raises(
-            DataError, match="; accept the licence on its page at huggingface.co, then log in"
-        ),
+        pytest.raises(DataError, match="; accept the licence .* log in"),
         hub_errors("a", ""),
     ):
         raise ValueError("Dataset 'a' is a gated dataset on the Hub.")
