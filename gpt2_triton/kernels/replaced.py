@@ -7,7 +7,9 @@ _do_compile              3.6, 3.8       no second compilation of a kernel that a
 FileCacheManager         3.6, 3.8, 3.9  a cache folder that was moved, by `gpt2-triton compile`
 
 The key of an entry of the cache is a hash of the kernel's source and options, and of Triton.
-precompile.py imports this module.  absent_gpu.py lets torch and Triton find a GPU that is not
+precompile.py imports this module.  Inside `compiling` it also replaces JITFunction.run, which then
+compiles and does not launch, and in its forks the driver's get_current_target, which would ask
+CUDA (3.6, 3.8, 3.9).  absent_gpu.py lets torch and Triton find a GPU that is not
 there, in a process that does nothing else; distributed/shared_memory.py opens other processes'
 memory, and interpreter/ replaces slow parts of Triton's interpreter.  tests/ground/test_replaced.py
 names each private attribute of them all: a new Triton or torch fails there first.

@@ -1,4 +1,4 @@
-"""Private attributes of torch and Triton that the package uses or replaces.
+"""Private attributes of torch and Triton that the package uses, and all that it replaces.
 
 A new torch or Triton fails here, and not in a user's run; so does a use that this page does not
 name.  test_interpreter.py checks that the interpreter's own parts are replaced.
@@ -13,6 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "gpt2_triton"
 # file: module, then attributes of it; one of several between | is enough: versions differ
 PRIVATE = {
+    "../benchmarks/as_gpu.py": {
+        "triton.backends.nvidia.compiler": "CUDABackend.hash CUDABackend.make_cubin"
+    },
     "distributed/shared_memory.py": {
         "torch": "UntypedStorage._new_shared_cuda UntypedStorage._share_cuda_",
         "torch.distributed": "ProcessGroup._get_backend",
@@ -24,12 +27,16 @@ PRIVATE = {
     },
     "interpreter/launch.py": {"triton.runtime.interpreter": "_implicit_cvt _patch_lang"},
     "interpreter/memory.py": {"triton.runtime.interpreter": "_get_np_dtype"},
-    "kernels/absent_gpu.py": {"triton.runtime.build": "_load_module_from_path"},
+    "kernels/absent_gpu.py": {
+        "triton.backends.nvidia.driver": "CudaLauncher CudaUtils",
+        "triton.runtime.build": "_load_module_from_path",
+    },
     "kernels/hopper/pipeline.py": {
         "triton.experimental.gluon.language": "shared_memory_descriptor._reinterpret|"
         "shared_memory_descriptor.reinterpret",
     },
     "kernels/precompile.py": {
+        "triton": "JITFunction.run",
         "triton.runtime._async_compile": "AsyncCompileMode FutureKernel.result active_mode",
     },
     "kernels/replaced.py": {
