@@ -29,9 +29,9 @@ from gpt2_triton.operands import (
     TokenRows,
 )
 
-W = TypeVar("W", covariant=True)  # Params of the architecture
-A = TypeVar("A", bound=HeadActs, covariant=True)  # its Acts
-Q = TypeVar("Q")  # its Fp8Buffers
+WeightsT = TypeVar("WeightsT", covariant=True)  # Params of the architecture
+ActsT = TypeVar("ActsT", bound=HeadActs, covariant=True)  # its Acts
+OperandsT = TypeVar("OperandsT")  # its Fp8Buffers
 
 
 class Observer:
@@ -66,19 +66,19 @@ class Layer(NamedTuple):
     rope: Rope = UNUSED  # Llama's
 
 
-class Cut(NamedTuple, Generic[W, A, Q]):
+class Cut(NamedTuple, Generic[WeightsT, ActsT, OperandsT]):
     """What make_view has cut out of the arena for a model's wire()."""
 
-    w: W
-    g: W  # without memory in a model that only runs forward
-    a: A
+    w: WeightsT
+    g: WeightsT  # without memory in a model that only runs forward
+    a: ActsT
     embed_g: Tensor  # the gradients of bucket `embed` as rows of C channels
     branch_grads: Tensors  # [i]: of the branch that ends at x[i]; in fp8 operands
     s: State
     dims: dict[str, int]
     dropout: float  # 0 in a view that does not train
     norm_eps: float
-    q: Q | None  # None in bf16
+    q: OperandsT | None  # None in bf16
 
 
 class Wiring(NamedTuple):
@@ -93,12 +93,12 @@ class Wiring(NamedTuple):
 
 
 @dataclasses.dataclass
-class ModelView(Generic[W, A]):
+class ModelView(Generic[WeightsT, ActsT]):
     """The schedule's view for B sequences of T tokens."""
 
-    w: W
-    g: W
-    a: A
+    w: WeightsT
+    g: WeightsT
+    a: ActsT
     net: Wiring  # of the three, by the architecture's wire()
     s: State
     ids: Tensor
