@@ -134,19 +134,6 @@ def has_fp8(architecture: str) -> bool:
     return tuple(int(part) for part in architecture.split(".")) >= (8, 9)
 
 
-def require_fp8(name: str, architecture: str) -> None:
-    """Raise ConfigError if this GPU has no fp8 products."""
-    if not has_fp8(architecture):
-        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950)"
-        raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
-
-
-def require_own_fp8() -> None:
-    """Raise ConfigError if this machine has a GPU, but one without fp8 products."""
-    if present():
-        require_fp8(name(), architecture())
-
-
 def local_gpu() -> int:
     """Return the number of this rank's GPU; SLURM may make only one visible to each process."""
     return int(os.environ.get("LOCAL_RANK", "0")) % count()

@@ -13,6 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
+from gpt2_triton.training.start import require_fp8
 
 MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
 
@@ -46,7 +47,7 @@ def compile_kernels(
     found = known[gpu := device.find_gpu(gpu, known)]
     settings, notes = choose_precision(settings, found.architecture)
     if settings.train.precision == "fp8":
-        device.require_fp8(gpu, found.architecture)
+        require_fp8(gpu, found.architecture)
     device.require_triton()
     from triton import knobs
 

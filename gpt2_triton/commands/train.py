@@ -21,7 +21,7 @@ from gpt2_triton.console import command_line, discard_unwritten
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError, OutOfMemoryError
 from gpt2_triton.training.preemption import ShutdownSignals
-from gpt2_triton.training.start import Resume, check_run_dir, starting
+from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, starting
 
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
@@ -269,7 +269,7 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
     )
     architecture = device.architecture() if here else device.gpu_of(named).architecture
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
-        device.require_fp8(name, architecture)
+        require_fp8(name, architecture)
     key = device.own_key() if here else named
     planned = Gpu(name, device.memory_bytes(gpu), architecture, key)
     return plan_report(config, kernels, planned, shape)

@@ -42,6 +42,7 @@ from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import changes_on_resume
 from gpt2_triton.training.run_info import describe_start
 from gpt2_triton.training.run_state import RunState
+from gpt2_triton.training.start import require_own_fp8
 
 
 class Data(NamedTuple):
@@ -104,7 +105,7 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     if config.train.precision == "auto":
         kept = saved["train"].get("precision", "bf16")
         if kept == "fp8":
-            device.require_own_fp8()
+            require_own_fp8()
         config = config.replace(train={"precision": kept})
         notes = [f"train.precision auto: {kept} (of the run so far)"]
     resume.check_config(saved, _explicit(config))

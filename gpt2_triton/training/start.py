@@ -34,7 +34,7 @@ def starting(
     from gpt2_triton.training import cpu_time
 
     if config.train.precision == "fp8":
-        device.require_own_fp8()
+        require_own_fp8()
     if rank_and_size()[0]:
         yield run_dir
         return
@@ -56,6 +56,23 @@ def starting(
         require_tokenizer(source.pattern, tokenizer)
     with creating_run_dir(name, run_dir) as path:
         yield path
+
+
+def require_fp8(name: str, architecture: str) -> None:
+    """Raise ConfigError if this GPU has no fp8 products."""
+    from gpt2_triton import device
+
+    if not device.has_fp8(architecture):
+        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950)"
+        raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
+
+
+def require_own_fp8() -> None:
+    """Raise ConfigError if this machine has a GPU, but one without fp8 products."""
+    from gpt2_triton import device
+
+    if device.present():
+        require_fp8(device.name(), device.architecture())
 
 
 def require_rows(config: Config, tokenizer: str) -> None:

@@ -19,6 +19,7 @@ from gpt2_triton.kernels import layernorm, table_file, tuning
 from gpt2_triton.kernels.hopper import attention, pipeline
 from gpt2_triton.kernels.table_file import OPTIONS, TABLES, choose, read_table
 from gpt2_triton.model.memory_plan import dimensions
+from gpt2_triton.training.start import require_own_fp8
 
 # the package exports a function of this name
 matmul = importlib.import_module("gpt2_triton.kernels.matmul")
@@ -148,7 +149,7 @@ def test_a_gpu_selects_its_table_hopper_kernels_and_fp8(
     )
     refused = pytest.raises(ConfigError, match=f"is {architecture}; set it to bf16$")
     with contextlib.nullcontext() if fp8 else refused:
-        device.require_own_fp8()
+        require_own_fp8()
 
 
 def test_a_gpus_own_table_comes_before_its_architectures():
