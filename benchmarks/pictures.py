@@ -18,7 +18,8 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_re
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
-MINUTES, SCALE = LOSSES / "minutes_prose.jsonl", LOSSES / "scale.jsonl"
+MINUTES = LOSSES / "minutes_prose.jsonl", LOSSES / "minutes_modern_prose.jsonl"
+SCALE = LOSSES / "scale.jsonl"
 MACHINE = "h100"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M", "llama_c768": "Llama 114M",
@@ -30,13 +31,14 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
-RUNS = {  # arms of minutes_prose: name, color and marker in the picture
+RUNS = {  # arms of MINUTES: name, color and marker in the picture
     "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00", "s"),
     "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7", "D"),
     **dict.fromkeys(
         ("muon, fp8, 44%", "muon, fp8, 56%", "muon, fp8, 74%", "muon, fp8"),
         ("gpt2_triton, Muon, fp8:\n44, 56, 74, 100% of the steps", "#009E73", "o"),
     ),
+    "modern, fp8, 35%": ("modern_124m's block, 35%", "#D55E00", "^"),
 }
 
 Figures = Mapping[str, Any]
@@ -146,7 +148,7 @@ def final_losses(axes: Any) -> None:
     """Draw the validation loss at the end of each run over its minutes, steps
     times the median step time.
     """
-    rows = {row["arm"]: row for row in pairs.read_results(MINUTES)}
+    rows = {row["arm"]: row for file in MINUTES for row in pairs.read_results(file)}
     points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for arm, looks in RUNS.items():
         row = rows[arm]
@@ -217,8 +219,8 @@ def finish(axes: Any, legend: str) -> None:
 # draws it, losses that it draws
 DRAWN = {
     "comparison": ("steps.", comparison, MINUTES),
-    "ops_d12": ("ops.d12.", operations, None),
-    "scale": ("none", scale, SCALE),
+    "ops_d12": ("ops.d12.", operations, ()),
+    "scale": ("none", scale, (SCALE,)),
 }
 
 
@@ -234,9 +236,8 @@ def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
         figures = {
             key: value for key, value in record.get(MACHINE, {}).items() if key.startswith(kind)
         }
-        drawn_from = json.dumps(figures | recipe_memory(figures)).encode() + (
-            losses.read_bytes() if losses else b""
-        )
+        drawn_from = json.dumps(figures | recipe_memory(figures)).encode()
+        drawn_from += b"".join(file.read_bytes() for file in losses)
         digest = hashlib.sha256(drawn_from).hexdigest()
         file = PICTURES / f"{name}.png"
         if file.exists() and digest.encode() in file.read_bytes():

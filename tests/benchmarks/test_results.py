@@ -297,7 +297,7 @@ def test_parts_have_different_keys_and_kinds_that_can_be_named():
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
     monkeypatch.setitem(
-        pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), pictures.SCALE)
+        pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), (pictures.SCALE,))
     )
     names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
     assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
