@@ -60,7 +60,11 @@ def compile_kernels(
     with standing_in(found):
         settings = choose_recompute(settings, K, free_bytes("cpu") - CONTEXT_BYTES, shape)
         ranks: Any = SimpleNamespace(
-            size=gpus, rank=0, device="cpu", allocate_shared=_address_space
+            size=gpus,
+            rank=0,
+            device="cpu",
+            allocate_shared=_address_space,
+            first_on_host=lambda make: make(),
         )
         model = Model(settings, K, "cpu", group=ranks)
         made = compile_run(model, {(model.B, model.T)} if settings.eval.every else ())
