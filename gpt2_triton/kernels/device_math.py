@@ -61,9 +61,10 @@ def exp_relative_tile(z, factor, reference, target, j, V):
 @triton.jit
 def product(a, b):
     """Return a * b, rounded before it is added to anything.  Compilers fuse a product with a sum
-    that follows; of a sum of two products they fuse either, and so two kernels differ.
+    that follows; of a sum of two products they fuse either, and so two kernels may differ.  For
+    Hopper and AMD they choose alike, and Hopper's bits stay.
     """
-    if not _WIDEN and is_cuda():
+    if not _WIDEN and is_cuda() and (cuda_capability_geq(10, 0) or not cuda_capability_geq(9, 0)):
         c = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )

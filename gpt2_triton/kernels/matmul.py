@@ -98,7 +98,7 @@ def _epilogue(
             # keeps pre in acc's register layout; without it act_out and dpre each compute GELU's
             # sigmoid, and at 128x256 registers spill
             pre += 0.0 * acc
-            acc *= dactivation(pre, ACT, stored.dtype)
+            acc = product(acc, dactivation(pre, ACT, stored.dtype))
             tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
             if act_desc is not None:
                 store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
