@@ -54,7 +54,7 @@ from gpt2_triton.kernels.fp8 import (
     store_heads,
     stored,
 )
-from gpt2_triton.kernels.qk_norm import PARTS, head_norm_bwd, noise, weight_gradient, weight_terms
+from gpt2_triton.kernels.qk_norm import PARTS, head_norm_bwd, noise, weight_gradient
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import cos_sin, rotated_back
 from gpt2_triton.kernels.table_file import Row
@@ -145,19 +145,19 @@ def _attention_bwd_dq_kernel(
             p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
-    dq *= scale
-    terms = dq
-    if rope_ptr is not None:
+    if norm_ptr is not None:
         cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
-        if norm_ptr is None:
+        rstd_ptr += (tl.cast(b, tl.int64) * T + i) * (NH + NH // GROUP) + h
+        rstd = tl.load(rstd_ptr, mask=i < T, other=0.0) * scale
+        # loaded again: through the loop registers do not hold it
+        y = load_block(q_desc, [b, h, first, 0]).to(tl.float32)
+        dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, HS)
+    else:
+        dq *= scale
+        if rope_ptr is not None:
+            cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
             dq = rotated_back(dq, cos, sin, HS)
-            terms = dq
-        else:
-            rstd_ptr += (tl.cast(b, tl.int64) * T + i) * (NH + NH // GROUP) + h
-            rstd = tl.load(rstd_ptr, mask=i < T, other=0.0)
-            # loaded again: through the loop registers do not hold it
-            y = load_block(q_desc, [b, h, first, 0]).to(tl.float32)
-            dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, HS)
+        terms = dq
     if part_ptr is not None:
         d = tl.arange(0, BLOCK_D)
         tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(terms, 0), mask=d < HS)
@@ -206,24 +206,23 @@ def _attention_bwd_dkdv_kernel(
             dk = dot(ds.to(q.dtype), q, dk)
     # dv first: dk's norm takes its registers
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)
-    if part_ptr is not None:
-        d = tl.arange(0, BLOCK_D)
-        part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
-        tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
-    dk *= scale
-    terms = dk
-    if rope_ptr is not None:
+    d = tl.arange(0, BLOCK_D)
+    if norm_ptr is not None:
         cos, sin = cos_sin(rope_ptr, tl.minimum(j, T - 1), HS)
-        if norm_ptr is None:
+        rstd_ptr += (tl.cast(b, tl.int64) * T + j) * (NH + NKV) + NH + kv
+        rstd = tl.load(rstd_ptr, mask=j < T, other=0.0) * scale
+        y = load_block(kv_desc, [b, NH + kv, first, 0]).to(tl.float32)
+        dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + HS, rstd, NOISE, HS)
+        tl.store(part_ptr + ((b * blocks + block) * NKV + kv) * HS + d, tl.sum(terms, 0))
+    else:
+        dk *= scale
+        if rope_ptr is not None:
+            cos, sin = cos_sin(rope_ptr, tl.minimum(j, T - 1), HS)
             dk = rotated_back(dk, cos, sin, HS)
-            terms = dk
-        else:
-            rstd_ptr += (tl.cast(b, tl.int64) * T + j) * (NH + NKV) + NH + kv
-            rstd = tl.load(rstd_ptr, mask=j < T, other=0.0)
-            y = load_block(kv_desc, [b, NH + kv, first, 0]).to(tl.float32)
-            dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + HS, rstd, NOISE, HS)
-    if part_ptr is not None:
-        tl.store(part_ptr, tl.sum(terms, 0), mask=d < HS)
+        if part_ptr is not None:
+            part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
+            tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
+            tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
 
 
@@ -354,30 +353,30 @@ def attention_bwd(
     arguments = RopeArguments.of(rope)
     norm = None if rope is None else rope.norm
     C, HS = out.shape[1], out.shape[1] // lse.shape[1]
-    NH, heads = lse.shape[1], qkv.shape[1] // HS
-    part = scratch
+    part = None if dbias is None else scratch
     if norm is not None:
-        sums = scratch[: 2 * PARTS * HS].view(2, PARTS, HS)
         part = scratch[2 * PARTS * HS :]
-    elif dbias is None:
-        part = None
     rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, arguments)
     if dbias is not None:
         column_sums(dbias[:C], None, None, scratch, rows, acc)
     elif norm is not None:
-        weight_terms(sums[0], part, rows, NH, NH)
+        q_rows = rows * norm.NH
+        part = part[q_rows * HS :]
     rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, arguments)
     if dbias is not None:
         column_sums(dbias[C:], None, None, scratch, rows, acc)
     elif norm is not None:
-        weight_terms(sums[1], part, rows, (heads - NH) // 2, heads - NH)
-        weight_gradient(norm, sums, acc)
+        k_rows = rows * (norm.rstd.shape[1] - norm.NH)
+        weight_gradient(norm, scratch, q_rows, k_rows, 1.0 / math.sqrt(HS), acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: bool = False) -> int:
     """Return the fp32 elements: column sums of dq per block of queries, then of dk
-    and dv per block of keys; with normed heads, also the sums of these.
+    and dv per block of keys; with normed heads, terms of dw beside each other.
     """
     keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
     queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
-    return B * C * max(2 * keys, queries) + 2 * PARTS * HS * normed
+    if not normed:
+        return B * C * max(2 * keys, queries)
+    # a program of Hopper's leaves two rows
+    return 2 * (B * C * (keys + queries) + PARTS * HS)

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2010.04245), inside the kernels that rotate; weights as in
 forward    rstd = 1 / sqrt(sum_HS(x^2) / HS + eps),  xhat = x * rstd,  y = rope(w * xhat)
 backward   dz = rope back of dy,  z = rope back of y,  xhat = z / w
            dx = rstd * (w * dz - xhat * sum_HS(dz * z) / HS)
-           dw (+)= sum over rows and heads of dz * xhat
+           dw (+)= sum over rows and heads of dz * xhat, as the sum of dz * z, over w
 
 q's heads share a w, and k's heads another: w is [2, HS].  The product that gives q and k norms and
 rotates them in its epilogue, and keeps only y, which attention reads, and rstd, fp32 [R, heads].
@@ -27,7 +27,7 @@ from gpt2_triton.kernels.rope import cos_sin, head_halves, rotated_back, rotated
 from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.operands import HeadNorm
 
-PARTS = 64  # partial sums of dw
+PARTS = 256  # partial sums of dw, at most
 
 
 @triton.jit
@@ -62,17 +62,25 @@ def rotated_before(
 
 
 @triton.jit
-def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: tl.constexpr, HS: tl.constexpr):
-    """Return dx, and dw's terms of these rows, of a head's dy and y [rows, HS]."""
-    dz = rotated_back(dy, cos, sin, HS)
-    z = rotated_back(y, cos, sin, HS)
+def _inverse(w_ptr, NOISE: tl.constexpr, HS: tl.constexpr):
+    """Return what xhat is of z: w / (w^2 + (noise * partner)^2)."""
     d = tl.arange(0, HS)
     w = tl.load(w_ptr + d).to(tl.float32)
     error = NOISE * tl.load(w_ptr + (d + HS // 2) % HS).to(tl.float32)
     root = tl.rsqrt(tl.maximum(w * w + error * error, 1e-30))
-    xhat = z * (w * root * root)[None, :]
-    mean = tl.sum(dz * z, 1) / HS
-    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat
+    return w * root * root
+
+
+@triton.jit
+def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: tl.constexpr, HS: tl.constexpr):
+    """Return dx, and dz * z, of a head's dy and y [rows, HS]."""
+    dz = rotated_back(dy, cos, sin, HS)
+    z = rotated_back(y, cos, sin, HS)
+    terms = dz * z
+    mean = tl.sum(terms, 1) / HS
+    w = tl.load(w_ptr + tl.arange(0, HS)).to(tl.float32)
+    xhat = z * _inverse(w_ptr, NOISE, HS)[None, :]
+    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], terms
 
 
 def noise(y: Tensor) -> float:
@@ -82,29 +90,36 @@ def noise(y: Tensor) -> float:
 
 @triton.jit
 def _weight_terms_kernel(
-    sums_ptr, part_ptr, rows, heads, width, HS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sum every PARTS-th block of the rows that part [rows, width, HS] has for its first heads."""
-    part, parts = tl.program_id(0), tl.num_programs(0)
+    sums_ptr, part_ptr, w_ptr, q_rows, k_rows, factor, NOISE: tl.constexpr, HS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum each program's blocks of part's rows, of q or of k, and multiply by dw's factors."""
+    part, of_k = tl.program_id(0), tl.program_id(1)
+    rows = tl.where(of_k == 0, q_rows, k_rows)
+    part_ptr += (of_k * q_rows).to(tl.int64) * HS
     d = tl.arange(0, HS)
     total = tl.zeros((HS,), tl.float32)
-    for first in range(part * BLOCK, rows * heads, parts * BLOCK):
+    for first in range(part * BLOCK, rows, tl.num_programs(0) * BLOCK):
         i = first + tl.arange(0, BLOCK)
-        at = (i // heads * width + i % heads).to(tl.int64)[:, None] * HS + d[None, :]
-        mask = (i < rows * heads)[:, None] & (d < HS)[None, :]
-        total += tl.sum(tl.load(part_ptr + at, mask=mask, other=0.0), 0)
-    tl.store(sums_ptr + part * HS + d, total)
+        at = i.to(tl.int64)[:, None] * HS + d[None, :]
+        total += tl.sum(tl.load(part_ptr + at, mask=(i < rows)[:, None], other=0.0), 0)
+    total *= factor * _inverse(w_ptr + of_k * HS, NOISE, HS)
+    tl.store(sums_ptr + (of_k * tl.num_programs(0) + part) * HS + d, total)
 
 
-def weight_terms(sums: Tensor, part: Tensor, rows: int, heads: int, width: int) -> None:
-    """Write the sums [PARTS, HS] of what attention's blocks have left in part [rows, width, HS]:
-    of its first heads.
+def weight_gradient(
+    norm: HeadNorm, scratch: Tensor, q_rows: int, k_rows: int, factor: float, acc: bool
+) -> None:
+    """dw (+)= factor times the sums of dz * z, over w.  `scratch` has [2, PARTS, HS] elements for
+    sums, then rows of HS terms: q's, and k's.
     """
-    HS = sums.shape[1]
+    HS = norm.w.shape[1]
+    sums = scratch[: 2 * PARTS * HS]
+    terms = scratch[2 * PARTS * HS :]
     block = 1024 if INTERPRET else 64
-    _weight_terms_kernel[(PARTS,)](sums, part, rows, heads, width, HS=HS, BLOCK=block, num_warps=4)
-
-
-def weight_gradient(norm: HeadNorm, sums: Tensor, acc: bool) -> None:
-    """dw (+)= what weight_terms has left in sums [2, PARTS, HS]."""
-    column_sums(norm.dw[0], norm.dw[1], None, sums, PARTS, acc)
+    parts = min(PARTS, triton.cdiv(q_rows, block))
+    _weight_terms_kernel[(parts, 2)](
+        sums, terms, norm.w, q_rows, k_rows, factor, NOISE=noise(norm.w), HS=HS, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    column_sums(norm.dw[0], norm.dw[1], None, sums, parts, acc)

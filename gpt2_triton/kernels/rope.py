@@ -24,12 +24,18 @@ def head_halves(x, HS: tl.constexpr):
 
 
 @triton.jit
+def joined_halves(x1, x2):
+    """Return heads [rows, heads*HS] from their halves."""
+    x = tl.permute(tl.join(x1, x2), (0, 1, 3, 2))
+    return tl.reshape(x, (x1.shape[0], x1.shape[1] * x1.shape[2] * 2))
+
+
+@triton.jit
 def rotated_halves(x1, x2, cos, sin):
     """Return heads [rows, heads*HS], rotated, from their halves; cos
     and sin are [rows, 1, HS/2].
     """
-    y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    return tl.reshape(tl.permute(y, (0, 1, 3, 2)), (x1.shape[0], x1.shape[1] * x1.shape[2] * 2))
+    return joined_halves(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
+from gpt2_triton.kernels.qk_norm import PARTS
 from gpt2_triton.operands import HeadNorm, Rope
 from tests.support.gluon_simulator import NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -55,7 +56,7 @@ def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, 
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
     # the interpreter's table, with larger blocks, asks for less
-    scratch = poisoned(2 * C * B * T // 64 + 2 * 64 * HS)
+    scratch = poisoned(4 * C * B * T // 64 + 2 * PARTS * HS)
     with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
         patch.setattr(tuning, "is_hopper", lambda: True)
         with simulated(attention_dkdv, seed, **replaced):

@@ -32,7 +32,13 @@ from gpt2_triton.kernels.hopper.attention import (
     ring_of,
 )
 from gpt2_triton.kernels.hopper.pipeline import describe, stage_forms, store_forms, wait_full
-from gpt2_triton.kernels.hopper.rope import head_norm_bwd, rotated_back, rotation
+from gpt2_triton.kernels.hopper.rope import (
+    head_norm_bwd,
+    rotated_back,
+    rotation,
+    shared_weights,
+    store_terms,
+)
 from gpt2_triton.kernels.tuning import next_power_of_2
 
 OPTIONS = dict(num_warps=4, maxnreg=168)
@@ -174,6 +180,8 @@ def _attention_dkdv_kernel(
     own = ring_of(qkv_desc, 1)
     lse_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
     delta_buf = gl.allocate_shared_memory(gl.float32, [SPAN // PART, PART], VECTOR_SHARED)
+    if norm_ptr is not None:
+        weights = shared_weights(norm_ptr + SIDE, NOISE, SIDE)
     load_pair(qkv_desc, qkv_desc, own, 0, row, k_column, v_column, True)
     h = kv * GROUP
     _begin_head(
@@ -221,30 +229,32 @@ def _attention_dkdv_kernel(
             steps,
         )
         base += steps
-    # dv first: dk's norm takes its registers
-    if part_ptr is not None:
-        # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
-        part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(
-            0, SIDE, layout=gl.SliceLayout(0, LAYOUT)
-        )
-        gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
-    staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
-    dk *= SCALE
-    terms = dk
-    if rope_ptr is not None:
+    # sums before the TMA stores: a later sum could overwrite shared memory that TMA still reads
+    if norm_ptr is not None:
+        # dv first: dk's norm takes its registers
+        staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
         cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
-        if norm_ptr is None:
+        # loaded again, in dk's layout
+        y = own.x.index(0).load(LAYOUT).to(gl.float32)
+        rstd_ptr += (b * T + first).to(gl.int64) * (NH + NKV) + NH + kv
+        j = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+        rstd = gl.load(rstd_ptr + j * (NH + NKV)) * SCALE
+        dk, terms = head_norm_bwd(dk, y, cos, sin, weights, rstd, SIDE)
+        part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE
+        store_terms(part_ptr, NKV * SIDE, terms, SIDE)
+    else:
+        if part_ptr is not None:
+            part_ptr += ((b * BLOCKS + block) * 2 * NKV + kv) * SIDE + gl.arange(
+                0, SIDE, layout=gl.SliceLayout(0, LAYOUT)
+            )
+            gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
+        staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+        dk *= SCALE
+        if rope_ptr is not None:
+            cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
             dk = rotated_back(dk, cos, sin, SIDE)
-            terms = dk
-        else:
-            # loaded again, in dk's layout
-            y = own.x.index(0).load(LAYOUT).to(gl.float32)
-            rstd_ptr += (b * T + first).to(gl.int64) * (NH + NKV) + NH + kv
-            j = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
-            rstd = gl.load(rstd_ptr + j * (NH + NKV))
-            dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + SIDE, rstd, NOISE, SIDE)
-    if part_ptr is not None:
-        gl.store(part_ptr, gl.sum(terms, 0))
+        if part_ptr is not None:
+            gl.store(part_ptr, gl.sum(dk, 0))
     staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
     store_forms(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
     store_forms(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
@@ -268,4 +278,4 @@ def attention_bwd_dkdv(
         rope.table, rope.w, rope.rstd, NH, T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group,
         **OPTIONS,
     )  # fmt: skip
-    return B * blocks
+    return B * blocks * (1 if rope.w is None else 2)

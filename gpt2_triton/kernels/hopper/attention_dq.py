@@ -39,7 +39,13 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from gpt2_triton.kernels.hopper.rope import head_norm_bwd, rotated_back, rotation
+from gpt2_triton.kernels.hopper.rope import (
+    head_norm_bwd,
+    rotated_back,
+    rotation,
+    shared_weights,
+    store_terms,
+)
 
 OPTIONS = dict(num_warps=4, maxnreg=128)
 # 16 bytes of out a thread
@@ -93,6 +99,8 @@ def _attention_dq_kernel(
     v_column = (NH + NH // GROUP + h // GROUP) * SIDE
     ring = ring_of(qkv_desc, STAGES)
     own = ring_of(qkv_desc, 1)
+    if norm_ptr is not None:
+        weights = shared_weights(norm_ptr, NOISE, SIDE)
     load_pair(qkv_desc, dout_desc, own, 0, b * T + first, h * SIDE, h * SIDE, True)
     for step in gl.static_range(STAGES):
         load_pair(
@@ -125,23 +133,25 @@ def _attention_dq_kernel(
         load_pair(
             qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block
         )
-    dq = _dq_step(q, dout, dq, lse, delta, ring, block, True) * SCALE
-    terms = dq
-    if rope_ptr is not None:
+    dq = _dq_step(q, dout, dq, lse, delta, ring, block, True)
+    # sums before the TMA stores: a later sum could overwrite shared memory that TMA still reads
+    if norm_ptr is not None:
         cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
-        if norm_ptr is None:
+        y = q.load(LAYOUT).to(gl.float32)
+        rstd_ptr += (b * T + first).to(gl.int64) * (NH + NH // GROUP) + h
+        i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
+        rstd = gl.load(rstd_ptr + i * (NH + NH // GROUP)) * SCALE
+        dq, terms = head_norm_bwd(dq, y, cos, sin, weights, rstd, SIDE)
+        part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE
+        store_terms(part_ptr, NH * SIDE, terms, SIDE)
+    else:
+        dq *= SCALE
+        if rope_ptr is not None:
+            cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
             dq = rotated_back(dq, cos, sin, SIDE)
-            terms = dq
-        else:
-            y = q.load(LAYOUT).to(gl.float32)
-            rstd_ptr += (b * T + first).to(gl.int64) * (NH + NH // GROUP) + h
-            i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
-            rstd = gl.load(rstd_ptr + i * (NH + NH // GROUP))
-            dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, SIDE)
-    if part_ptr is not None:
-        # sum before the TMA stores: a later sum could overwrite shared memory that TMA still reads
-        d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
-        gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(terms, 0))
+        if part_ptr is not None:
+            d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
+            gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
     staged = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
@@ -166,4 +176,4 @@ def attention_bwd_dq(
         describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope.table, rope.w,
         rope.rstd, NH, T=T, GROUP=group, **OPTIONS,
     )  # fmt: skip
-    return B * blocks
+    return B * blocks * (1 if rope.w is None else 2)

@@ -143,15 +143,16 @@ def fp8_partition(
             tma.store_wait(0)
         sums = left, right
         for half in gl.static_range(2):
-            acc = sums[half] * unscale
+            acc = sums[half]
+            if rope.table is not None:
+                row = m + ROWS_OF_GROUP * GROUP
+                cos, sin = rotation(acc, rope.table, row, rope.T, rope.HS)
+                acc = rotated_before(acc, unscale, cos, sin, row, n + half * HALF, M, rope)
+            else:
+                acc *= unscale
             if b_ptr is not None:
                 cols = n + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
                 acc += gl.load(b_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-            if rope.table is not None:
-                cos, sin = rotation(acc, rope.table, m + ROWS_OF_GROUP * GROUP, rope.T, rope.HS)
-                acc = rotated_before(
-                    acc, cos, sin, m + ROWS_OF_GROUP * GROUP, n + half * HALF, M, rope
-                )
             buf = c.buf.index(2 * half + GROUP)
             if ADD:
                 acc += buf.load(HALF_LAYOUT).to(gl.float32)

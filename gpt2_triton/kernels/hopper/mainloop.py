@@ -127,7 +127,7 @@ def compute_partition(
         if rope.table is not None:
             if not EARLY:  # registers would not hold them beside the sums and a norm
                 cos, sin = rotation(acc, rope.table, m, rope.T, rope.HS)
-            acc = rotated_before(acc, cos, sin, m, n, M, rope)
+            acc = rotated_before(acc, 1.0, cos, sin, m, n, M, rope)
         if TO_ACTIVATION:
             mbarrier.wait(c.empty, (turn & 1) ^ 1)
         elif res_desc is not None:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gpt2_triton.kernels.rope import head_halves, rotated_halves
+from gpt2_triton.kernels.rope import head_halves, joined_halves, rotated_halves
+
+WEIGHTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Rotation(NamedTuple):
@@ -36,38 +38,51 @@ def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
 
 
 @gluon.jit
-def rotated_before(x, cos, sin, m, n, M, rope):
-    """Return x, a block from row m and column n of a matrix on, with the heads before column
-    rope.columns normed, if the Rotation has a w, and rotated.  M is the number of rows.
+def rotated_before(x, unscale, cos, sin, m, n, M, rope):
+    """Return x * unscale, a block from row m and column n of a matrix on, with the heads before
+    column rope.columns normed, if the Rotation has a w, and rotated.  M is the number of rows.
     """
     x1, x2 = head_halves(x, rope.HS)
-    if rope.w is not None:
-        x1, x2 = _normed_halves(x1, x2, m, n, M, rope)
-    y = rotated_halves(x1, x2, cos, sin)
-    cols = n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    if rope.w is None:
+        x1, x2 = x1 * unscale, x2 * unscale
+        y = rotated_halves(x1, x2, cos, sin)
+    else:
+        factor = _head_factors(x1, x2, unscale, m, n, M, rope)[:, :, None]
+        x1, x2 = x1 * factor, x2 * factor
+        w1, w2 = _weight_halves(n, x1, rope)
+        y = rotated_halves(x1 * w1, x2 * w2, cos, sin)
+    x = gl.convert_layout(joined_halves(x1, x2), x.type.layout, assert_trivial=True)
     y = gl.convert_layout(y, x.type.layout, assert_trivial=True)
+    cols = n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     return gl.where((cols < rope.columns)[None, :], y, x)
 
 
 @gluon.jit
-def _normed_halves(x1, x2, m, n, M, rope):
-    """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
-    HS: gl.constexpr = rope.HS
-    rstd = gl.rsqrt(gl.sum(x1 * x1 + x2 * x2, 2) / HS + rope.eps)
-    of_rows: gl.constexpr = rstd.type.layout
-    r = m + gl.arange(0, x1.shape[0], layout=gl.SliceLayout(1, of_rows))
-    head = n // HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(0, of_rows))
-    heads = rope.columns // HS
+def _head_factors(x1, x2, unscale, m, n, M, rope):
+    """Return [rows, heads]: rstd * unscale, or for heads of v unscale.  Store rstd."""
+    squares = gl.sum(x1 * x1 + x2 * x2, 2)
+    rstd = gl.rsqrt(squares * (unscale * unscale / rope.HS) + rope.eps)
+    layout: gl.constexpr = rstd.type.layout
+    r = m + gl.arange(0, x1.shape[0], layout=gl.SliceLayout(1, layout))
+    head = n // rope.HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(0, layout))
+    heads = rope.columns // rope.HS
     at = r.to(gl.int64)[:, None] * heads + head[None, :]
-    gl.store(rope.rstd + at, rstd, mask=(r < M)[:, None] & (head < heads)[None, :])
-    of_heads: gl.constexpr = gl.SliceLayout(0, x1.type.layout)
-    head = n // HS + gl.arange(0, x1.shape[1], layout=gl.SliceLayout(1, of_heads))
-    d = gl.arange(0, HS // 2, layout=gl.SliceLayout(0, of_heads))
+    normed = (head < heads)[None, :]
+    gl.store(rope.rstd + at, rstd, mask=(r < M)[:, None] & normed)
+    return gl.where(normed, rstd * unscale, unscale)
+
+
+@gluon.jit
+def _weight_halves(n, half, rope):
+    """Return the weights [1, heads, HS/2] of two halves [rows, heads, HS/2] from column n on."""
+    HS: gl.constexpr = rope.HS
+    layout: gl.constexpr = gl.SliceLayout(0, half.type.layout)
+    head = n // HS + gl.arange(0, half.shape[1], layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, HS // 2, layout=gl.SliceLayout(0, layout))
     w = rope.w + gl.where(head < rope.NH, 0, HS)[:, None] + d[None, :]
     w1 = gl.load(w).to(gl.float32)
     w2 = gl.load(w + HS // 2).to(gl.float32)
-    rstd = rstd[:, :, None]
-    return x1 * rstd * w1[None, :, :], x2 * rstd * w2[None, :, :]
+    return w1[None, :, :], w2[None, :, :]
 
 
 @gluon.jit
@@ -78,18 +93,42 @@ def rotated_back(x, cos, sin, HS: gl.constexpr):
 
 
 @gluon.jit
-def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: gl.constexpr, HS: gl.constexpr):
-    """Return dx, and dw's terms of these rows, of a head's dy and y [rows, HS]."""
+def shared_weights(w_ptr, NOISE: gl.constexpr, HS: gl.constexpr):
+    """Return a norm's weights and their inverses (kernels/qk_norm.py), [2, HS] in shared memory:
+    registers would not hold them through a loop.
+    """
+    d = gl.arange(0, HS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    w = gl.load(w_ptr + d).to(gl.float32)
+    error = NOISE * gl.load(w_ptr + (d + HS // 2) % HS).to(gl.float32)
+    root = gl.rsqrt(gl.maximum(w * w + error * error, 1e-30))
+    weights = gl.allocate_shared_memory(gl.float32, [2, HS], WEIGHTS)
+    weights.index(0).store(w)
+    weights.index(1).store(w * root * root)
+    return weights
+
+
+@gluon.jit
+def head_norm_bwd(dy, y, cos, sin, weights, rstd, HS: gl.constexpr):
+    """Return dx, and dz * z, of a head's dy and y [rows, HS]."""
     dz = rotated_back(dy, cos, sin, HS)
     z = rotated_back(y, cos, sin, HS)
-    # a thread computes the inverse of one column's weight, and gets those of its columns
-    each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    d = gl.arange(0, HS, layout=each)
-    own = gl.load(w_ptr + d).to(gl.float32)
-    error = NOISE * gl.load(w_ptr + (d + HS // 2) % HS).to(gl.float32)
-    root = gl.rsqrt(gl.maximum(own * own + error * error, 1e-30))
+    terms = dz * z
+    mean = gl.sum(terms, 1) / HS
     columns: gl.constexpr = gl.SliceLayout(0, dy.type.layout)
-    xhat = z * gl.convert_layout(own * root * root, columns)[None, :]
-    w = gl.load(w_ptr + gl.arange(0, HS, layout=columns)).to(gl.float32)
-    mean = gl.sum(dz * z, 1) / HS
-    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], dz * xhat
+    w = weights.index(0).load(columns)
+    xhat = z * weights.index(1).load(columns)[None, :]
+    return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], terms
+
+
+@gluon.jit
+def store_terms(part_ptr, stride, terms, HS: gl.constexpr):
+    """Store the sums of two halves of the rows of terms [64, HS], a wgmma's sums."""
+    warps = gl.sum(gl.reshape(terms, [4, 2, 8, HS]), 1)
+    # a thread then adds 16 rows of one column, in place of lanes that add by exchange
+    rows: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [2, 2], [1, 0])
+    halves = gl.convert_layout(gl.reshape(warps, [32, HS]), rows)
+    sums = gl.sum(gl.reshape(halves, [2, 16, HS]), 1)
+    layout: gl.constexpr = sums.type.layout
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, HS, layout=gl.SliceLayout(0, layout))
+    gl.store(part_ptr + half[:, None] * stride + d[None, :], sums)
