@@ -212,15 +212,19 @@ def test_a_step_launches_triton_kernels_and_copies_only(precision):
 
 
 @bf16_and_fp8
-def test_plan_equals_the_memory_in_use(precision):
+@pytest.mark.parametrize(
+    "arch, level", [("gpt2", "gelu"), *(("qk_norm", level) for level in RECOMPUTE_LEVELS)]
+)
+def test_plan_equals_the_memory_in_use(arch, level, precision):
     """Between a warm context (a step of the same kernels) and the third step free
     memory shrinks by the arena.
     """
-    train_steps(wide_model(precision, n_layer=1, T=1024), 1)
+    shape = dict(arch=arch, level=level, T=1024)
+    train_steps(wide_model(precision, n_layer=1, **shape), 1)
     gc.collect()
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
-    model = wide_model(precision, n_layer=12, B=8, T=1024)
+    model = wide_model(precision, n_layer=12, B=8, **shape)
     train_steps(model, 3)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import torch_reference
 from gpt2_triton.checkpoint.sources import load_weights
@@ -114,20 +114,28 @@ def test_ending_losses_equal_a_plain_evaluation(model, rows_file, style):
 
 
 @pytest.mark.slow
-def test_a_llama_has_transformers_scores(rows_file, tmp_path):
+@pytest.mark.parametrize(
+    "config_class, model_class, more",
+    [(LlamaConfig, LlamaForCausalLM, {}), (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=128))],
+)
+def test_a_llama_has_transformers_scores(rows_file, tmp_path, config_class, model_class, more):
     """By the command, which imports the weights that transformers has saved."""
     sizes = dict(
         hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=176
     )
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=256,
         num_hidden_layers=2,
         max_position_embeddings=192,
         initializer_range=0.06,
         **sizes,
+        **more,
     )
     torch.manual_seed(0)
-    theirs, directory = LlamaForCausalLM(config), str(tmp_path / "llama")
+    theirs, directory = model_class(config), str(tmp_path / "llama")
+    for p in theirs.parameters():
+        if p.dim() == 1:  # norms' weights, of heads too
+            p.data.uniform_(0.5, 1.5)
     theirs.save_pretrained(directory)
     questions, out = (
         data.load_questions(rows_file, get_tokenizer("bytes"), 2, tuple(data.STYLES)),
