@@ -44,9 +44,8 @@ def run_steps(
     The result of a step is read after the next launch, so the device never waits for the host.
     """
     config, accumulation, in_flight = model.config, model.shape.accumulation, None
-    inputs = step_inputs(0, config)
     for number in numbers:
-        model.begin_step(inputs, number, config.train.seed)
+        model.begin_step(step_inputs(number, config), number, config.train.seed)
         for i in range(accumulation):
             model.micro_step(packed, first=i == 0, last=i == accumulation - 1)
         launched = model.end_step()
