@@ -80,19 +80,3 @@ def test_compare_finds_a_checkout_equal_to_itself(tmp_path):
         and row["tensors"] >= 3
     )
     assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the builtin text
-
-
-def test_hashes_include_shape_and_dtype(run_dir):
-    run, hashes = run_dir("run"), set()
-    for shape, dtype in (
-        ((4, 2), np.float32),
-        ((8,), np.float32),
-        ((8,), np.int32),
-        ((), np.float32),
-    ):
-        save_file(
-            {"x": np.zeros(shape, dtype)},
-            run / "checkpoints" / "step_00000003" / "rank_00000.safetensors",
-        )
-        hashes |= {*read_result(run).tensors.values()}
-    assert len(hashes) == 4
