@@ -48,6 +48,18 @@ def test_gpt2_124m_fits_smaller_gpus(gpu, gpus):
         require_fit(Config.load(name, gpus=gpus), gpu, gpus)
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_24_gb_take_every_recipe_but_1558m(name):
+    """As docs/guide/recipes.md says: one of 1558M fits in smaller micro-batches, the other not."""
+    config = Config.load(name)
+    fits = {"gpt2_1558m": 4, "gpt2_1558m_fast": 0}.get(name, config.train.batch_size)
+    if fits:
+        require_fit(config.replace(train={"batch_size": fits}), "4090")
+    if fits < config.train.batch_size:
+        with pytest.raises(AssertionError):
+            require_fit(config.replace(train={"batch_size": 2 * fits or 1}), "4090")
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_recipe_first_line_has_its_tokens_and_steps(name):
     """Tokens are within 1% of steps times tokens per step, since they are rounded."""
