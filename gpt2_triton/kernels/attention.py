@@ -54,9 +54,8 @@ from gpt2_triton.kernels.fp8 import (
     store_heads,
     stored,
 )
-from gpt2_triton.kernels.qk_norm import PARTS, head_norm_bwd, noise, weight_gradient
+from gpt2_triton.kernels.qk_norm import PARTS, input_gradient, noise, weight_gradient
 from gpt2_triton.kernels.reduce import column_sums
-from gpt2_triton.kernels.rope import cos_sin, rotated_back
 from gpt2_triton.kernels.table_file import Row
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
 from gpt2_triton.operands import Rope
@@ -145,19 +144,10 @@ def _attention_bwd_dq_kernel(
             p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
-    if norm_ptr is not None:
-        cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
-        rstd_ptr += (tl.cast(b, tl.int64) * T + i) * (NH + NH // GROUP) + h
-        rstd = tl.load(rstd_ptr, mask=i < T, other=0.0) * scale
-        # loaded again: through the loop registers do not hold it
-        y = load_block(q_desc, [b, h, first, 0]).to(tl.float32)
-        dq, terms = head_norm_bwd(dq, y, cos, sin, norm_ptr, rstd, NOISE, HS)
-    else:
-        dq *= scale
-        if rope_ptr is not None:
-            cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
-            dq = rotated_back(dq, cos, sin, HS)
-        terms = dq
+    dq, terms = input_gradient(
+        dq, scale, q_desc, [b, h, first, 0], T, NH + NH // GROUP, rope_ptr, norm_ptr, 0, rstd_ptr,
+        NOISE, HS,
+    )  # fmt: skip
     if part_ptr is not None:
         d = tl.arange(0, BLOCK_D)
         tl.store(part_ptr + ((b * blocks + block) * NH + h) * HS + d, tl.sum(terms, 0), mask=d < HS)
@@ -207,22 +197,16 @@ def _attention_bwd_dkdv_kernel(
     # dv first: dk's norm takes its registers
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)
     d = tl.arange(0, BLOCK_D)
+    dk, terms = input_gradient(
+        dk, scale, kv_desc, [b, NH + kv, first, 0], T, NH + NKV, rope_ptr, norm_ptr, 1, rstd_ptr,
+        NOISE, HS,
+    )  # fmt: skip
     if norm_ptr is not None:
-        cos, sin = cos_sin(rope_ptr, tl.minimum(j, T - 1), HS)
-        rstd_ptr += (tl.cast(b, tl.int64) * T + j) * (NH + NKV) + NH + kv
-        rstd = tl.load(rstd_ptr, mask=j < T, other=0.0) * scale
-        y = load_block(kv_desc, [b, NH + kv, first, 0]).to(tl.float32)
-        dk, terms = head_norm_bwd(dk, y, cos, sin, norm_ptr + HS, rstd, NOISE, HS)
         tl.store(part_ptr + ((b * blocks + block) * NKV + kv) * HS + d, tl.sum(terms, 0))
-    else:
-        dk *= scale
-        if rope_ptr is not None:
-            cos, sin = cos_sin(rope_ptr, tl.minimum(j, T - 1), HS)
-            dk = rotated_back(dk, cos, sin, HS)
-        if part_ptr is not None:
-            part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
-            tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
-            tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
+    elif part_ptr is not None:
+        part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
+        tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
+        tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
     store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
 
 

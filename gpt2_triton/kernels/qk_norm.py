@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt2_triton.kernels.blocks import load_block
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.rope import cos_sin, head_halves, rotated_back, rotated_halves
 from gpt2_triton.kernels.tuning import INTERPRET
@@ -81,6 +82,32 @@ def head_norm_bwd(dy, y, cos, sin, w_ptr, rstd, NOISE: tl.constexpr, HS: tl.cons
     w = tl.load(w_ptr + tl.arange(0, HS)).to(tl.float32)
     xhat = z * _inverse(w_ptr, NOISE, HS)[None, :]
     return (dz * w[None, :] - xhat * mean[:, None]) * rstd[:, None], terms
+
+
+@triton.jit
+def input_gradient(
+    dy, scale, y_desc, at, T, heads, rope_ptr, w_ptr, W: tl.constexpr, rstd_ptr,
+    NOISE: tl.constexpr, HS: tl.constexpr,
+):  # fmt: skip
+    """Return scale * dy, where dy is the gradient of the block of y_desc at `at`, as it was before
+    the rotation and before the norm with row W of w, if there are these.  Return also the terms
+    that weight_gradient sums, or without a norm the gradient again.
+    """
+    i = at[2] + tl.arange(0, dy.shape[0])
+    if w_ptr is not None:
+        cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
+        rstd_ptr += (tl.cast(at[0], tl.int64) * T + i) * heads + at[1]
+        rstd = tl.load(rstd_ptr, mask=i < T, other=0.0) * scale
+        # loaded again: through the loop of attention registers do not hold it
+        y = load_block(y_desc, at).to(tl.float32)
+        dx, terms = head_norm_bwd(dy, y, cos, sin, w_ptr + W * HS, rstd, NOISE, HS)
+    else:
+        dx = dy * scale
+        if rope_ptr is not None:
+            cos, sin = cos_sin(rope_ptr, tl.minimum(i, T - 1), HS)
+            dx = rotated_back(dx, cos, sin, HS)
+        terms = dx
+    return dx, terms
 
 
 def noise(y: Tensor) -> float:
