@@ -57,6 +57,7 @@ def row_for_heads(row: Row, HS: int) -> Row:
     0 columns: `row` as it is.
     """
     wider = max(1, 2 * HS // row["BLOCK_N"])
-    shorter = wider if not tuning.has_tma() or wider > 2 else 1
+    columns = row["BLOCK_N"] * wider
     # registers hold the tile, shared memory its operands
-    return row | dict(BLOCK_N=row["BLOCK_N"] * wider, BLOCK_M=row["BLOCK_M"] // shorter)
+    fits = tuning.has_tma() and row["BLOCK_M"] * columns <= 128 * 128
+    return row | dict(BLOCK_N=columns, BLOCK_M=row["BLOCK_M"] // (1 if fits else wider))

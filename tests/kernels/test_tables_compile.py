@@ -17,6 +17,7 @@ from tests.kernels.compile_targets import TARGETS, compile_for
 from tests.support.elsewhere import compiled_elsewhere
 
 PRODUCT, FP8_PRODUCT = "_matmul_kernel:dact", "_fp8_matmul_kernel:dgelu"
+ROTATED = "_matmul_kernel:rope"
 ATTENTION = ["_attention_bwd_dkdv_kernel", "_attention_bwd_dq_kernel"]
 SMALL = [
     *("_adamw_kernel", "_add_dw_partials_kernel", "_attention_fwd_kernel", "_cache_fill_kernel"),
@@ -57,11 +58,12 @@ NEAREST = {
     "sm_86": [PRODUCT],
     "sm_89": [FP8_PRODUCT],
     "sm_90": ATTENTION,
-    "sm_100": [PRODUCT],
+    "sm_100": [PRODUCT, ROTATED],
     "sm_120": ATTENTION,
     "gfx942": [PRODUCT, *ATTENTION, *SMALL],
     "gfx1100": ATTENTION,
 }
+RUNS = {"sm_89": ["fp8"], "sm_100": ["bf16", "bf16, llama 8B"]}  # of heads of 128
 # bytes: sm_90's have maxnreg 128, so that four programs share a multiprocessor; at
 # most 2 registers are allowed.
 # Triton 3.6 spills 16 for sm_120 and 132 for gfx1100, where 3.9 spills none
@@ -110,9 +112,7 @@ def test_every_portable_kernel_is_compiled():
 if __name__ == "__main__":
     compiled = {}
     for target in sys.argv[1:]:
-        compiler = compile_for(
-            target, NEAREST[target], ["fp8" if NEAREST[target] == [FP8_PRODUCT] else "bf16"]
-        )
+        compiler = compile_for(target, NEAREST[target], RUNS.get(target, ["bf16"]))
         needs = {name: dataclasses.asdict(need) for name, need in compiler.needs.items()}
         compiled[target] = needs, compiler.failures
     print(json.dumps(compiled))
