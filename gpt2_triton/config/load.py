@@ -17,7 +17,7 @@ from gpt2_triton.config import recipes
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError, Sections, options
-from gpt2_triton.config.values import SIZE_KEYS, closest, whole_number
+from gpt2_triton.config.values import OF_A_SIZE, closest, whole_number
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import expand
 
@@ -54,9 +54,7 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
         if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
             lines, place = {}, str(source)
     if "model.size" in overrides and isinstance(tree.get("model"), dict):
-        tree["model"] = {
-            key: value for key, value in tree["model"].items() if key not in (*SIZE_KEYS, "size")
-        }
+        tree["model"] = {key: value for key, value in tree["model"].items() if key not in OF_A_SIZE}
     for key, value in overrides.items():
         section, dot, name = key.partition(".")
         if isinstance(value, Mapping):  # a dictionary would replace the section

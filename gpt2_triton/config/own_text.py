@@ -153,7 +153,7 @@ def _agreeing(recipe: Config, given: Mapping[str, str], chosen: dict[str, Any]) 
     if arch == "llama" or given.get("model.size") in LLAMA_KEYS:
         keys["model.dropout"] = 0.0
     if given.get("optim.name") == "adamw":
-        keys["optim.lr"] = min(recipe.optim.lr, 1e-3)
+        keys |= {"optim.lr": min(recipe.optim.lr, 1e-3), "optim.adamw_lr": None}
     return keys
 
 
@@ -176,11 +176,19 @@ def _sizes(
     if "model.size" in given:
         return {"model.block_size": T}
     width = number("model.n_embd", 64 * number("model.n_head", recipe.model.n_head))
-    return {
-        "model.n_embd": width,
-        "model.n_head": max(1, width // 64),
-        "model.block_size": T,
-    }
+    heads = max(1, width // 64)
+    keys = {"model.n_embd": width, "model.n_head": heads, "model.block_size": T}
+    return keys | _block(recipe.model, width, heads, given)
+
+
+def _block(m: ModelConfig, width: int, heads: int, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of a Llama recipe's block at another width, or without them."""
+    if m.arch == "gpt2":
+        return {}
+    if given.get("model.arch") == "gpt2":
+        return {"model.n_kv_head": None, "model.n_inner": None, "model.qk_norm": False}
+    inner = max(1, m.inner * width // m.n_embd // 64) * 64
+    return {"model.n_kv_head": math.gcd(heads, m.n_kv_head or heads), "model.n_inner": inner}
 
 
 def _batch(

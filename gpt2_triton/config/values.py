@@ -43,6 +43,8 @@ LLAMA_KEYS: dict[str, dict[str, Any]] = {
     "qwen3:1.7b": _QWEN3 | {"n_inner": 6144},
 }
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
+# what a given size replaces in a file: all that any size says, but no vocabulary
+OF_A_SIZE = {"size", *SIZE_KEYS}.union(*LLAMA_KEYS.values()) - {"vocab_size"}
 
 TOKENIZERS = ("gpt2", "llama3", "bytes")  # by name; others are files
 # each level keeps less than the level before it

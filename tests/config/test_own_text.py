@@ -157,12 +157,7 @@ def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_
         and usual.optim.tau
         and usual.train.patience
     )
-    assert (long.model.dropout, long.data.windows, long.weight_decay, long.train.patience) == (
-        0,
-        "fixed",
-        0.1,
-        0,
-    )
+    assert (long.model.dropout, long.data.windows, long.train.patience) == (0, "fixed", 0)
     assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
     assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
     assert (
@@ -172,6 +167,28 @@ def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_
     )
     for given in (dict(eval__every="0"), dict(checkpoint__best="none")):
         assert config_for(1_000_000, 139.8, **given).train.patience == 0
+
+
+@pytest.mark.parametrize("characters", [100_000_000, 1_000_000_000, 10_000_000_000])
+def test_the_block_of_a_long_text_follows_the_given_keys(characters):
+    usual = config_for(characters, 139.8).model
+    assert usual.arch == "llama" and usual.qk_norm and 3 * usual.n_embd > usual.inner
+    wide = config_for(characters, 139.8, model__n_embd="640").model
+    assert (wide.n_head, wide.n_kv_head, wide.inner) == (10, 2, 1664 + 64 * (usual.n_embd == 512))
+    assert config_for(characters, 139.8, model__n_kv_head="1").model.n_kv_head == 1
+    gpt2 = config_for(characters, 139.8, model__arch="gpt2").model
+    assert gpt2 == ModelConfig(
+        n_layer=usual.n_layer,
+        n_head=usual.n_head,
+        n_embd=usual.n_embd,
+        block_size=usual.block_size,
+    )
+    d12 = config_for(characters, 139.8, model__size="d12").model
+    assert (d12.arch, d12.qk_norm, d12.inner) == ("gpt2", False, 4 * 768)
+    assert config_for(characters, 139.8, model__size="llama:c768").model.inner == 2048
+    adamw = config_for(characters, 139.8, optim__name="adamw").optim
+    assert adamw.lr <= 1e-3 and adamw.adamw_lr is None
+    assert config_for(characters, 139.8, train__dtype="fp32").optim.master == "none"
 
 
 def test_weights_from_the_hub_decide_size_and_tokenizer():
