@@ -383,6 +383,16 @@ TABLES: dict[str, Table] = {
             "seconds": ("seconds", ".0f"),
         },
     ),
+    "qk_norm": own_section(
+        "qk_norm",
+        "",
+        {
+            "ms": ("ms", ".1f"),
+            "normed_ms": ("with QK-norm", ".1f"),
+            "loss": ("loss", ".3f"),
+            "normed_loss": ("with QK-norm", ".3f"),
+        },
+    ),
     "memory": memory,
     "prices": prices,
     "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(SCALE)))[0],
