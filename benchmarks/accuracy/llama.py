@@ -136,23 +136,16 @@ def decoded_rows(s: Sizes) -> Iterator[Comparison]:
         )
         K.decode_embed(x, seq, wte, wpe)
         yield same("decode_embed", "x", x, wte[:count] + wpe[s.T - 1])
-        w, b, lnw, lnb = (
-            randn(4 * s.C, s.C, scale=0.04),
-            randn(4 * s.C),
-            1 + randn(s.C, scale=0.1),
-            randn(s.C),
-        )
-        res, out = randn(count, 4 * s.C), empty(count, 4 * s.C)
-        norm = Norm(lnw, lnb) if count <= NARROW_ROWS else None
-        K.decode_matmul(out, x, Linear(w, b), norm, res, "gelu")
+        w, b, res = randn(4 * s.C, s.C, scale=0.04), randn(4 * s.C), randn(count, 4 * s.C)
+        norm = (1 + randn(s.C, scale=0.1), randn(s.C)) if count <= NARROW_ROWS else ()
+        out = empty(count, 4 * s.C)
+        K.decode_matmul(out, x, Linear(w, b), Norm(*norm) if norm else None, res, "gelu")
 
-        def function(
-            x: Tensor, w: Tensor, b: Tensor, lnw: Tensor, lnb: Tensor, res: Tensor
-        ) -> Tensor:
-            inp = F.layer_norm(x, (s.C,), lnw, lnb) if norm else x  # noqa: B023
+        def function(x: Tensor, w: Tensor, b: Tensor, res: Tensor, *norm: Tensor) -> Tensor:
+            inp = F.layer_norm(x, (s.C,), norm[0], norm[1]) if norm else x
             return res + F.gelu(F.linear(inp, w, b), approximate="tanh")
 
-        yield from compare(function, (x, w, b, lnw, lnb, res), out, dict(out=out), "decode_matmul")
+        yield from compare(function, (x, w, b, res, *norm), out, dict(out=out), "decode_matmul")
         logits = randn(count, s.Vp, dtype=torch.float32)
         K.sample_token(seq, logits, s.V, 0.0, 0, 1.0)
         yield same(
