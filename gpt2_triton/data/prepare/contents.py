@@ -143,7 +143,11 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
         is_utf16 = line == 1 and data[:2] in UTF16
         encoding = "UTF-16" if is_utf16 else "ENCODING"
-        guess = "" if is_utf16 else " (often CP1252)"
+        guess = (
+            ""
+            if is_utf16
+            else " (often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932)"
+        )
         unpack = UNPACK.get(path.suffix.lower())
         plain = path.with_suffix("") if unpack else path
         old, new = (

@@ -22,6 +22,7 @@ from gpt2_triton.data.tokenizer_file import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
 FEW_BYTES = 2.5  # a token of GPT-2, of another language than English
+MANY_BYTES = 1.3  # of a character: then bytes as tokens waste them
 SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
 # part of a document: the parts of one follow each other and have the same key
 Text = tuple[Any, str]
@@ -129,9 +130,14 @@ def prepare_text(
         what = f"{lost:,} of {len(measured.sample):,} samples of the text come back changed"
         print_line(f"note: {what} from the tokenizer's tokens: it has none for some characters")
     each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
+    todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"
     if each < FEW_BYTES:
-        todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"
         print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
+    bytes_of_each = measured.count_tokens("bytes") / max(1, characters)
+    if tokenizer == "bytes" and bytes_of_each > MANY_BYTES:
+        print_line(
+            f"note: a character of this text has {bytes_of_each:.2f} bytes, each a token; {todo}"
+        )
     rows = [
         {"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)
     ]

@@ -218,7 +218,7 @@ LATIN_1_GZ = gzip.compress(b"caf\xe9", mtime=0)
         (
             "x.md",
             b"ok\ncaf\xe9",
-            r"iconv -f ENCODING -t utf-8 {0}/x.md > {0}/x.utf8.md` converts it \(often CP1252\)",
+            r"iconv -f ENCODING -t utf-8 {0}/x.md > {0}/x.utf8.md` converts it \(often CP1252, ",
         ),
         (
             "x.txt.gz",
