@@ -12,7 +12,7 @@ class BucketRate(NamedTuple):
     name: str
     parameters: int
     optimizer: str
-    # the schedule's learning rate times this is the bucket's; 1 for Muon, which takes the former
+    # the schedule's learning rate times this is the bucket's; 1 for the layers
     lr_factor: float
     decay: float
 
@@ -21,13 +21,12 @@ def bucket_rates(config: Config) -> list[BucketRate]:
     """Return those of the embedding, of the layers, and of norms and biases, in the flat order."""
     o = config.optim
     d = architecture.dimensions(config.model)
-    adamw = (o.adamw_lr or o.lr) / o.lr
+    adamw = (o.adamw_lr or o.lr) / o.lr  # adamw_lr goes with another optimizer of the layers
     layers = d["L"] * d["Nl"]
     rest = d["N"] - d["Ne"] - layers
-    of_layers = 1.0 if o.name == "muon" else adamw
     return [
         BucketRate("embed", d["Ne"], "adamw", adamw * o.embed_lr, config.embed_decay),
-        BucketRate("layers", layers, o.name, of_layers, config.weight_decay),
+        BucketRate("layers", layers, o.name, 1.0, config.weight_decay),
         BucketRate("rest", rest, "adamw", adamw, 0.0),
     ]
 
