@@ -83,6 +83,7 @@ def read(name: str) -> Weights:
         raise CheckpointError(
             f"{path}: the weights are quantized ({kind}); take the model that is not"
         )
+    # a list: a false model_type may have no hash
     is_llama = config.get("model_type") in list(huggingface_llama.CLASSES)
     reader = huggingface_llama.model if is_llama else _model
     model = reader(path, config)

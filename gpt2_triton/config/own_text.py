@@ -182,7 +182,9 @@ def _sizes(
 
 
 def _block(m: ModelConfig, width: int, heads: int, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of a Llama recipe's block at another width, or without them."""
+    """Return the keys of a Llama recipe's block at another width; for a given
+    model.arch gpt2, the values that take the block out.
+    """
     if m.arch == "gpt2":
         return {}
     if given.get("model.arch") == "gpt2":

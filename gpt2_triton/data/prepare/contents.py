@@ -26,6 +26,7 @@ MAGIC = re.compile(
 )
 UNPACK = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc"}
 UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
+OFTEN = "often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932"
 SPACE = re.compile(r"\s*")
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # cut off or damaged
 
@@ -143,11 +144,7 @@ def _decode(path: Path, line: int, data: bytes) -> str:
         where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
         is_utf16 = line == 1 and data[:2] in UTF16
         encoding = "UTF-16" if is_utf16 else "ENCODING"
-        guess = (
-            ""
-            if is_utf16
-            else " (often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932)"
-        )
+        guess = "" if is_utf16 else f" ({OFTEN})"
         unpack = UNPACK.get(path.suffix.lower())
         plain = path.with_suffix("") if unpack else path
         old, new = (

@@ -133,11 +133,12 @@ def prepare_text(
     todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"
     if each < FEW_BYTES:
         print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
-    bytes_of_each = measured.count_tokens("bytes") / max(1, characters)
-    if tokenizer == "bytes" and bytes_of_each > MANY_BYTES:
-        print_line(
-            f"note: a character of this text has {bytes_of_each:.2f} bytes, each a token; {todo}"
-        )
+    if tokenizer == "bytes":
+        of_each = measured.count_tokens(tokenizer) / max(1, characters)
+        if of_each > MANY_BYTES:
+            print_line(
+                f"note: a character of this text has {of_each:.2f} bytes, each a token; {todo}"
+            )
     rows = [
         {"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)
     ]
