@@ -31,14 +31,19 @@ NAMES = {  # sizes and programs: their names in tables and pictures
     "none": "fp8", "gelu_ln": "fp8", "gelu_ln_qkv_9": "fp8",
 }  # fmt: skip
 COLORS = {"torch": "#E69F00", "bf16": "#0072B2", "fp8": "#56B4E9"}
-RUNS = {  # arms of MINUTES: name, color and marker in the picture
-    "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00", "s"),
-    "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7", "D"),
+COMPARED = {
+    "torch": "PyTorch, bf16",
+    "bf16": "gpt2_triton, bf16",
+    "fp8": "gpt2_triton, fp8",
+}
+RUNS = {  # arms of MINUTES: name, color, marker; points from marker to label
+    "PyTorch, AdamW": ("PyTorch, AdamW", "#E69F00", "s", -7),
+    "PyTorch, Muon": ("PyTorch, Muon", "#CC79A7", "D", -7),
     **dict.fromkeys(
         ("muon, fp8, 44%", "muon, fp8, 56%", "muon, fp8, 74%", "muon, fp8"),
-        ("gpt2_triton, Muon, fp8:\n44, 56, 74, 100% of the steps", "#009E73", "o"),
+        ("gpt2_triton, Muon, fp8:\n44, 56, 74, 100% of the steps", "#009E73", "o", 7),
     ),
-    "modern, fp8, 35%": ("modern_124m's block, 35%", "#D55E00", "^"),
+    "modern, fp8, 35%": ("modern_124m's block, 35%", "#D55E00", "^", -7),
 }
 
 Figures = Mapping[str, Any]
@@ -82,7 +87,11 @@ def operations(figures: Figures) -> Any:
             floors, [y - 0.19 for y in at], [y + 0.19 for y in at], color="black", label=label
         )
     axes.set_yticks(range(len(names)), [name.removesuffix(".ms") for name in names])
-    axes.set(xlabel="ms per step", title="124M", xlim=(0, 1.15 * max(most.values())))
+    axes.set(
+        xlabel="ms per step",
+        title="124M, a step of 65,536 tokens",
+        xlim=(0, 1.15 * max(most.values())),
+    )
     finish(axes, "lower right")
     return figure
 
@@ -105,7 +114,7 @@ def comparison(figures: Figures) -> Any:
         ]
         texts = [f"{rate / 1e3:.3g}k tokens/s" for rate in rates], [f"{value:.1f}" for value in gib]
         for axes, values, labels in zip((speed, memory), (ratios, gib), texts, strict=True):
-            bars = axes.bar(at, values, 0.25, color=color, label=NAMES[arm])
+            bars = axes.bar(at, values, 0.25, color=color, label=COMPARED[arm])
             axes.bar_label(
                 bars,
                 labels,
@@ -149,20 +158,27 @@ def final_losses(axes: Any) -> None:
     times the median step time.
     """
     rows = {row["arm"]: row for file in MINUTES for row in pairs.read_results(file)}
-    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    points: dict[tuple[str, str, str, int], list[tuple[float, float]]] = {}
     for arm, looks in RUNS.items():
         row = rows[arm]
         points.setdefault(looks, []).append((row["steps"] * row["ms"] / 60e3, row["val_loss"]))
-    for (name, color, marker), at in points.items():
+    for (name, color, marker, away), at in points.items():
         axes.plot(*zip(*at, strict=True), marker=marker, color=color, lw=1.4, label=name)
         for minutes, loss in at:
             axes.annotate(
-                f"{loss:.2f}", (minutes, loss), (5, 5), textcoords="offset points", size=8.5
+                f"{loss:.2f}",
+                (minutes, loss),
+                (away, 0),
+                textcoords="offset points",
+                ha="left" if away > 0 else "right",
+                va="center",
+                size=8.5,
             )
     longest = max(minutes for at in points.values() for minutes, _ in at)
     axes.set(
         title="124M: validation loss at a run's end",
         xlabel="minutes on one GPU",
+        ylabel="nats per token",
         xlim=(0, 1.1 * longest),
     )
     axes.margins(y=0.25)
@@ -186,18 +202,28 @@ def scale(_: Figures) -> Any:
             at = [(run.tokens, run.loss) for run in mine if run.optimizer == name.lower()]
             loss.plot(*zip(*at, strict=True), marker, color=color, ms=4)
             fitted = [fit.loss(name.lower(), x) for x in millions]
-            loss.plot(millions, fitted, line, color=color, lw=1.2, label=f"{size}, {name}")
+            loss.plot(
+                millions,
+                fitted,
+                line + marker,
+                markevery=[],  # in the legend alone
+                color=color,
+                ms=4,
+                lw=1.2,
+                label=f"{size}, {name}",
+            )
         middle, low, high = zip(*(fit.ratio(x) for x in millions), strict=True)
         tokens.plot(millions, middle, color=color, lw=1.4, label=size)
         tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
     for axes, title, to in (
-        (loss, "validation loss", "upper right"),
-        (tokens, "AdamW's tokens / Muon's", "lower left"),
+        (loss, "validation loss, nats per token", "upper right"),
+        (tokens, "AdamW's tokens / Muon's, 95% intervals", "lower left"),
     ):
         axes.set(title=title, xlabel="million tokens", xscale="log")
         finish(axes, to)
-        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], at)
-    tokens.set(yscale="log", ylim=(0.25, 8), ylabel="with 95% intervals")
+        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], [f"{x:,}" for x in at])
+        axes.minorticks_off()
+    tokens.set(yscale="log", ylim=(0.2, 8))
     tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)
     tokens.minorticks_off()
     tokens.axhline(1, color="black", lw=0.8)
