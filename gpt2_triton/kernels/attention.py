@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import on_hopper
+from gpt2_triton.kernels import hopper, on_hopper
 from gpt2_triton.kernels.blocks import (
     Blocks,
     copies_ahead,
@@ -259,9 +259,14 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     )  # fmt: skip
 
 
+def _bwd_row(op: str, dtype: str, T: int, HS: int) -> Row:
+    """Return the launch parameters of a kernel, or with the blocks of the one in hopper/."""
+    return _row(op, dtype, T, HS) | hopper.blocks(op, T, HS, dtype)
+
+
 def _bwd_parameters(op: str, s: _Sizes, qkv: Tensor, rope: RopeArguments) -> dict[str, Any]:
     """Return the launch parameters of a kernel, and the numbers that both kernels take."""
-    row = _row(op, dtype_name(qkv), s.T, s.HS)
+    row = _bwd_row(op, dtype_name(qkv), s.T, s.HS)
     if rope.w is not None:
         row.pop("maxnreg", None)  # it leaves too few registers for the norm
     scale = 1.0 / math.sqrt(s.HS)
@@ -358,8 +363,8 @@ def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: b
     """Return the fp32 elements: column sums of dq per block of queries, then of dk
     and dv per block of keys; with normed heads, terms of dw beside each other.
     """
-    keys = triton.cdiv(T, _row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
-    queries = triton.cdiv(T, _row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
+    keys = triton.cdiv(T, _bwd_row("attention_bwd_dkdv", dtype, T, HS)["BLOCK_N"])
+    queries = triton.cdiv(T, _bwd_row("attention_bwd_dq", dtype, T, HS)["BLOCK_M"])
     if not normed:
         return B * C * max(2 * keys, queries)
     # a program of Hopper's leaves two rows

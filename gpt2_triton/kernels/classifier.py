@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, on_hopper
+from gpt2_triton.kernels import fp8_matmul, hopper, on_hopper
 from gpt2_triton.kernels.blocks import describe, describe_halves, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
@@ -202,7 +202,8 @@ def classifier_target(zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor) -
 
 
 def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
-    return tuned("classifier_fwd", dtype, BLOCK_M=R, BLOCK_N=Vp, BLOCK_K=C)
+    row = tuned("classifier_fwd", dtype, BLOCK_M=R, BLOCK_N=Vp, BLOCK_K=C)
+    return row | hopper.blocks("classifier_fwd", R, Vp, dtype)
 
 
 @contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")

@@ -341,7 +341,8 @@ def matmul_dx_dact_scratch(R: int, K: int, dtype: str) -> int:
 
 
 def _dw_row(N: int, K: int, R: int, dtype: str) -> dict[str, int]:
-    return tuned("matmul_dw", dtype, BLOCK_M=N, BLOCK_N=K, BLOCK_K=R)
+    row = tuned("matmul_dw", dtype, BLOCK_M=N, BLOCK_N=K, BLOCK_K=R)
+    return row | hopper.blocks("matmul_dw", N, K, dtype)
 
 
 @contract("dw[N,K]+ scratch[*] <- dout[R,N] inp[R,K]")

@@ -10,7 +10,6 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
-from gpt2_triton.kernels.qk_norm import PARTS
 from gpt2_triton.operands import HeadNorm, Rope
 from tests.support.gluon_simulator import NAMES, Race, simulated
 from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
@@ -55,12 +54,17 @@ def backward(seed, dqkv, dout, qkv, out, lse, acc=False, dbias=None, rope=None, 
     """Run the launcher as on Hopper, with both kernels simulated; return dbias and delta."""
     (B, NH, T), C = lse.shape, dout.shape[1]
     dbias, delta = poisoned(3 * C) if dbias is None and rope is None else dbias, poisoned(B, NH, T)
-    # the interpreter's table, with larger blocks, asks for less
-    scratch = poisoned(4 * C * B * T // 64 + 2 * PARTS * HS)
     with pytest.MonkeyPatch.context() as patch, simulated(attention_dq, seed, **replaced):
         patch.setattr(tuning, "is_hopper", lambda: True)
+        normed = rope is not None and rope.norm is not None
+        # of the interpreter's table, whose blocks are larger than Hopper's
+        needed = attention.attention_bwd_scratch(B, T, C, HS, "bf16", normed)
+        scratch = poisoned(needed + 4 * C * B * T // 64)
         with simulated(attention_dkdv, seed, **replaced):
-            attention.attention_bwd(dqkv, dbias, delta, scratch, dout, qkv, out, lse, acc, rope)
+            attention.attention_bwd(
+                dqkv, dbias, delta, scratch[:needed], dout, qkv, out, lse, acc, rope
+            )
+    assert scratch[needed:].isnan().all()
     return dbias, delta
 
 

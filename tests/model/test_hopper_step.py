@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import hopper, tuning
-from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.gpu.shared_gpu import differing, dirty, one_pass, prepare
 from tests.support import gluon_simulator as simulator
 
@@ -27,8 +26,8 @@ LAUNCHED = {"bf16": SHARED | {"matmul", "matmul_dw", "matmul_wide"}, "fp8": SHAR
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Choose and simulate kernels as on an H200, with tiles of 320 columns; yield
-    the set of launched modules.
+    """Choose and simulate kernels as on an H200, with tiles of 320 columns and the table
+    of the interpreter; yield the set of launched modules.
     """
     launched, launch = set(), simulator.Kernel.__getitem__
 
@@ -37,15 +36,6 @@ def on_hopper(monkeypatch):
         return launch(kernel, grid)
 
     monkeypatch.setattr(simulator.Kernel, "__getitem__", recorded)
-    ours, table = tuning.table().rows, read_table(TABLES / "h200.json")
-    table.rows.update(
-        {
-            key: ours[key]
-            for key in ours
-            if not key[0].startswith(("matmul", "classifier", "attention"))
-        }
-    )
-    monkeypatch.setattr(tuning, "table", lambda: table)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: N % 320 == 0)
     with contextlib.ExitStack() as stack:

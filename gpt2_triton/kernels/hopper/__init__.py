@@ -12,7 +12,7 @@ from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.hopper import swiglu
 from gpt2_triton.kernels.hopper.activation import SLICE_M, SLICE_N
 from gpt2_triton.kernels.hopper.attention import HEAD
-from gpt2_triton.kernels.hopper.pipeline import TILE_M, TILE_N, WIDE_N
+from gpt2_triton.kernels.hopper.pipeline import GROUP_M, TILE_K, TILE_M, TILE_N, WIDE_N
 
 # products that a module computes if its condition below holds: all others get the generic kernel
 PRODUCTS = ("matmul", "matmul_add", "matmul_gelu", "matmul_dgelu", "matmul_rope", "matmul_swiglu")
@@ -30,6 +30,16 @@ FP8_MASKED = {
     "classifier_fwd": "classifier",
     "classifier_dx": "classifier_dx",
     "classifier_lns": "classifier_lns",
+}
+
+TILE = dict(BLOCK_M=TILE_M, BLOCK_N=TILE_N, GROUP_M=GROUP_M.value)
+# modules whose partial sums lie in scratch, or are split, by these blocks
+BLOCKS: dict[str | None, dict[str, int]] = {
+    "matmul_dw": TILE | dict(BLOCK_K=TILE_K),
+    "fp8_matmul_dw": TILE | dict(BLOCK_K=2 * TILE_K),
+    "classifier": TILE,
+    "attention_dq": dict(BLOCK_M=HEAD),
+    "attention_dkdv": dict(BLOCK_N=HEAD),
 }
 
 
@@ -62,6 +72,13 @@ def takes(op: str, M: int, N: int, dtype: str) -> str | None:
         return None
     # no wide tiles with GELU: the second accumulator leaves the activation partition no registers
     return "matmul_wide" if op in ("matmul", "matmul_add") and wide_is_faster(M, N) else "matmul"
+
+
+def blocks(op: str, M: int, N: int, dtype: str) -> dict[str, int]:
+    """Return the blocks that replace those of a table's row where a module
+    takes this launch: partial sums are counted by them.
+    """
+    return BLOCKS.get(takes(op, M, N, dtype), {})
 
 
 def _takes_fp8(op: str, M: int, N: int) -> str | None:
