@@ -20,6 +20,7 @@ from gpt2_triton.console import command_line, print_line
 from gpt2_triton.data.text_names import is_text
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
+from gpt2_triton.training.start import require_rows
 
 if TYPE_CHECKING:
     from gpt2_triton.checkpoint.weights import Weights
@@ -139,6 +140,7 @@ def settings(
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)
+        require_rows(config, tokenizer)  # before the shards are made
         if weights:
             check_sizes(weights, config)
         return Chosen(config, measured, tokens, shards, machine)

@@ -17,11 +17,11 @@ from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import command_line, discard_unwritten
+from gpt2_triton.console import command_line, discard_unwritten, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError, OutOfMemoryError
 from gpt2_triton.training.preemption import ShutdownSignals
-from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, starting
+from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, require_rows, starting
 
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
@@ -141,6 +141,8 @@ def train(
             from gpt2_triton.checkpoint.sources import initial_weights
 
             initial_weights(settings)  # refuses other sizes
+        if plan:
+            _check_rows(settings)
     if not plan:
         print(settings.to_yaml().rstrip())
         _print_sources(settings)
@@ -148,6 +150,20 @@ def train(
     report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
+
+
+def _check_rows(config: Config) -> None:
+    """Compare the tokens of a tokenizer's file with the model's rows; say so if it is not here."""
+    from gpt2_triton.data import tokenizer, tokenizer_file
+
+    name = config.data.tokenizer
+    if name in tokenizer.NAMES or tokenizer_file.is_there(name):
+        notes = require_rows(config, name)
+    else:
+        rows = f"model.vocab_size {config.model.vocab_size:,}"
+        notes = [f"the tokenizer {name} is not here: its tokens are not compared with {rows}"]
+    for note in notes:
+        print_line(note)
 
 
 def _print_sources(config: Config) -> None:

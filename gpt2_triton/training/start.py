@@ -51,7 +51,8 @@ def starting(
             f"W&B refuses {' '.join(wrong)} in {project!r}; {todo}"
         )
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
-    require_rows(config, tokenizer)
+    for note in require_rows(config, tokenizer):
+        print_line(note)
     for source in (*sources(config.data.train), *sources(config.data.val)):
         require_tokenizer(source.pattern, tokenizer)
     with creating_run_dir(name, run_dir) as path:
@@ -75,18 +76,19 @@ def require_own_fp8() -> None:
         require_fp8(device.name(), device.architecture())
 
 
-def require_rows(config: Config, tokenizer: str) -> None:
-    """Raise ConfigError if a tokenizer's file has more tokens than the model has rows."""
+def require_rows(config: Config, tokenizer: str) -> list[str]:
+    """Raise ConfigError if a tokenizer's file has more tokens than the model has rows; return a
+    line if most rows have no token.
+    """
     from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
 
     if tokenizer in NAMES:
-        return
+        return []
     tokens, rows = get_tokenizer(tokenizer).vocab_size, config.model.vocab_size
     if rows < tokens:
         has = f"the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}"
         raise ConfigError(f"model.vocab_size: {has}; set model.vocab_size to {tokens}")
-    for note in vocabulary_note(config, tokens):
-        print_line(note)
+    return vocabulary_note(config, tokens)
 
 
 def check_run_dir(run_dir: Path | None, resume: Resume) -> None:

@@ -24,6 +24,7 @@ from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 from gpt2_triton.training import trainer
 from tests.support.tiny import tiny_model
+from tests.support.tokenizer_files import byte_level
 
 ROOT = Path(__file__).parents[2]
 TEXT = "To be, or not to be, that is the question.\n" * 250
@@ -101,6 +102,17 @@ def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsy
     for file, message in (("short.txt", "too little text"), ("no.txt", "no.txt: no such file")):
         assert main(app, ["own", "--data", file]) == 3
         assert message in capsys.readouterr().err and files(here) == before
+
+
+def test_vocabulary_smaller_than_the_tokenizers_is_refused_before_the_text_is_prepared(
+    here, capsys
+):
+    byte_level(here / "tok")
+    before = files(here)
+    words = ["own", "--data", "my.txt", "--data.tokenizer", "tok", "--model.vocab_size", "300"]
+    for more in ([], ["--plan"]):
+        assert main(app, [*words, *more]) == 2
+        assert "has 345 tokens, got 300; set" in capsys.readouterr().err and files(here) == before
 
 
 def test_run_dir_that_cannot_be_written_is_refused_before_the_text_is_read(
