@@ -75,7 +75,18 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object by write_atomic."""
-    write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_atomic(path, text.encode(errors="backslashreplace"))  # a path may hold other bytes
+
+
+def make_directory(path: Path, exist_ok: bool = True) -> None:
+    """Make a directory and its parents; FileError where there can be none, as in /proc."""
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileNotFoundError:
+        raise FileError(
+            f"{path.parent}: no directory can be made there; choose another place"
+        ) from None
 
 
 @contextmanager
@@ -86,7 +97,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FileError(f"{path} is there already; choose another, or remove it")
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    hidden.mkdir(parents=True)
+    make_directory(hidden, exist_ok=False)
     try:
         yield hidden
         for file in (*hidden.iterdir(), hidden):

@@ -3,11 +3,22 @@
 import hashlib
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from gpt2_triton.files import FileError, free_space, new_directory, remove, sha256, write_atomic
+from gpt2_triton.files import (
+    FileError,
+    free_space,
+    make_directory,
+    new_directory,
+    read_json,
+    remove,
+    sha256,
+    write_atomic,
+    write_json,
+)
 
 
 def test_write_atomic_replaces_a_file(tmp_path):
@@ -51,6 +62,21 @@ def test_new_directory_refuses_a_taken_place(tmp_path):
     for taken in (tmp_path, tmp_path / "x"):
         with pytest.raises(FileError, match=f"{taken} is there already"), new_directory(taken):
             pass
+
+
+def test_directory_in_a_place_that_takes_none_is_one_line():
+    refused = "/proc: no directory can be made there; choose another place"
+    with pytest.raises(FileError, match=refused):
+        make_directory(Path("/proc/x"))
+    with pytest.raises(FileError, match=refused), new_directory(Path("/proc/x")):
+        pass
+
+
+def test_json_is_written_in_unicode(tmp_path):
+    content = {"file": "données.txt", "other": "\udcff"}  # a path may hold other bytes
+    write_json(tmp_path / "x", content)
+    assert "données.txt" in (tmp_path / "x").read_text(encoding="utf-8")
+    assert read_json(tmp_path / "x") == content
 
 
 def test_free_space_of_a_directory_to_be(tmp_path, monkeypatch):
