@@ -19,7 +19,6 @@ bit differs, 2 if a run fails.
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -37,6 +36,7 @@ from safetensors import safe_open
 
 from gpt2_triton import device
 from gpt2_triton.console import print_line
+from gpt2_triton.training.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[2]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
@@ -172,7 +172,7 @@ def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str],
 
 def read_result(run_dir: Path) -> Result:
     """Return the metrics of a run directory and the tensors of its last checkpoint."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run_dir / METRICS)
     metrics = [
         {key: value for key, value in record.items() if key not in TIMES} for record in records
     ]

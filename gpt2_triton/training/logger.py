@@ -5,7 +5,6 @@ Each line is written at once.  A resumed run first drops the lines after its che
 files therefore equal the files of an unbroken run, except for times (ms, tok_s, mfu).
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from gpt2_triton.data.tokenizer import keep_vocabulary
 from gpt2_triton.files import write_atomic
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import learning_rate
-from gpt2_triton.training.metrics import METRICS, STATS, Record, null_non_finite, truncate
+from gpt2_triton.training.metrics import METRICS, STATS, Record, line_of, null_non_finite, truncate
 from gpt2_triton.training.run_info import read_run, write_run
 from gpt2_triton.training.wandb_logger import WandbLogger
 
@@ -132,7 +131,7 @@ class Logger:
     def statistics(self, step: int, record: dict[str, Any], summary: str) -> None:
         """Append tensor statistics to stats.jsonl alone: a number per layer would fill a chart."""
         assert self._stats is not None
-        self._stats.write(json.dumps({"step": step} | record, allow_nan=False) + "\n")
+        self._stats.write(line_of({"step": step} | record))
         self.info(f"{self._at(step)} | stats: {summary}")
 
     def validation(
@@ -181,7 +180,7 @@ class Logger:
         # a second resume from one checkpoint repeats its first records
         if record in self._of_last_step:
             return
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.write(line_of(record))
         self._wandb.log(record)
 
 

@@ -27,6 +27,11 @@ def null_non_finite(record: Record) -> Record:
     }
 
 
+def line_of(record: Record) -> str:
+    """Return a record as a line of JSON, in Unicode."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def read_metrics(path: Path) -> list[Record]:
     """Return the records, without a last line that a crash cut short, and without
     damaged ones, with a warning.
@@ -59,5 +64,6 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
         if resume_step
         else []
     )
-    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+    lines = "".join(line_of(record) for record in kept)
+    write_atomic(path, lines.encode(errors="backslashreplace"))  # half of a surrogate pair
     return kept

@@ -172,6 +172,16 @@ def test_logger_of_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn
     assert not list((tmp_path / "parts").glob(".*"))
 
 
+def test_texts_are_written_in_unicode_also_after_a_resume(tmp_path):
+    text = 'Ελλάδα \u2028 "\x85" \ud83d 🙂\r\n'  # line ends of Unicode, and half a character
+    Logger(tmp_path, config()).sample(1, text)
+    for resume_step in (0, 1):
+        if resume_step:
+            Logger(tmp_path, config(), resume_step).close()
+        assert 'Ελλάδα \u2028 \\"\x85\\"' in (tmp_path / METRICS).read_bytes().decode()
+        assert [record["sample"] for record in read_metrics(tmp_path / METRICS)] == [text]
+
+
 def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
     run(tmp_path, range(1, 9))
     lines = (tmp_path / METRICS).read_text().splitlines()
