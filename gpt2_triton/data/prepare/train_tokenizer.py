@@ -77,8 +77,8 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
         lines[0] += f"; the text has no more pairs that occur twice ({vocab:,} were asked for)"
     try:
         gpt2 = get_tokenizer("gpt2")
-    except DataError:  # no network
-        return lines
+    except DataError as error:  # no network
+        return [*lines, f"not compared with GPT-2's: {error}"]
     return [*lines, f"GPT-2's {gpt2.vocab_size:,} tokens have {shown(gpt2)}"]
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
+from gpt2_triton.data.prepare import train_tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer, identity
+from gpt2_triton.errors import DataError
 from tests.support.tokenizer_files import HARD
 
 
@@ -34,6 +36,15 @@ def test_a_tokenizer_is_trained_on_a_text(greek, capsys):
     assert (coder.vocab_size, coder.end) == (600, "<|endoftext|>")
     for text in HARD:
         assert coder.decode(coder.encode(text)) == text
+
+
+def test_without_gpt2s_merges_it_says_that_it_does_not_compare(greek, monkeypatch, capsys):
+    def absent(name):
+        raise DataError(f"tokenizer {name}: no merges; bring some")
+
+    monkeypatch.setattr(train_tokenizer, "get_tokenizer", absent)
+    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300"]) == 0
+    assert "not compared with GPT-2's: tokenizer gpt2: no merges; bring" in capsys.readouterr().out
 
 
 def test_a_text_without_enough_pairs_says_so(greek, capsys):
