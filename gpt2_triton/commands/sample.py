@@ -1,7 +1,7 @@
 """Command `sample`: print texts that a model writes."""
 
-import codecs
 import itertools
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
 from gpt2_triton.console import print_line, printable
+from gpt2_triton.data.text_names import UTF16
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference.sampling import Sampling
 
@@ -35,7 +36,7 @@ def sample(
 
     Args:
         prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
-        prompt_file: File with a further prompt on each line; - reads stdin.
+        prompt_file: File in UTF-8 with a further prompt on each line; - reads stdin.
         tokens: Largest number of tokens of each text, without the prompt.
         temperature: Softmax temperature; 0 takes the most likely token.
         top_k: Sample among the k most likely tokens; 0 among all.
@@ -102,7 +103,16 @@ def sample(
 def _lines(file: Path | None) -> list[str]:
     """Return the lines of a file, or of stdin for -, that are not empty."""
     try:
-        text = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes() if file else b""
-        return [line.decode() for line in text.removeprefix(codecs.BOM_UTF8).splitlines() if line]
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8
-        raise ConfigError(f"--prompt_file: {file} cannot be read: {error}") from None
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes() if file else b""
+    except OSError as error:
+        wrong = f"--prompt_file: {file} cannot be read: {error.strerror}; correct the path"
+        raise ConfigError(wrong) from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        encoding = "UTF-16" if data.startswith(UTF16) else "ENCODING"
+        todo = f"`iconv -f {encoding} -t utf-8` converts it"
+        wrong = f"not UTF-8: byte 0x{data[error.start]:02x}; {todo}"
+        raise ConfigError(f"--prompt_file: {file}, line {line:,}: {wrong}") from None
+    return [line for line in re.split("[\r\n]+", text) if line]

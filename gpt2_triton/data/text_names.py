@@ -1,8 +1,9 @@
-"""Names of files that hold text to tokenise."""
+"""How files that hold text are named, and how those in UTF-16 begin."""
 
 from pathlib import Path
 
 TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")
+UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 TEXT_SUFFIXES = (
     ".parquet",  # compressed inside

@@ -298,17 +298,22 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
             sample_command.sample(str(step_dir), prompt=[prompt], tokens=3, num=int(num))
             alone.append(capsys.readouterr().out)
         assert together == "---\n".join(alone)
-    for content, wrong in (
-        (None, "No such file"),
-        (b"\xe9", "invalid continuation byte|unexpected end of data"),
-    ):
-        (tmp_path / "prompts.txt").unlink() if content is None else (
-            tmp_path / "prompts.txt"
-        ).write_bytes(content)
-        with pytest.raises(
-            ConfigError, match=f"--prompt_file: .*prompts.txt cannot be read: .*({wrong})"
-        ):
-            sample_command.sample(str(step_dir), prompt_file=tmp_path / "prompts.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (None, " cannot be read: No such file or directory; correct the path"),
+        (b"a\ncaf\xe9", ", line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8` converts it"),
+        ("é".encode("utf-16"), ", line 1: not UTF-8: byte 0xff; `iconv -f UTF-16 -t utf-8` conv"),
+    ],
+)
+def test_prompts_that_cannot_be_read_say_how_to_convert_them(tmp_path, content, wrong):
+    file = tmp_path / "prompts.txt"
+    if content:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--prompt_file: {re.escape(f'{file}{wrong}')}"):
+        sample_command.sample("no checkpoint", prompt_file=file)
 
 
 @pytest.mark.parametrize(("num", "terminal"), [(1, False), (1, True), (2, True)])

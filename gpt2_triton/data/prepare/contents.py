@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gpt2_triton.data.text_names import COMPRESSIONS
+from gpt2_triton.data.text_names import COMPRESSIONS, UTF16
 from gpt2_triton.errors import DataError
 
 READ_BYTES = 1 << 20
@@ -25,7 +25,6 @@ MAGIC = re.compile(
     rb"(?P<gz>\x1f\x8b)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)"
 )
 UNPACK = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc"}
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 OFTEN = "often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932"
 SPACE = re.compile(r"\s*")
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # cut off or damaged
