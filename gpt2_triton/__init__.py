@@ -1,4 +1,4 @@
-"""GPT-2 and Llama 3 training: PyTorch provides memory and NCCL, and every arithmetic
+"""Training of GPT-2, Llama 3 and Qwen3: PyTorch provides memory and NCCL, and every arithmetic
 operation is a Triton kernel.
 
 The names of __all__ are the Python API.  `import gpt2_triton` imports neither torch nor numpy:

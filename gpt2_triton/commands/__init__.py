@@ -19,7 +19,8 @@ USAGES = {
 }
 
 tools = make_app(
-    command_line(""), "Train GPT-2 and Llama 3: prepare data, train, sample, evaluate, export."
+    command_line(""),
+    "Train GPT-2, Llama 3 and Qwen3: prepare data, train, sample, evaluate, export.",
 )
 for name, path in {
     "train": "train:command",
