@@ -66,9 +66,7 @@ def _in_words_of_python() -> Iterator[None]:
 
 
 def _free_unused_memory() -> None:
-    """Return the memory of unreferenced models to the driver, so that the
-    driver reports it as free.
-    """
+    """Return the memory of unreferenced models to the driver, which then reports it as free."""
     import torch
 
     gc.collect()
@@ -413,9 +411,7 @@ class Model:
             return out[0] if np.ndim(tokens) == 1 else out
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
-        """Return tokens as int32 [sequences, n]; DataError if n is below
-        `least`, or for unknown tokens.
-        """
+        """Return int32 [sequences, n]; DataError if n < `least`, or for unknown tokens."""
         array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
         if (
             array.dtype.kind not in "iu"

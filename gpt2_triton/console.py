@@ -135,9 +135,7 @@ def print_line(text: str, error: bool = False) -> None:
 
 
 def _warn(text: str) -> None:
-    """Issue a warning; where a filter makes errors of warnings, print it
-    instead: it must not end a run.
-    """
+    """Issue a warning, which never ends a run: where a filter makes it an error, print it."""
     try:
         warnings.warn(text, stacklevel=3)
     except UserWarning:

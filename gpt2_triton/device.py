@@ -181,9 +181,7 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return (available, total) bytes of this machine or container; page
-    cache counts as available.
-    """
+    """Return (available, total) bytes of the machine or container; page cache is available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
     found = [(1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]), *_limits()]

@@ -107,9 +107,7 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
 
 
 def _bytes_level(splits: bool = True) -> dict[str, Any]:
-    """Return a step of tokenizer.json: bytes in GPT-2's spelling, and GPT-2's
-    pattern if it splits a text.
-    """
+    """Return a step of tokenizer.json: bytes in GPT-2's spelling, with its pattern if it splits."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -119,9 +117,7 @@ def _bytes_level(splits: bool = True) -> dict[str, Any]:
 
 
 def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
-    """Return the steps of tokenizer.json with Llama 3's pattern, and the
-    token `begin` before a text.
-    """
+    """Return the steps of tokenizer.json: Llama 3's pattern, and `begin` before a text."""
     pattern = {
         "type": "Split",
         "pattern": {"Regex": LLAMA3_PATTERN},

@@ -114,9 +114,7 @@ def _download(name: str) -> Path:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, else the files that an index names, else the only file;
-    CheckpointError if absent.
-    """
+    """Return model.safetensors, else an index's files, else the only file; or CheckpointError."""
     if (directory / MODEL).is_file():
         return [directory / MODEL]
     for index in sorted(directory.glob(INDEX))[:1]:
@@ -142,9 +140,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
-    """Return the sizes in config.json; CheckpointError if it describes a model
-    that computes something else.
-    """
+    """Return the sizes in config.json; CheckpointError for a model that computes something else."""
     for key, allowed in REQUIRED.items():
         if (got := config.get(key, allowed[0])) not in allowed:
             raise CheckpointError(

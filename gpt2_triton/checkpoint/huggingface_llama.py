@@ -51,9 +51,7 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return theta and factor, from transformers 5's rope_parameters or from the
-    keys of earlier versions.
-    """
+    """Return theta and factor, from transformers 5's rope_parameters or from earlier keys."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
     # the latter before transformers 4.43

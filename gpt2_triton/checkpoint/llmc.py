@@ -116,9 +116,7 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _order(shapes: dict[str, tuple[int, ...]], n_layer: int) -> list[str]:
-    """Return the names in the order of llm.c: one kind of tensor for all
-    layers, then the next kind.
-    """
+    """Return the names in llm.c's order: one kind of tensor for all layers, then the next kind."""
     kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
     layers = [f"h.{layer}.{kind}" for kind in kinds for layer in range(n_layer)]
     return ["wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias"]

@@ -155,9 +155,7 @@ def open_newest(path: Path) -> Checkpoint:
 
 
 def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
-    """Return all steps where `find_checkpoint` may look for `path`; the directory above
-    a run may be closed to us.
-    """
+    """Return the steps beside or below `path`; the directory above a run may be closed to us."""
     places = [
         place
         for above in (path, path.absolute().parent)
@@ -182,9 +180,7 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
 
 
 def _map(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file without reading them; what is written into
-    them does not reach the file.
-    """
+    """Return the tensors of a file, mapped, not read; writes to them do not reach the file."""
     try:
         return load_file(path)
     except SafetensorError as error:

@@ -210,9 +210,7 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
 
 
 def _copy_tokenizer(temporary: Path, state: dict[str, Any]) -> None:
-    """Copy the run's tokenizer into a checkpoint that names one by its hash: it may go alone to
-    another machine.
-    """
+    """Copy the run's tokenizer file beside the tensors: a checkpoint may go alone elsewhere."""
     name = state.get("config", {}).get("data", {}).get("tokenizer", "")
     source = temporary.parent.parent / DIRECTORY
     if name.startswith(IDENTITY):
@@ -223,9 +221,7 @@ def _copy_tokenizer(temporary: Path, state: dict[str, Any]) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Make the complete `temporary` the checkpoint `target` by one rename; a
-    checkpoint in its place is removed.
-    """
+    """Rename the complete `temporary` to `target`, once; a checkpoint in its place is removed."""
     replaced = temporary
     if not os.path.lexists(target):
         os.rename(temporary, target)
@@ -238,9 +234,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once; return False, with nothing done, where the
-    system cannot, as on NFS.
-    """
+    """Exchange two names at once; return False, with nothing done, where that fails, as on NFS."""
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
 
@@ -311,9 +305,7 @@ def _prune(directory: Path, newest: int, best: int | None, retention: Retention)
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint.  The rename comes first, so that a kill leaves no partial
-    checkpoint under its name.
-    """
+    """Delete a checkpoint, renamed first: a kill leaves no partial checkpoint under its name."""
     hidden = path.with_name(f".{path.name}.old")
     os.rename(path, hidden)
     remove(hidden)

@@ -107,9 +107,7 @@ def _by_identity(config: Config) -> dict[str, Any]:
 
 
 def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
-    """Return a run's step directory, its configuration, and its weights:
-    params, and low of fp32 masters.
-    """
+    """Return a run's step directory, its configuration, and its weights: params, low of masters."""
     step_dir, state, tensors = open_newest(Path(path))
     try:
         saved = without_removed(state["config"], any_value=True)
@@ -133,9 +131,7 @@ def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
 
 
 def _with_tokenizer(config: Config, step_dir: Path) -> Config:
-    """Return a run's configuration with its tokenizer as it is found here; CheckpointError if the
-    run has lost the file.
-    """
+    """Return a configuration with its tokenizer's path here; CheckpointError if it is lost."""
     name = config.data.tokenizer
     places = (step_dir, step_dir.parent.parent)
     found = next((there for place in places if (there := located(name, place)) != name), name)

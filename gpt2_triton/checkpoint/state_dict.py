@@ -82,9 +82,7 @@ def find_weights(
 
 
 def _by_bare_name(where: str, given: Iterable[str]) -> dict[str, str]:
-    """Return the names without wrappers, and what each is in the file;
-    CheckpointError if two are equal.
-    """
+    """Return what each name without wrappers is in the file; CheckpointError if two are equal."""
     names = dict[str, str]()
     for name in given:
         bare = _bare(name)
@@ -123,9 +121,7 @@ def floats(
 
 
 def _check_names(where: str, model: ModelConfig, names: dict[str, str], needed: set[str]) -> None:
-    """Raise CheckpointError unless the tensors are the model's; print a line
-    about heads for other tasks.
-    """
+    """Raise CheckpointError unless the tensors are the model's; name heads that are left out."""
     this = f"a {'Qwen3' if model.qk_norm else NAMES[model.arch]} of {model.n_layer} layers"
     others = names.keys() - {_bare(name) for name in parameter_shapes(model)} - {HEAD}
     heads = sorted(names[bare] for bare in others if OTHER_HEADS.match(bare))

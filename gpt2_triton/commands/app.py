@@ -88,9 +88,7 @@ def make_app(name: str, help: str | None = None) -> App:
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Return the value of an option; an int may be 10B or 1e9, but not 1.5,
-    which cyclopts would round.
-    """
+    """Return an option's value; an int may be 10B or 1e9, not 1.5, which cyclopts would round."""
     if kind is not int:
         return convert(kind, tokens)
     if (number := whole_number(tokens[0].value)) is None:
@@ -172,9 +170,7 @@ def _is_distributed() -> bool:
 
 
 def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
-    """Print the message, and the rank of several; one `on_every_rank` once on each host;
-    return the code, or exit.
-    """
+    """Print the message, and a rank, once per host if `on_every_rank`; return the code, or exit."""
     rank = int(os.environ.get("RANK", "0"))
     if on_every_rank and int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(2)  # the rank that prints needs time before the launcher ends it
@@ -191,9 +187,7 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
 
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
-    """Return the words with ~/ expanded, --run-dir as --run_dir, and --resume with
-    =must or =true for cyclopts.
-    """
+    """Return the words with ~/ expanded, --run_dir for --run-dir, and a value for --resume."""
     argv = [*argv]
     for before, word in zip(["the command", *argv], argv):
         is_path = not before.startswith("-") or before in PATHS
@@ -243,9 +237,7 @@ def select_device(silent: bool = False) -> None:
 
 
 def _open_gpu() -> None:
-    """Make the CUDA context of this rank's GPU, which takes half a second, while the
-    main thread imports torch.
-    """
+    """Make this rank's CUDA context, in half a second, while the main thread imports torch."""
     with suppress(OSError, AttributeError, ZeroDivisionError):  # no driver of NVIDIA's, or no GPU
         cuda, gpus, gpu, context = (
             ctypes.CDLL("libcuda.so.1"),

@@ -207,9 +207,7 @@ def _patterns(shards: Path) -> dict[str, str]:
 
 
 def _weights(init_from: str, download: bool) -> "Weights | None":
-    """Return the weights of init_from; None for scratch, and without
-    `download` for OpenAI's names.
-    """
+    """Return the weights of init_from; None for scratch, or for OpenAI's without `download`."""
     from gpt2_triton.checkpoint.sources import open_weights
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
@@ -240,9 +238,7 @@ def export(run_dir: Path, config: Config) -> None:
 
 
 def _available(tokenizer: str) -> str:
-    """Return the tokenizer, or bytes if GPT-2's merges are neither
-    installed nor to be downloaded.
-    """
+    """Return the tokenizer, or bytes if GPT-2's merges cannot be found or downloaded."""
     from gpt2_triton.data.tokenizer import get_tokenizer
 
     try:
@@ -252,8 +248,6 @@ def _available(tokenizer: str) -> str:
 
 
 def _name(data: Sequence[Path]) -> str:
-    """Return a name for a directory: the first file's or folder's, without
-    endings and unusual characters.
-    """
+    """Return a directory's name: the first file's or folder's, without endings and odd letters."""
     first = data[0].absolute().name.partition(".")[0]
     return re.sub(r"[^\w-]+", "-", first).strip("-") or "text"

@@ -181,9 +181,7 @@ def draw_runs(
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
-    """Draw training and validation loss; return their limits, of a long
-    run without its first fall.
-    """
+    """Draw training and validation loss; return their limits, without a long run's first fall."""
     loss, val = run.points("loss"), run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
@@ -196,9 +194,7 @@ def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, fl
 
 
 def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> float:
-    """Draw a published curve up to `last` tokens, and return its lowest loss there; of
-    one point only the label.
-    """
+    """Draw a published curve up to `last` tokens (a point's label); return its lowest loss."""
     tokens = curve["points"][:, 0]
     shown = curve["points"][tokens <= last]
     label = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)

@@ -61,9 +61,7 @@ app.group_parameters = Group("Run", sort_key=1)
 
 @config_app.default
 def _list_keys(*, config: Annotated[Config, Parameter(name="*")] = Config()) -> None:  # noqa: B008
-    """Let --help list the keys.  cyclopts does not parse values: pydantic
-    checks them with the YAML file.
-    """
+    """Let --help list the keys; pydantic, not cyclopts, checks their values with the YAML file."""
 
 
 @app.default
@@ -259,9 +257,7 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
 
 
 def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "Report":
-    """Return the plan for `gpu` or this machine's GPU, else for this CPU if keys are
-    `picked`, else for an h100.
-    """
+    """Return the plan for `gpu`, this machine's GPU, its CPU if keys are `picked`, or an h100."""
     from gpt2_triton import device
 
     device.require_triton()

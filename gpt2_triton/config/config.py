@@ -77,9 +77,7 @@ class Config(Counts):
 
     @model_validator(mode="after")
     def _fields_agree(self, info: ValidationInfo) -> "Config":
-        """Check the rules between keys, and with `gpus` in pydantic's context
-        also the rules about GPUs.
-        """
+        """Check the rules between keys, and about GPUs if pydantic's context has `gpus`."""
         problems = list(conflicts(self))
         if info.context:
             problems += step_conflicts(self.train, self.parallel.gpus or info.context["gpus"])

@@ -182,9 +182,7 @@ def _sizes(
 
 
 def _block(m: ModelConfig, width: int, heads: int, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of a Llama recipe's block at another width; for a given
-    model.arch gpt2, the values that take the block out.
-    """
+    """Return a Llama recipe's block at another width, or what replaces it by model.arch gpt2."""
     if m.arch == "gpt2":
         return {}
     if given.get("model.arch") == "gpt2":
@@ -201,9 +199,7 @@ def _batch(
     gpus: int,
     number: Number,
 ) -> tuple[int, int]:
-    """Return (train.batch_size, tokens of a step): at least eight steps an epoch,
-    equally many sequences a GPU.
-    """
+    """Return (train.batch_size, tokens of a step), of at least eight steps an epoch."""
     most = recipe.train.step_tokens
     step_rows = max(1, _power_of_2(min(most // T, sequences // 8)) // gpus)
     step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))

@@ -5,9 +5,7 @@ from gpt2_triton.config.schema import choices
 
 
 def choose_precision(config: Config, architecture: str | None) -> tuple[Config, list[str]]:
-    """Replace train.precision `auto`, and say why; `architecture` is
-    the GPU's, None on a CPU.
-    """
+    """Replace train.precision `auto`, and say why; `architecture` is the GPU's, None on a CPU."""
     if config.train.precision != "auto":
         return config, []
     precision, why = (

@@ -177,9 +177,7 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_size(cls, values: Any) -> Any:
-        """Replace `size` by its keys.  Only block_size may be given
-        beside it with another value.
-        """
+        """Replace `size` by its keys; only block_size may have another value beside it."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
         size, given = values["size"], {key: value for key, value in values.items() if key != "size"}

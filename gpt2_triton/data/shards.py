@@ -91,9 +91,7 @@ class Shard:
         return np.frombuffer(tokens, self.dtype)
 
     def _pread(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes at each (start, length); DataError if the file has
-        changed since it was opened.
-        """
+        """Return the bytes at each (start, length); DataError if the file has changed since."""
         # no mmap: a file that is cut off raises SIGBUS.  No open handles: a process
         # may hold too few for all shards
         try:
@@ -149,9 +147,7 @@ class Shard:
         return found | self.mixed
 
     def _hash(self, places: Sequence[tuple[int, int]]) -> str:
-        """Return the sha256 of the header and of the tokens at (start, length), in
-        bytes; check these tokens.
-        """
+        """Return the sha256 of header and tokens at (start, length), in bytes; check the tokens."""
         pieces = self._pread([(0, HEADER_BYTES), *places])
         for (start, _), piece in zip(places, pieces[1:]):
             self.require_known(

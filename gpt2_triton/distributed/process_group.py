@@ -166,7 +166,5 @@ class ProcessGroup:
 
 
 def _collective_by_name(new: str, old: str) -> Callable[..., Any]:
-    """Return a collective by its new name, since torch 2.13 warns of old names; older
-    torch has only the old name.
-    """
+    """Return a collective by its new name, or by the only one that older torch has."""
     return getattr(dist, new, None) or getattr(dist, old)

@@ -153,9 +153,7 @@ class Watchdog:
         ]
 
     def _check(self) -> None:
-        """Watch all ranks while this rank stands still; end the process if a rank is
-        silent or all stand still.
-        """
+        """Watch all ranks; end the process if one is silent, or if all stand still."""
         now = time.monotonic()
         if now - self._last_progress <= self._timeout:
             self._watch = None

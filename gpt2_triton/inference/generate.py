@@ -81,9 +81,7 @@ def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequ
 def _steps(
     model: Model, count: int, copies: list[_TokenCopy], how: Sampling
 ) -> Iterator[list[int]]:
-    """Launch `count` decode steps; yield a step's tokens after
-    STEPS_IN_FLIGHT - 1 more launches.
-    """
+    """Launch `count` decode steps; yield a step's tokens STEPS_IN_FLIGHT - 1 launches later."""
     in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
         model.decode(*how)

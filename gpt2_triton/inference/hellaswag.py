@@ -96,9 +96,7 @@ def ending_losses(
 def _batch(
     questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, targets), int32 [chosen, T], of the endings `chosen`; a target is a
-    token of the ending, or -1.
-    """
+    """Return (ids, targets) of the endings `chosen`, int32 [chosen, T]; -1 is no target."""
     ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
     for row, i in enumerate(chosen.tolist()):
         n, ending = lengths[i], questions.endings[i]
@@ -128,9 +126,7 @@ def _longest(model: Model) -> int:
 
 
 def _lengths(model: Model, questions: Questions) -> np.ndarray:
-    """Return the number of inputs of each ending with its context; the
-    last token is only a target.
-    """
+    """Return the inputs of each ending with its context; the last token is only a target."""
     pairs = zip(questions.contexts, questions.endings, strict=True)
     return np.minimum(
         np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model)

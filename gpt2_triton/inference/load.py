@@ -42,9 +42,7 @@ def load_for_losses(
 
 
 def _computing(config: Config, dtype: str | None) -> Config:
-    """Return `config` for a model in `dtype`; on a CPU the default is fp32, because the
-    interpreter truncates bf16.
-    """
+    """Return `config` in `dtype`; on a CPU by default fp32, as the interpreter truncates bf16."""
     dtype = dtype or ("fp32" if device_name() == "cpu" else None)
     return config.replace(train={"dtype": dtype}, optim={"master": "none"}) if dtype else config
 

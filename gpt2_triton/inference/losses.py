@@ -137,9 +137,7 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's bytes, int64 [V], 0 for special and unknown ones; without a
-    tokenizer warn, return None.
-    """
+    """Return each token's bytes, int64 [V], 0 for special ones; None without a tokenizer."""
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
     except DataError as error:

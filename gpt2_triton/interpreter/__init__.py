@@ -55,9 +55,7 @@ def _interpret_language() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what numpy frees: each block of 128 KiB would come from the kernel,
-    page by page, and go back.
-    """
+    """Let malloc keep what numpy frees: else blocks of 128 KiB come and go by pages."""
     libc = ctypes.CDLL(None)
     for parameter, value in {
         M_MMAP_THRESHOLD: 1 << 25,

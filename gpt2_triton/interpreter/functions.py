@@ -56,9 +56,7 @@ def _replace_unary(name: str) -> None:
 
 
 def _replace_extremum(name: str) -> None:
-    """Replace tl.minimum or tl.maximum; which function of numpy it is depends on
-    NaN, and on Triton's version.
-    """
+    """Replace tl.minimum or tl.maximum; NaN and Triton's version decide numpy's function."""
     builder = interpreter.interpreter_builder
     of_numbers, of_all = (
         getattr(builder, f"create_{name[:3]}numf"),

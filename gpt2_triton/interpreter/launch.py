@@ -20,9 +20,7 @@ MOST_DESCRIPTORS = 10_000
 
 
 def _patch_language_once() -> None:
-    """Patch triton.language: Triton patches 200 functions for each launch and device
-    function, and restores them.
-    """
+    """Patch triton.language once; Triton patches and restores 200 functions a launch."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
     )

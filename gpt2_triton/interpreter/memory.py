@@ -61,9 +61,7 @@ def _filled(part: np.ndarray, shape: tuple[int, ...], other: Any) -> np.ndarray:
 
 
 def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
-    """Return the rectangle that affine pointers and a mask select; None if
-    the mask is no rectangle.
-    """
+    """Return the rectangle that affine pointers and a mask select; None if it is none."""
     counts = pointers.sizes
     if not counts and mask is None:
         return _rectangle(pointers.start, (1,), (0,), dtype)

@@ -91,9 +91,7 @@ def _binary(
     name: str, function: Callable, types: dict[str, np.dtype], returns: tl.dtype | None = None,
     of_integers: Callable | None = None, without_data: Lazy | None = None, swap: bool = False,
 ) -> None:  # fmt: skip
-    """Replace an operator of core.tensor by a function of numpy, for tensors of `types`,
-    and of Python for integers.
-    """
+    """Replace an operator of core.tensor by numpy's function, and by Python's for integers."""
     triton = getattr(core.tensor, name)
 
     def operate(self: tl.tensor, other: Any) -> tl.tensor:
@@ -137,9 +135,7 @@ def _integer(operand: Any) -> int | None:
 
 
 def _lazy_result(found: Any, dtype: tl.dtype, returns: tl.dtype | None) -> tl.tensor | None:
-    """Return a result without data as a tensor; None if there is none, or Triton's
-    integers would wrap around.
-    """
+    """Return a result without data; None if there is none, or if integers would wrap around."""
     if type(found) is bool:
         return scalar(np.array([found]), core.int1)
     if type(found) is int:

@@ -76,9 +76,7 @@ def copies_ahead(x):
 
 @triton.jit
 def _inside(first, SIZE: tl.constexpr, end, WHOLE: tl.constexpr):
-    """Return which elements of a block's dimension are inside the tensor;
-    a constant needs no mask.
-    """
+    """Return which elements of a block's dimension are in the tensor; a constant needs no mask."""
     if WHOLE:
         tl.device_assert(end >= first + SIZE, "a block reaches out of a tensor of whole blocks")
         inside = tl.full((SIZE,), True, tl.int1)

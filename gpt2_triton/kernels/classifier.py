@@ -53,9 +53,7 @@ NARROWEST = 128  # the least BLOCK_N of classifier_fwd in any GPU's table
 
 @triton.jit
 def _log1p(x):
-    """Return log(1 + x) for x >= 0; below 1/2 it is 2*atanh(x / (2 + x)), as rounding 1
-    + x would lose a small x.
-    """
+    """Return log(1 + x), x >= 0; below 1/2 2*atanh(x / (2 + x)): 1 + x would round x away."""
     t = x / (2.0 + x)
     u = t * t  # at most 0.04, so the first term left out, u^4 / 9, is under 3e-7
     series = 2.0 * t * (1.0 + u * (1 / 3 + u * (1 / 5 + u * (1 / 7))))
@@ -86,9 +84,7 @@ def _classifier_fwd_kernel(
     wte_scale_ptr, R, C, V, Vp, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write p, and the sums of its rows in each tile to part[tile_n, r], in fp8 followed
-    by those of the rounded p.
-    """
+    """Write p, and its rows' sums in each tile to part[tile_n, r]; in fp8 also rounded p's."""
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
     SHIFT: tl.constexpr = 0 if p_scale_ptr is None else P_SHIFT

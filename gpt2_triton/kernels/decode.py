@@ -54,9 +54,7 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 @triton.jit
 def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT: tl.constexpr):
-    """Store res + act(acc + b) at the offsets `at`; n holds the
-    indices of acc's last dimension.
-    """
+    """Store res + act(acc + b) at the offsets `at`; n holds the indices of acc's last dimension."""
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if ACT != "":

@@ -95,9 +95,7 @@ def nearest_e5m2(x):
 def _rounded(
     x, dtype: tl.constexpr, DROPPED: tl.constexpr, LARGEST: tl.constexpr, NORMAL: tl.constexpr
 ):
-    """Return x in `dtype`: without DROPPED bits of fp32's mantissa; NORMAL
-    is the least normal number.
-    """
+    """Return x in `dtype`, without DROPPED bits of fp32's mantissa; NORMAL: the least normal."""
     bits = x.to(tl.uint32, bitcast=True)
     a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     a = tl.where(a > LARGEST, LARGEST, a)  # NaN is not above it

@@ -42,9 +42,7 @@ def _standardised(x, mean, rstd):
 
 @triton.jit
 def _normalise(x, mean, rstd, w, b):
-    """Return the norm's output; forward and recomputation share this function
-    and so give the same bits.
-    """
+    """Return the norm's output; forward and recomputation share it, and so have equal bits."""
     out = _standardised(x, mean, rstd) * w[None, :]
     if b is not None:
         out = out + b[None, :]

@@ -151,9 +151,7 @@ def _matmul_kernel(
     W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write out[M, N] = epilogue(a[M, K] @ w); w is stored as [N, K]
-    (forward) or as [K, N] (dX).
-    """
+    """Write out[M, N] = epilogue(a[M, K] @ w); w is [N, K] (forward) or [K, N] (dX)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
@@ -186,9 +184,7 @@ def _matmul_dw_kernel(
     k_parts, steps, part_steps, ACC: tl.constexpr, CUT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write whole tiles of out[N, K] (+)= dout.T @ inp, and the partial sums of the
-    others to part[k_part][tile].
-    """
+    """Write whole tiles of out[N, K] (+)= dout.T @ inp; others' sums to part[k_part][tile]."""
     tiles_n = tl.cdiv(N, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_N)
     split_tiles = tiles_n * tiles_k - whole_tiles
@@ -237,9 +233,7 @@ def _add_dw_partials_kernel(
     out_ptr, part_ptr, N, K, first_tile, split_tiles, k_parts, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS rows of a split tile, first_tile or a later one: out (+)= its partial
-    sums, from first to last.
-    """
+    """Write ROWS rows of a split tile from first_tile on: out (+)= its sums in order."""
     slot = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)

@@ -138,9 +138,7 @@ def compiling(
 def _compile_in_children(
     calls: list[Callable[[], Any]], report: Callable[[int, int], None]
 ) -> None:
-    """Compile in forks of this process, which inherit the calls, and take the next number
-    of a call whenever they are free.
-    """
+    """Compile in forks, which inherit the calls, and take the next number when free."""
     numbers, numbers_in = os.pipe()
     done, done_in = os.pipe()
     os.write(numbers_in, array("H", range(len(calls))).tobytes())

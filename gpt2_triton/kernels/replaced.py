@@ -50,9 +50,7 @@ def triton_key() -> str:
 
 
 def _hash_callee_first(finder: Any, function: Any) -> None:
-    """Hash a callee first: the key of Triton 3.6 depends on which callees
-    earlier launches have hashed.
-    """
+    """Hash a callee first: Triton 3.6's key depends on which callees were hashed before."""
     _ = function.cache_key
     _update_hash(finder, function)
 
@@ -60,9 +58,7 @@ def _hash_callee_first(finder: Any, function: Any) -> None:
 def _compile_once(
     function: JITFunction, key: str, signature: Any, device: int, *rest: Any, **options: Any
 ) -> Any:
-    """Compile a kernel; its next launch finds it in memory while a thread still
-    compiles it, as in Triton 3.9.
-    """
+    """Compile a kernel; its next launch finds it while a thread compiles, as in Triton 3.9."""
     kernel = _compile(function, key, signature, device, *rest, **options)
     if isinstance(kernel, FutureKernel):
         function.device_caches[device][0][key] = kernel

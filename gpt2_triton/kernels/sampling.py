@@ -44,9 +44,7 @@ def _limits(z_ptr, V, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many logits are at least `bound`, and with MASS the sum of their
-    exp((z - peak) / temperature).
-    """
+    """Return how many logits are >= `bound`; with MASS the sum of exp((z - peak) / temperature)."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, V, BLOCK):
@@ -63,9 +61,7 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 def _raise_bound(
     z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Raise `low` to the largest bound that `goal` logits (MASS: a mass of `goal`) reach;
-    return it and their count.
-    """
+    """Return `low` raised to the largest bound that `goal` logits (MASS: mass) reach; a count."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
@@ -87,9 +83,7 @@ def _raise_bound(
 
 @triton.jit
 def _gumbel(words):
-    """Return -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which
-    win, have full precision.
-    """
+    """Return -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32; small E, which win, are precise."""
     u = (words.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     # u^3 / 3 < 4e-7 u; u may be 1
     e = tl.where(u < 2.0**-10, u + u * u * 0.5, -tl.log(tl.maximum(1.0 - u, 2.0**-25)))

@@ -222,15 +222,11 @@ class BucketedCommunicator(Communicator):
         raise NotImplementedError
 
     def _barrier(self) -> None:
-        """Barrier in stream order: writes before it are visible to all ranks after it, and
-        reads before it are done.
-        """
+        """Barrier in stream order: all see earlier writes after it, and earlier reads are done."""
         raise NotImplementedError
 
     def _reduce(self, buckets: Sequence[int]) -> None:
-        """Sum the gradients of these buckets over ranks: this rank's shard of each, at
-        stage 0 the whole bucket.
-        """
+        """Sum these buckets' gradients over ranks: this rank's shards, at stage 0 whole buckets."""
         raise NotImplementedError
 
     def _gather(self, bucket: int) -> None:
@@ -301,9 +297,7 @@ class NcclCommunicator(BucketedCommunicator):
                 self._group.all_reduce(rest)
 
     def _whole_groups(self, c: MatrixClass) -> Sequence[Tensor]:
-        """Return groups of one matrix per rank, as flat views; the matrices
-        left over are in _rest_group.
-        """
+        """Return groups of one matrix per rank, as flat views; _rest_group has the others."""
         size = c.whole[0].numel() * self._group.size
         return c.whole.view(-1)[: len(c.whole) // self._group.size * size].split(size)
 

@@ -123,9 +123,7 @@ def plan_memory(
 def _plan_between_steps(
     table: type, plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]
 ) -> MemoryPlan:
-    """Return the plan of a bf16 forward pass between two steps of an fp8 run, in
-    bytes that are free there.
-    """
+    """Return the plan of a bf16 forward pass between two fp8 steps, in free bytes."""
     forward, names = (
         {"embed", "block", "head"},
         {f.name for table in (State, Decoding) for f in fields(table)},

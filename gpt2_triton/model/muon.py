@@ -119,9 +119,7 @@ def matrix_classes(
 
 
 def _common(start: int, length: int, other: int, size: int) -> range:
-    """Return what [start, start + length) and [other, other + size) have in
-    common, counted from `other`.
-    """
+    """Return the part that [start, +length) and [other, +size) share, counted from `other`."""
     first = min(max(start - other, 0), size)
     return range(first, max(first, min(start + length - other, size)))
 
@@ -142,7 +140,5 @@ def pieces(c: MatrixClass, rank: int, holder: int) -> Iterator[Tensor]:
 
 
 def _layers(flat: Tensor, L: int, offset: int, distance: int, n: int) -> Tensor:
-    """Return [L, n]: n elements of each layer, at `offset` for the first layer and
-    `distance` further for each next.
-    """
+    """Return [L, n]: n elements of each layer, the first's at `offset`, others `distance` apart."""
     return flat.as_strided((L, n), (distance, 1), flat.storage_offset() + offset)

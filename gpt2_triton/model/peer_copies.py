@@ -87,9 +87,7 @@ class PeerCopyCommunicator(BucketedCommunicator):
                 self._copy_from_owners(self._grads(bucket))
 
     def _receive(self, bucket: int, offset: int) -> Tensor:
-        """Copy the peers' gradients of this rank's shard to `offset` in
-        `received`: [ranks - 1, shard].
-        """
+        """Copy peers' gradients of this rank's shard to `received`[offset:], [ranks - 1, shard]."""
         own = self._own_shard(self._grads(bucket))
         parts = self._s.received[offset : offset + len(own) * len(self._peers)].view(-1, len(own))
         for part, rank in zip(parts, self._peers, strict=True):

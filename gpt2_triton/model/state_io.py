@@ -165,7 +165,5 @@ def _lengths(name: str, dims: dict[str, int]) -> list[int]:
 
 
 def _start(name: str, p: sharding.Shard) -> int | None:
-    """Return the offset of a shard in the buffer of this tensor; None if
-    the buffer does not have it.
-    """
+    """Return the offset of a shard in the buffer of this tensor; None if it is not there."""
     return p.param if name == "params" else p.states.get(name)

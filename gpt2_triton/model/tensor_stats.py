@@ -121,9 +121,7 @@ class StatsRecorder(Observer):
                 self._K.muon_stats(out, c.part(l, r), self._view.step)
 
     def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the row of par_stats and the slice of each parameter among n elements
-        from flat index `first` on.
-        """
+        """Yield each parameter's row of par_stats and its slice of n elements from `first` on."""
         for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + n) - first)
             if r.start < r.stop:
@@ -183,9 +181,7 @@ class StatsRecorder(Observer):
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:
-    """Return a rank's [tensors, 3 or 5, P] as [tensors, 3 or 5]: column 1 by maximum,
-    the others by float64 sums.
-    """
+    """Return a rank's [tensors, 3 or 5, P] without P: column 1 by maximum, others by sums."""
     parts = partials.numpy().astype(np.float64)
     out = parts.sum(-1)
     out[:, 1] = parts[:, 1].max(-1)

@@ -117,9 +117,7 @@ class Logger:
         )
 
     def _measure(self, seconds: float) -> None:
-        """Update the running mean of a step's time, for the eta; the first step
-        compiles and does not count.
-        """
+        """Update the mean of a step's time for the eta, without the first, which compiles."""
         if self._is_first_step:
             self._is_first_step = False
         else:

@@ -76,9 +76,7 @@ def find_non_finite_tensor(model: Model, batches: Iterable[Tensor], control: Con
 
 
 def non_finite_losses(run: Run) -> str:
-    """Compute again the losses of the last finished step; return in
-    words which are not finite.
-    """
+    """Compute again the losses of the last finished step; return in words which are not finite."""
     with run.watchdog.phase(SEARCHING):
         run.model.comm.gather_params()
         first = run.state.sample - run.sequences

@@ -75,7 +75,5 @@ def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]])
 
 
 def _place(run_dir: Path) -> list[Any]:
-    """Return path and inode: a moved directory keeps its inode, one mounted
-    elsewhere too; a copy has neither.
-    """
+    """Return path and inode: a moved or remounted directory keeps its inode, a copy has neither."""
     return [str(run_dir.resolve()), run_dir.stat().st_ino]

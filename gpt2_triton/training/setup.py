@@ -159,9 +159,7 @@ def open_sources(config: Config, split: str) -> list[tuple[Source, list[Shard]]]
 
 
 def _explicit(config: Config) -> dict[str, Any]:
-    """Return the configuration with the tokens of a step, and a tokenizer's file by its hash:
-    a resume may change neither.
-    """
+    """Return the configuration with a step's tokens and a tokenizer's hash, which resumes keep."""
     made = {"total_batch_tokens": config.train.step_tokens}
     tokenizer = {"tokenizer": identity(config.data.tokenizer)}
     return config.replace(train=made, data=tokenizer).to_dict()
@@ -223,9 +221,7 @@ def build_model(
 
 
 def _fill(model: Model, start: Start) -> None:
-    """Fill the buffers with new weights, with those of init_from, or with this
-    rank's part of the checkpoint.
-    """
+    """Fill the buffers with new weights, init_from's, or this rank's part of the checkpoint."""
     if start.checkpoint is None:
         model.initialise(model.config.train.seed)
         with same_on_all_ranks():

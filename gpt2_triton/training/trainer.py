@@ -185,9 +185,7 @@ class Trainer:
         return self._end(step)
 
     def _end(self, step: int) -> int:
-        """Save a run that ends before its last step; return the exit code once
-        all checkpoints are written.
-        """
+        """Save a run that ends early; return the exit code once all checkpoints are written."""
         stopping = self.signals.stop
         impatient = step < self.config.train.steps and self.state.is_out_of_patience(self.config)
         if impatient:
@@ -223,9 +221,7 @@ class Trainer:
         )
 
     def _read_step(self, running: int = 0) -> bool:
-        """Wait until at most `running` steps are in flight, and log the finished
-        step; return True to rewind.
-        """
+        """Log the finished step when at most `running` are in flight; return True to rewind."""
         # with running=1 the device computes the next step meanwhile; evaluation, samples and
         # checkpoints pass 0 first, so that the logs do not show the step in flight
         result = self.queue.finish(running)
@@ -246,18 +242,14 @@ class Trainer:
         return target > 0
 
     def _finish_step(self) -> bool:
-        """Read the step in flight and bring this rank's weights up to date; return True
-        if the run has to rewind.
-        """
+        """Read the step in flight and gather this rank's weights; return True to rewind."""
         rewind = self._read_step()
         if not rewind:
             self.model.comm.gather_params()
         return rewind
 
     def _rewind(self) -> int:
-        """Return to an earlier step, and continue from there with the
-        data after the present step.
-        """
+        """Return to an earlier step, and go on from there with the data after the present step."""
         self.queue.finish()  # the step in flight, if any, is undone too
         failed = self.state.step
         target = recovery.rewind_target(self)
@@ -276,9 +268,7 @@ class Trainer:
         return tasks.is_due(step, every, self.config)
 
     def _between_steps(self, step: int) -> bool:
-        """Evaluate, sample and save what is due after `step` steps.  Return True if the
-        run has to rewind instead.
-        """
+        """Evaluate, sample and save what is due after `step` steps; return True to rewind."""
         due = tasks.due_after(step, self.config)
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self.signals.stop and (due or save):

@@ -171,9 +171,7 @@ def _cut(
     skip: int,
     progress: Progress,
 ) -> Iterator[tuple[str, np.ndarray, Place]]:
-    """Yield (name, tokens, place after them) of each shard, without the first `skip`
-    tokens, which one has already.
-    """
+    """Yield (name, tokens, place after them) of each shard, without the first `skip` tokens."""
     for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
         # the last two are of the newest batch
         rest, state, length = np.empty(0, np.uint16), None, 0
@@ -200,9 +198,7 @@ def _cut(
 
 
 def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[Place | None]]:
-    """Return the finished shards, and the place where each begins and where the next one
-    begins (None: the start).
-    """
+    """Return the finished shards, and where each and the next one begin (None: the start)."""
     record, shards = read_record(out_dir / PROGRESS), {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         raise directory_in_use(out_dir)
@@ -303,9 +299,7 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(out_dir: Path) -> Iterator[None]:
-    """Lock out_dir by a file that stays until shards.json is there; wait while another
-    preparation holds the lock.
-    """
+    """Lock out_dir by a file that stays until shards.json is there; wait for another's lock."""
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / LOCK, "w") as file:
         try:

@@ -93,9 +93,7 @@ def json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _values(path: Path, line: int, text: str) -> Iterator[Any]:
-    """Yield the items of lists, and other values: one or several, as jq prints them;
-    `text` begins in this line.
-    """
+    """Yield the items of lists, and other values, one or several; `text` begins in this line."""
     decoder = json.JSONDecoder()
     at = 0
     while at < len(text):
@@ -134,9 +132,7 @@ def unreadable(where: object, error: Exception) -> DataError:
 
 
 def _decode(path: Path, line: int, data: bytes) -> str:
-    """Return the text of `data`, which begins in this line; a byte order mark at the
-    start of the file is left out.
-    """
+    """Return the text of `data`, which begins in this line, without a file's byte order mark."""
     try:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:

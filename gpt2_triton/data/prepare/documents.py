@@ -160,9 +160,7 @@ def _matches(given: Path) -> list[File]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, also through links, except hidden
-    files, shards, runs and models.
-    """
+    """Yield the files below a folder, also through links; no hidden ones, shards, runs, models."""
 
     def fail(error: OSError) -> None:
         raise contents.unreadable(error.filename, error)
@@ -183,9 +181,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_written(folder: str, names: set[str]) -> bool:
-    """Return whether a folder is a run, a model of transformers or shards; a user's text
-    may have one of the names.
-    """
+    """Return whether a folder is a run, a model or shards; texts may have one of the names."""
     sets = ({"metrics.jsonl", "config.yaml"}, {"config.json", "generation_config.json"}, TOKENIZER)
     return any(known <= names for known in sets) or any(
         "shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names
@@ -223,9 +219,7 @@ def measure(place: tuple[Path, int], how: Reading, step: int) -> Measured:
 
 
 def _thinned(text: str, at: int, step: int) -> list[str]:
-    """Return the pieces of a text that lie in the first PIECE characters of a
-    step; the text begins at `at`.
-    """
+    """Return the parts of a text, which begins at `at`, in the first PIECE characters of a step."""
     starts = range(-(at % step), len(text), step)
     return [text[max(0, start) : start + PIECE] for start in starts if start + PIECE > 0]
 

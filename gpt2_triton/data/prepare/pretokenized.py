@@ -104,9 +104,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
 
 
 def _is_there(path: Path, file: Remote, ours: bool) -> bool:
-    """Return whether the file is there; DataError for another file, unless shards.json is
-    `ours`: this repository's.
-    """
+    """Return whether the file is there; DataError for another, unless shards.json is `ours`."""
     if not path.exists():
         return False
     same = path.stat().st_size == file.size and sha256(path) == file.sha256

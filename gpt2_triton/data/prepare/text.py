@@ -230,9 +230,7 @@ def split_documents(texts: Iterable[Text], cut: int) -> Iterator[tuple[str, Any,
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Piece]]:
-    """Yield batches of BATCH_CHARS characters or more; the delimiter precedes
-    each document but the first.
-    """
+    """Yield batches of at least BATCH_CHARS characters; the delimiter precedes later documents."""
     batch: list[Piece] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):

@@ -54,9 +54,7 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue, and
-    workers would wait forever.
-    """
+    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow_parent() -> None:

@@ -82,9 +82,7 @@ def blocks(op: str, M: int, N: int, dtype: str) -> dict[str, int]:
 
 
 def _takes_fp8(op: str, M: int, N: int) -> str | None:
-    """Return the module for a product of fp8 operands, or for the transposition
-    or cast of a weight [M, N].
-    """
+    """Return the module for a product of fp8 operands, or to transpose or cast a weight [M, N]."""
     if op in FP8_WEIGHTS:
         return None if M % 16 or N % 16 else FP8_WEIGHTS[op]
     if op in FP8_FUSED:

@@ -118,9 +118,7 @@ def _begin_head(
 def _take_head(
     k, v, dk, dv, qkv_desc, dout_desc, ring, lse_buf, delta_buf, base, row, h, block, keys, steps
 ):
-    """Add the blocks of queries of a head's span, from `block` on;
-    `keys` is the program's block.
-    """
+    """Add the blocks of queries of a head's span, from `block` on; `keys` is the program's."""
     PARTS: gl.constexpr = SIDE // PART
     dk, dv = _dkdv_step(
         k, v, dk, dv, ring, lse_buf, delta_buf, base, block * PARTS, keys * PARTS, True

@@ -34,9 +34,7 @@ OPTIONS = dict(num_warps=4, maxnreg=96)
 
 @gluon.jit
 def _partial_sums(p):
-    """Return 8 partial sums of each row, each over every eighth column: a thread
-    holds two columns of each 8.
-    """
+    """Return 8 partial sums of a row, each of every eighth column: a thread holds two of 8."""
     return gl.sum(gl.reshape(p, [SIDE, SIDE // 8, 8]), 1)
 
 
@@ -48,9 +46,7 @@ def _by_row(x, factors):
 
 @gluon.jit
 def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, steps, after):
-    """Return maximum m, sum and output after one more block of keys (log2
-    domain), and load the next block.
-    """
+    """Return maximum m, sum and output (log2) after another block of keys; load the next."""
     k = ring.x.index(0)
     v = ring.y.index(0)
     wait_full(ring.x_full, step, 1)
