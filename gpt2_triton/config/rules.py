@@ -20,90 +20,103 @@ INIT_SOURCES = {"checkpoint": "DIR", "hf": "DIR_OR_NAME", "llmc": "FILE", "nanog
 
 def conflicts(config: Sections) -> Iterator[Problem]:
     """Yield every rule that this configuration breaks on any number of GPUs."""
-    yield from _model_conflicts(config)
+    yield from _head_conflicts(config)
+    yield from _choice_conflicts(config)
+    if config.model.arch == "llama":
+        yield from _llama_conflicts(config)
+    yield from _data_conflicts(config)
+    yield from _optimizer_conflicts(config)
+    yield from _fp8_conflicts(config)
+    yield from _source_conflicts(config.init_from)
+    yield from _recompute_conflicts(config)
     yield from _schedule_conflicts(config)
 
 
-def _model_conflicts(config: Sections) -> Iterator[Problem]:
+def _head_conflicts(config: Sections) -> Iterator[Problem]:
+    m = config.model
+    if m.head_dim is not None:
+        return
+    todo = _fitting_heads(m.n_embd)
+    if m.n_embd % m.n_head:
+        yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {todo}"
+    elif m.head_size not in HEAD_SIZES:
+        wrong = f"head size n_embd / n_head is {m.head_size}, not one of {HEAD_SIZES}"
+        yield "model.n_head", f"{wrong}; {todo}"
+
+
+def _choice_conflicts(config: Sections) -> Iterator[Problem]:
+    """Yield what the model's choices do not go with, by their declarations."""
+    fp8 = config.train.precision == "fp8"
+    for choice in choices(config.model):
+        if choice.arch not in ("", config.model.arch):
+            yield choice.key, f"{choice.value} is for model.arch {choice.arch}; remove it"
+        if fp8 and not choice.fp8:
+            yield "train.precision", f"fp8 has no {choice.key} {choice.value}; set it to bf16"
+
+
+def _data_conflicts(config: Sections) -> Iterator[Problem]:
     m = config.model
     d = config.data
-    t = config.train
-    o = config.optim
-    if m.head_dim is None and m.n_embd % m.n_head:
-        yield (
-            "model.n_head",
-            f"{m.n_head} heads do not divide n_embd {m.n_embd}; {_fitting_heads(m.n_embd)}",
-        )
-    elif m.head_dim is None and m.head_size not in HEAD_SIZES:
-        wrong = f"head size n_embd / n_head is {m.head_size}, not one of {HEAD_SIZES}"
-        yield "model.n_head", f"{wrong}; {_fitting_heads(m.n_embd)}"
-    for choice in choices(m):
-        if choice.arch not in ("", m.arch):
-            yield choice.key, f"{choice.value} is for model.arch {choice.arch}; remove it"
-        if t.precision == "fp8" and not choice.fp8:
-            yield "train.precision", f"fp8 has no {choice.key} {choice.value}; set it to bf16"
-    if m.arch == "llama":
-        yield from _llama_conflicts(config)
-    if t.seq_len > m.block_size:
-        longer = f"{t.seq_len} is longer than model.block_size {m.block_size}"
+    T = config.train.seq_len
+    if m.block_size < T:
+        longer = f"{T} is longer than model.block_size {m.block_size}"
         yield "train.seq_len", f"{longer}; lower it or raise the other"
     needed = TOKENIZER_SIZES.get(d.tokenizer, 0)  # training/start.py asks a file
     if m.vocab_size < needed:
-        expected = f"the {d.tokenizer} tokenizer has {needed} tokens"
-        todo = (
-            "model.vocab_size or data.tokenizer"
-            if config.init_from == "scratch"
-            else "data.tokenizer"
-        )
-        yield "model.vocab_size", f"{expected}, got {m.vocab_size}; set {todo}"
+        wrong = f"the {d.tokenizer} tokenizer has {needed} tokens, got {m.vocab_size}"
+        model_or = "model.vocab_size or " if config.init_from == "scratch" else ""
+        yield "model.vocab_size", f"{wrong}; set {model_or}data.tokenizer"
     if (d.train == "builtin") != (d.val == "builtin"):
         other = "data.train" if d.val == "builtin" else "data.val"
-        yield (
-            other,
-            f"data.train is {d.train} and data.val is {d.val}; make both builtin, or neither",
-        )
+        wrong = f"data.train is {d.train} and data.val is {d.val}"
+        yield other, f"{wrong}; make both builtin, or neither"
+
+
+def _optimizer_conflicts(config: Sections) -> Iterator[Problem]:
+    o = config.optim
     if (o.tau is None) == (o.weight_decay is None):
-        yield (
-            "optim.tau",
-            f"{o.tau} beside optim.weight_decay {o.weight_decay}; give one, and null for the other",
-        )
+        wrong = f"{o.tau} beside optim.weight_decay {o.weight_decay}"
+        yield "optim.tau", f"{wrong}; give one, and null for the other"
     if o.adamw_lr and o.name == "adamw":
-        yield (
-            "optim.adamw_lr",
-            "goes with optim.name muon; set optim.lr, which is AdamW's without Muon",
-        )
-    if o.master == "fp32" and t.dtype == "fp32":
-        yield (
-            "optim.master",
-            "fp32 parameters are their own master copies; set it to none, or train.dtype to bf16",
-        )
-    if t.precision == "fp8" and t.dtype == "fp32":
+        todo = "set optim.lr, which is AdamW's without Muon"
+        yield "optim.adamw_lr", f"goes with optim.name muon; {todo}"
+    if o.master == "fp32" and config.train.dtype == "fp32":
+        wrong = "fp32 parameters are their own master copies"
+        yield "optim.master", f"{wrong}; set it to none, or train.dtype to bf16"
+
+
+def _fp8_conflicts(config: Sections) -> Iterator[Problem]:
+    t = config.train
+    if t.precision != "fp8":
+        return
+    if t.dtype == "fp32":
         yield "train.precision", "fp8 needs train.dtype bf16, got fp32; set train.dtype to bf16"
-    if t.precision == "fp8" and t.seq_len % 16:
-        yield (
-            "train.seq_len",
-            f"train.precision fp8 needs a multiple of 16, got {t.seq_len}; change it",
-        )
-    source, _, path = config.init_from.partition(":")
-    if config.init_from != "scratch" and not (source in INIT_SOURCES and path):
-        known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
-        theirs = {"resume": "; use --resume"} | dict.fromkeys(
-            HUB_SIZES, f"; use hf:openai-community/{source}"
-        )
-        for name, file in (("hf", "config.json"), ("checkpoint", "config.yaml")):
-            if os.path.isfile(os.path.join(config.init_from, file)):
-                theirs[source] = f"; did you mean {name}:{config.init_from}?"
-        yield (
-            "init_from",
-            f"expected scratch or one of {known}; got {config.init_from}{theirs.get(source, '')}",
-        )
+    if t.seq_len % 16:
+        needed = "train.precision fp8 needs a multiple of 16"
+        yield "train.seq_len", f"{needed}, got {t.seq_len}; change it"
+
+
+def _source_conflicts(init_from: str) -> Iterator[Problem]:
+    source, _, path = init_from.partition(":")
+    if init_from == "scratch" or source in INIT_SOURCES and path:
+        return
+    todo = "; use --resume" if source == "resume" else ""
+    if source in HUB_SIZES:
+        todo = f"; use hf:openai-community/{source}"
+    for name, file in (("hf", "config.json"), ("checkpoint", "config.yaml")):
+        if os.path.isfile(os.path.join(init_from, file)):
+            todo = f"; did you mean {name}:{init_from}?"
+    known = ", ".join(f"{name}:{what}" for name, what in INIT_SOURCES.items())
+    yield "init_from", f"expected scratch or one of {known}; got {init_from}{todo}"
+
+
+def _recompute_conflicts(config: Sections) -> Iterator[Problem]:
     recompute = config.memory.recompute
+    L = config.model.n_layer
     layers = recompute.partition(":")[2]
-    if layers and int(layers) > m.n_layer:
-        yield (
-            "memory.recompute",
-            f"{recompute} names more layers than model.n_layer {m.n_layer}; lower it",
-        )
+    if layers and int(layers) > L:
+        more = f"{recompute} names more layers than model.n_layer {L}"
+        yield "memory.recompute", f"{more}; lower it"
 
 
 def vocabulary_note(config: Sections, tokens: int | None = None) -> list[str]:
@@ -133,30 +146,20 @@ def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
     e = config.eval
     warmup = config.optim.warmup
     if warmup > t.steps:
-        yield (
-            "optim.warmup",
-            f"{warmup} steps of warmup are more than train.steps {t.steps}; lower it",
-        )
+        wrong = f"{warmup} steps of warmup are more than train.steps {t.steps}"
+        yield "optim.warmup", f"{wrong}; lower it"
     if e.every and 0 < e.tokens < t.seq_len:
-        yield (
-            "eval.tokens",
-            f"{e.tokens} is less than train.seq_len {t.seq_len}; raise it, or 0 takes all tokens",
-        )
+        wrong = f"{e.tokens} is less than train.seq_len {t.seq_len}"
+        yield "eval.tokens", f"{wrong}; raise it, or 0 takes all tokens"
     if config.checkpoint.best == "val_loss" and not e.every:
-        yield (
-            "checkpoint.best",
-            "there is no validation loss to compare; set eval.every, or this to none",
-        )
+        todo = "set eval.every, or this to none"
+        yield "checkpoint.best", f"there is no validation loss to compare; {todo}"
     if t.patience and config.checkpoint.best != "val_loss":
-        yield (
-            "train.patience",
-            "the best checkpoint would be lost; set checkpoint.best to val_loss, or this to 0",
-        )
+        todo = "set checkpoint.best to val_loss, or this to 0"
+        yield "train.patience", f"the best checkpoint would be lost; {todo}"
     if t.rewind_after and not config.checkpoint.every:
-        yield (
-            "train.rewind_after",
-            "there is no checkpoint to go back to; set checkpoint.every, or this to 0",
-        )
+        todo = "set checkpoint.every, or this to 0"
+        yield "train.rewind_after", f"there is no checkpoint to go back to; {todo}"
 
 
 def _fitting_heads(n_embd: int) -> str:
