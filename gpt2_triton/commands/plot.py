@@ -36,6 +36,7 @@ PANELS = dict(
     tok_s="tokens per second",
     hellaswag="HellaSwag accuracy",
 )
+LOSS_TITLE = "loss, nats per token: training as a line, validation as dots"
 # for --beside
 CURVES = {path.stem: path for path in sorted(Path(__file__).with_name("curves").glob("*.json"))}
 
@@ -50,6 +51,8 @@ OPENAI = {
 
 
 class Curves(NamedTuple):
+    """A run's name and records, as metrics.jsonl has them."""
+
     name: str
     records: list[dict[str, Any]]
     tokens_per_step: float
@@ -112,7 +115,7 @@ def draw_runs(
     paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()
 ) -> list[str]:
     """Draw runs over tokens, beside OpenAI's GPT-2 and curves of CURVES; return lines
-    that compare their losses.
+    that compare their losses.  ConfigError for another ending of `out`, and as by the readers.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")
@@ -120,56 +123,69 @@ def draw_runs(
     runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
-    # a notebook's shell names a backend that matplotlib may not have
-    os.environ["MPLBACKEND"] = "agg"
-    from matplotlib import font_manager, rcParams
-    from matplotlib.figure import Figure
-
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    rcParams["font.family"] = [
-        *dict.fromkeys([*rcParams["font.family"], *(f for f in FALLBACKS if f in installed)])
-    ]
-
-    panels = [
-        key for key in PANELS if key != "hellaswag" or any(len(run.points(key)) for run in runs)
-    ]
-    figure = Figure(figsize=(11, max(7, 0.6 * (len(runs) + len(curves)))), layout="constrained")
-    layout: list[Any] = [["loss"] * len(panels), panels]
-    axes = figure.subplot_mosaic(layout, height_ratios=[2, 1])
-    lows, tops = list[float](), list[float]()
-    for i, run in enumerate(runs):
-        style = dict(
-            color=COLORS[i % len(COLORS)], linestyle=("-", "--", ":")[i // len(COLORS) % 3]
-        )
-        low, top = _draw_loss(axes["loss"], run, style)
-        lows.append(low)
-        tops.append(top)
-        for key in panels:
-            _draw_line(axes[key], run.points(key), style, smooth=key != "lr")
+    figure, axes = _new_figure(runs, len(curves))
+    limits = [_draw_run(axes, run, i) for i, run in enumerate(runs)]
+    lows = [low for low, _ in limits]
     last = axes["loss"].dataLim.x1
     for curve, marker in zip(curves, "sDv"):
         lows.append(_draw_curve(axes["loss"], curve, marker, last))
     if openai:
         _draw_openai(axes)
         lows += [loss for loss, _ in OPENAI.values()]
-    margin = 0.04 * (max(tops) - min(lows)) or 0.1
-    axes["loss"].set_ylim(min(lows) - margin, max(tops) + margin)
-    for key in {*panels} - {"hellaswag"}:
-        axes[key].set_ylim(bottom=0)
-    if len(norms := np.concatenate([run.points("norm")[:, 1] for run in runs])):
-        # one spike must not flatten the rest
-        axes["norm"].set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)
+    _set_heights(axes, min(lows), max(top for _, top in limits))
+    _cut_spikes(axes["norm"], runs)
     for key, panel in axes.items():
-        _finish(
-            panel, PANELS.get(key, "loss, nats per token: training as a line, validation as dots")
-        )
-        panel.set_xlabel("tokens")
-    figure.legend(
-        *axes["loss"].get_legend_handles_labels(),
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8.5,
-    )
+        _finish(panel, PANELS.get(key, LOSS_TITLE))
+    handles = axes["loss"].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=8.5)
+    _save(figure, out, runs)
+    return [compare(run, curve) for curve in curves for run in runs]
+
+
+def _new_figure(runs: Sequence[Curves], curves: int) -> tuple[Any, dict[str, Any]]:
+    """Return a figure and its empty panels by key; HellaSwag has one if a run has a score."""
+    # a notebook's shell names a backend that matplotlib may not have
+    os.environ["MPLBACKEND"] = "agg"
+    from matplotlib import font_manager, rcParams
+    from matplotlib.figure import Figure
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    fallbacks = [font for font in FALLBACKS if font in installed]
+    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], *fallbacks])]
+    scored = any(len(run.points("hellaswag")) for run in runs)
+    panels = [key for key in PANELS if key != "hellaswag" or scored]
+    height = max(7, 0.6 * (len(runs) + curves))  # of the legend's entries
+    figure = Figure(figsize=(11, height), layout="constrained")
+    layout: list[Any] = [["loss"] * len(panels), panels]
+    return figure, figure.subplot_mosaic(layout, height_ratios=[2, 1])
+
+
+def _draw_run(axes: dict[str, Any], run: Curves, number: int) -> tuple[float, float]:
+    """Draw a run into each panel; return the limits of its losses."""
+    line = ("-", "--", ":")[number // len(COLORS) % 3]
+    style = dict(color=COLORS[number % len(COLORS)], linestyle=line)
+    for key in axes.keys() - {"loss"}:
+        _draw_line(axes[key], run.points(key), style, smooth=key != "lr")
+    return _draw_loss(axes["loss"], run, style)
+
+
+def _set_heights(axes: dict[str, Any], low: float, top: float) -> None:
+    """Show losses from low to top, HellaSwag as it is, and all else from 0."""
+    margin = 0.04 * (top - low) or 0.1
+    axes["loss"].set_ylim(low - margin, top + margin)
+    for key in axes.keys() - {"loss", "hellaswag"}:
+        axes[key].set_ylim(bottom=0)
+
+
+def _cut_spikes(axes: Any, runs: Sequence[Curves]) -> None:
+    """Limit the panel of norms: one spike must not flatten the rest."""
+    norms = np.concatenate([run.points("norm")[:, 1] for run in runs])
+    if len(norms):
+        axes.set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)
+
+
+def _save(figure: Any, out: Path, runs: Sequence[Curves]) -> None:
+    """Write the picture; a line says if no font has a name's characters."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         figure.savefig(out, dpi=150)
@@ -177,7 +193,6 @@ def draw_runs(
         names = ", ".join(run.name for run in runs if not run.name.isascii())
         todo = "install Noto Sans CJK, or set font.family in matplotlibrc"
         print_line(f"note: no font here has all characters of {names}; {todo}", error=True)
-    return [compare(run, curve) for curve in curves for run in runs]
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
@@ -234,6 +249,7 @@ def _draw_openai(axes: dict[str, Any]) -> None:
 
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.locator_params(axis="x", nbins=4 if title in PANELS.values() else 10)
     if title == PANELS["lr"]:
