@@ -153,6 +153,7 @@ def print_from_handler(text: str) -> None:
 
 
 def is_first_rank() -> bool:
+    """Return whether this process is rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -19,6 +19,8 @@ from gpt2_triton.version import installed, triton_notice
 
 
 class Gpu(NamedTuple):
+    """What plans and speeds need to know of a kind of GPU."""
+
     device_names: tuple[str, ...]  # parts of torch.cuda.get_device_name()
     architecture: str  # as architecture() returns it
     tflops: float  # dense bf16 with fp32 accumulation, from the vendor's data sheet
@@ -81,6 +83,7 @@ def is_called(name: str, *parts: str) -> bool:
 
 
 def present() -> bool:
+    """Return whether this process sees a GPU."""
     return torch.cuda.is_available()
 
 

@@ -44,6 +44,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def tensors_name(rank: int) -> str:
+    """Return the name of a rank's file of tensors in a step directory."""
     return f"rank_{rank:05d}.safetensors"
 
 

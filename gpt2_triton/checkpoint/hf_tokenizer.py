@@ -30,6 +30,7 @@ STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as transformers does: indented, in UTF-8."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -64,6 +65,7 @@ def _special(number: int, text: str) -> dict[str, Any]:
 
 
 def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
+    """Write a tokenizer's files for transformers; block_size is its longest text in tokens."""
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer_file.copy(tokenizer, directory)
     tokens, spelling, llama = tokenizer.token_bytes(), byte_spelling(), tokenizer.name == "llama3"

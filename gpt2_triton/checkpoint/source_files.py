@@ -33,10 +33,12 @@ def of_step(step_dir: Path) -> Path | None:
 
 
 def has_tokenizer(directory: Path | None) -> bool:
+    """Return whether a model's directory has files of a tokenizer."""
     return directory is not None and any((directory / name).is_file() for name in VOCABULARIES)
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} without the file."""
     return read_object(path) if path.is_file() else {}
 
 

@@ -85,6 +85,7 @@ class Chosen(NamedTuple):
     machine: Machine
 
     def describe(self) -> None:
+        """Print the model, the steps, and without a GPU the expected time."""
         from gpt2_triton.training import cpu_time
 
         machine = "the CPU" if self.machine.gpu_gib is None else "a GPU"
@@ -95,6 +96,7 @@ class Chosen(NamedTuple):
             print_line(f"  expected time without a GPU: {time}, on an idle machine")
 
     def report_left_out(self) -> None:
+        """Print which special tokens the text has, and what of it was left out."""
         from gpt2_triton.data.prepare import documents
 
         documents.report(self.measured.notes, self.config.data.tokenizer)

@@ -22,6 +22,8 @@ from gpt2_triton.training.logger import duration
 
 
 class Gpu(NamedTuple):
+    """The GPU, or CPU, of a plan."""
+
     name: str  # in the verdict
     nbytes: int
     architecture: str | None = None  # None: a CPU

@@ -214,6 +214,7 @@ def _power_of_2(n: int) -> int:
 
 
 def summary(config: Config, characters: int, tokens: int, machine: str) -> str:
+    """Return what was chosen for a text, in four lines for the console."""
     m = config.model
     t = config.train
     o = config.optim

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
+    """A key of an earlier version."""
+
     harmless: Any  # the value that changed nothing, usually the old default
     instead: str  # the replacement, or what to do
 

@@ -64,6 +64,8 @@ DOWNLOAD_SECONDS = 10.0
 
 
 class Tokenizer(Protocol):
+    """Text to tokens and back, and the tokens that separate and end texts."""
+
     name: str
     vocab_size: int
     delimiter: int  # between documents, and before a sample without a prompt
@@ -87,6 +89,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
+    """Each byte of UTF-8 is a token; byte 0 separates documents."""
+
     name, vocab_size, delimiter, eot = "bytes", 256, 0, 0
     begin: int | None = None
     special: Mapping[str, int] = {}
@@ -102,6 +106,8 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
+    """GPT-2's BPE, by tiktoken."""
+
     name, vocab_size, delimiter, eot = "gpt2", 50257, 50256, 50256
     begin: int | None = None
 
@@ -129,6 +135,8 @@ class GPT2Tokenizer:
 
 
 class Llama3Tokenizer(GPT2Tokenizer):
+    """Llama 3's BPE, by tiktoken."""
+
     name, vocab_size, delimiter, eot = "llama3", 128256, 128000, 128001
     begin: int | None = 128000
 

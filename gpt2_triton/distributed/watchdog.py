@@ -123,6 +123,7 @@ class Watchdog:
             self.heartbeat(self._step)
 
     def stop(self) -> None:
+        """End the watch of this rank."""
         self._closed = True
 
     def _run(self) -> None:

@@ -48,6 +48,8 @@ class _Tensor(NamedTuple):
 
 
 class Contract:
+    """A launcher's outputs and inputs, parsed from its line."""
+
     def __init__(self, line: str, launcher: Callable[..., None]):
         self._launcher = launcher.__name__
         arguments = list(inspect.signature(launcher).parameters)

@@ -31,6 +31,8 @@ Row = dict[str, int]
 
 
 class Table(NamedTuple):
+    """Block sizes and launch options for a kind of GPU, as kernels/tables/*.json has them."""
+
     gpu: str  # part of torch.cuda.get_device_name()
     capabilities: list[str]  # `architecture` of other GPUs that use this table
     source: str  # "measured" on that GPU, or "default": compiled for it, not measured

@@ -55,6 +55,7 @@ def is_hopper() -> bool:
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 

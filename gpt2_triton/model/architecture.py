@@ -30,6 +30,8 @@ from gpt2_triton.model.tables import param_entries
 
 
 class Architecture(NamedTuple):
+    """What a model defines; the engine takes all else from it."""
+
     Params: type
     Acts: type
     Fp8Buffers: type
@@ -68,6 +70,7 @@ LLAMA = Architecture(
 
 
 def of(m: ModelConfig) -> Architecture:
+    """Return the architecture of a configuration; an untied head has Params of its own."""
     if m.arch == "gpt2":
         return GPT2
     return LLAMA if m.tied else LLAMA._replace(Params=llama_buffers.UntiedParams)

@@ -134,6 +134,7 @@ def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> No
 
 
 def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors but fp8's scales and their history."""
     return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
 
 

@@ -59,6 +59,8 @@ class Embedding(NamedTuple):
 
 
 class Layer(NamedTuple):
+    """A layer's four products: their weights, biases and gradients."""
+
     qkv: Linear
     attproj: Linear
     fc: Linear
@@ -128,6 +130,7 @@ class ModelView(Generic[WeightsT, ActsT]):
     observe: Observer  # takes statistics in the training steps that log.stats_every selects
 
     def head_chunks(self) -> Iterator[slice]:
+        """Yield the rows that the head takes at a time."""
         for start in range(0, self.R, self.Rc):
             yield slice(start, min(start + self.Rc, self.R))
 

@@ -32,6 +32,8 @@ NOT_A_LAYER = -1
 
 
 class Bucket(NamedTuple):
+    """Parameters that ranks exchange together: embeddings, a layer, or norms and biases."""
+
     first: int  # flat index
     length: int  # parameters
     start: int  # offset in the padded parameters
@@ -51,6 +53,7 @@ class Shard(NamedTuple):
     optimizer: Optimizer
 
     def of(self, buffer: Tensor, state: str) -> Tensor:
+        """Return this shard's part of the buffer of a state."""
         return buffer[self.states[state] :][: self.length]
 
 

@@ -16,6 +16,8 @@ STEPS = 3  # a step being launched, a step being read, and the step before that,
 
 
 class StepResult(NamedTuple):
+    """What the host reads of a step; the loss in nats per token."""
+
     loss: float
     norm: float
     applied: bool  # False: the update changed nothing, as loss or norm was an outlier or not finite

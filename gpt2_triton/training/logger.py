@@ -150,6 +150,7 @@ class Logger:
         self.info(f"{self._at(step)} | val loss {loss:.4f}{also}")
 
     def hellaswag(self, step: int, acc: float, acc_norm: float) -> None:
+        """Report the accuracy on HellaSwag, by the sum of losses and by loss per token."""
         self._write({"step": step, "hellaswag": acc_norm, "hellaswag_acc": acc})
         self.info(
             f"{self._at(step)} | hellaswag acc_norm {acc_norm:.4f}, "
@@ -157,10 +158,12 @@ class Logger:
         )
 
     def sample(self, step: int, text: str) -> None:
+        """Report a generated text."""
         self._write({"step": step, "sample": text})
         self.info(f"--- sample after step {step} ---\n{text}\n---")
 
     def close(self, failed: bool = False) -> None:
+        """Close the files, and end the run of Weights & Biases."""
         self._close_files()
         self._wandb.close(failed)
 

@@ -46,6 +46,8 @@ from gpt2_triton.training.start import require_own_fp8
 
 
 class Data(NamedTuple):
+    """What a run reads: training data, validation data, questions."""
+
     train: Mixture
     validation: Validation | None  # None if eval.every is 0
     hellaswag: Questions | None  # None if eval.hellaswag_every is 0

@@ -57,6 +57,7 @@ def call(run: Run, due: list[str], step: int) -> None:
 
 
 def validate(run: Run, step: int) -> None:
+    """Log the validation loss, in fp8 runs both losses, and remember the best."""
     validation = run.data.validation
     assert validation
     with run.watchdog.phase("validating"):
@@ -77,6 +78,7 @@ def _losses(run: Run, fp8: bool = False) -> list[float]:
 
 
 def answer_hellaswag(run: Run, step: int) -> None:
+    """Log the accuracy on HellaSwag's questions."""
     assert run.data.hellaswag
     with run.watchdog.phase("answering HellaSwag"):
         scores = hellaswag.evaluate(
@@ -86,6 +88,7 @@ def answer_hellaswag(run: Run, step: int) -> None:
 
 
 def write_sample(run: Run, step: int) -> None:
+    """Log a text that the model writes, on rank 0."""
     if run.group.rank != 0:
         return
     with run.watchdog.phase("sampling"):

@@ -71,10 +71,12 @@ class WandbLogger:
         )
 
     def log(self, record: Record) -> None:
+        """Send a record; the first failure ends sending."""
         if self._run is not None:
             self._attempt(lambda: self._run.log(record, step=record["step"]))
 
     def close(self, failed: bool = False) -> None:
+        """End the wandb run; `failed` marks it so."""
         if self._failure:
             self._warn("W&B lacks steps of this run")
         if self._run is not None:

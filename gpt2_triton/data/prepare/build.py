@@ -240,6 +240,7 @@ def balance_last_two(directory: Path, names: list[str], limit: int) -> ShardReco
 
 
 def shard_record(path: Path) -> dict[str, Any]:
+    """Return a shard's row of shards.json."""
     return {"tokens": read_header(path)[1], "sha256": sha256(path)}
 
 
@@ -268,6 +269,7 @@ def _remove(out_dir: Path, *names: str) -> None:
 
 
 def directory_in_use(place: Path) -> DataError:
+    """Return the error about a directory that holds other data."""
     return DataError(
         f"{place}: in use: it holds other data; choose another directory as --out, or remove it"
     )

@@ -122,6 +122,7 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
 
 
 def unreadable(where: object, error: Exception) -> DataError:
+    """Return the error about a file that cannot be read, with the fix."""
     why = getattr(error, "strerror", None) or str(error)
     todo = "correct the path or copy the file again"
     if "requires too much memory" in why:  # a window of more than 128 MiB

@@ -33,6 +33,8 @@ OFFLINE = "check the name in --source and the network, or use `prepare text` for
 
 
 class Dataset(NamedTuple):
+    """A dataset of the Hub, and what to read of it."""
+
     name: str
     version: str | None = None  # its configuration, as sample-10BT
     revision: str | None = None  # branch or commit; by default the newest commit of main

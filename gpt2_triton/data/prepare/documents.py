@@ -51,6 +51,8 @@ AS_DOCUMENTS = Reading()
 
 
 class File(NamedTuple):
+    """A file of text, and its name in the record."""
+
     path: Path
     name: str  # in the record: the file's name, or its path below the folder that was given
 
@@ -96,6 +98,7 @@ def report(notes: Notes, tokenizer: str) -> None:
 
 
 def report_left_out(notes: Notes) -> None:
+    """Print what was left out, if anything was."""
     if what := left_out(notes):
         print_line(f"left out: {what}")
 
@@ -107,6 +110,7 @@ def require_all(notes: Notes, strict: bool) -> None:
 
 
 def no_text(where: object, notes: Notes) -> DataError:
+    """Return the error about files without text."""
     what, field = (
         left_out(notes) or "nothing",
         'name its field, as --field NAME, or write {"text": "..."} rows',

@@ -29,6 +29,8 @@ Text = tuple[Any, str]
 
 
 class MeasuredText(NamedTuple):
+    """A user's text, read once: what it holds, and how its documents are read again."""
+
     files: list[File]
     digests: list[str]  # the sha256 of each
     characters: int  # in all

@@ -6,6 +6,7 @@ from gpt2_triton.operands import Branch, Dropout, Linear, Norm
 
 
 def wire(m: Cut[Params, Acts, Fp8Buffers]) -> Wiring:
+    """Return what GPT-2's launches take; with fp8, a.fch becomes gelu'."""
     w = m.w
     g = m.g
     a = m.a

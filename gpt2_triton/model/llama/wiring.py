@@ -9,12 +9,14 @@ Slices = Cut[Params, Acts, Fp8Operands]
 
 
 def head_norm(m: Slices, l: int) -> HeadNorm | None:
+    """Return the norm of layer l's heads of q and k; None without model.qk_norm."""
     if not m.dims["Qn"]:
         return None
     return HeadNorm(m.w.qknormw[l], m.a.qkrstd[l], m.g.qknormw[l], m.dims["NH"], m.norm_eps)
 
 
 def wire(m: Slices) -> Wiring:
+    """Return what Llama's launches take."""
     w = m.w
     g = m.g
     a = m.a
