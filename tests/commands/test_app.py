@@ -506,6 +506,14 @@ def test_select_device_refuses_what_cannot_run(machine, gpu):
             "--top_p: must be above 0 and at most 1, got 0.0; 1",
         ),
         (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+        (
+            ["sample", "a", "--seed", str(1 << 62)],
+            "--seed: must be below 2^62, got 4611686018427387904",
+        ),
+        (
+            ["sample", "a", "--prompt_file", os.devnull],
+            "/dev/null: no prompt; write one on each line",
+        ),
         (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
         (["export", "a"], "--out requires an argument; see --help"),
         (
