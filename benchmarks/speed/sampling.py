@@ -57,8 +57,8 @@ def ours(size: str, sequences: int) -> Call:
     model.state.params.normal_(0, 0.02)
     how = Sampling()
     compile_decoding(model, *how)
-    prompt = [*range(PROMPT)]
-    return lambda: [*generate(model, prompt, TOKENS, range(sequences), how)]
+    prompts = [[*range(PROMPT)]] * sequences
+    return lambda: [*generate(model, prompts, TOKENS, range(sequences), how)]
 
 
 def theirs(size: str, sequences: int, cache: str | None) -> Call:

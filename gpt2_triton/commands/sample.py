@@ -45,14 +45,12 @@ def sample(
         seed: Seed of each prompt's first text; each next text adds 1.
         num: Number of texts of each prompt. A single text is printed while it is
             decoded; between texts stands ---.
-        batch: Largest number of texts decoded at once; it changes the speed, not
-            the random numbers of a text.
+        batch: Largest number of texts decoded at once, fewer in short memory; it changes
+            the speed, not the random numbers of a text.
     """
-    how, prompts = (
-        Sampling(temperature, top_k, top_p),
-        [*(prompt or []), *_lines(prompt_file)] or [""],
-    )
+    how = Sampling(temperature, top_k, top_p)
     how.check("--", tokens, seed)
+    prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])] or [""]
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import encode_prompt, get_tokenizer, special_names
@@ -61,33 +59,30 @@ def sample(
     from gpt2_triton.model.compiling import compile_decoding
 
     config, stored, beside = load_weights(checkpoint)
-    model, tokenizer = (
-        load_for_decoding(config, stored, min(num, batch)),
-        get_tokenizer(config.data.tokenizer),
-    )
+    model = load_for_decoding(config, stored, min(len(prompts) * num, batch))
+    tokenizer = get_tokenizer(config.data.tokenizer)
     limit(model, tokenizer)
-    encoded = [encode_prompt(tokenizer, text, special) for text in prompts]
-    ends = ends_of_text(tokenizer, beside)
-    found = (
-        sum(text.count(name) for text in prompts for name in special_names(tokenizer))
-        if special
-        else 0
-    )
+    names = special_names(tokenizer) if special else []
+    found = sum(text.count(name) for text in prompts for name in names)
     if found:
         print_line(f"special tokens in the prompts: {found:,}", error=True)
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
-    start, count = time.perf_counter(), 0
-    texts = (
-        (text, ids, drawn)
+    encoded = [encode_prompt(tokenizer, text, special).tolist() for text in prompts]
+    texts = [
+        (text, ids, seed + i)
         for text, ids in zip(prompts, encoded, strict=True)
-        for drawn in draw(model, ids.tolist(), tokens, how, seed, num, ends)
-    )
-    for n, (text, ids, drawn) in enumerate(texts):
+        for i in range(num)
+    ]
+    _, all_ids, seeds = zip(*texts)
+    start = time.perf_counter()
+    count = 0
+    drawn_texts = draw(model, all_ids, tokens, how, seeds, ends_of_text(tokenizer, beside))
+    for n, ((text, ids, _), drawn) in enumerate(zip(texts, drawn_texts, strict=True)):
         printed, counted = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)
-        for piece in stream_text(tokenizer, printed, ids.tolist()):
+        for piece in stream_text(tokenizer, printed, ids):
             print(shown(piece), end="", flush=True)
         print(flush=True)
         count += len([*counted])
@@ -100,10 +95,10 @@ def sample(
     print(f"{count} tokens in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
 
 
-def _lines(file: Path | None) -> list[str]:
+def _lines(file: Path) -> list[str]:
     """Return the lines of a file, or of stdin for -, that are not empty."""
     try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes() if file else b""
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         wrong = f"--prompt_file: {file} cannot be read: {error.strerror}; correct the path"
         raise ConfigError(wrong) from None
@@ -115,4 +110,7 @@ def _lines(file: Path | None) -> list[str]:
         todo = f"`iconv -f {encoding} -t utf-8` converts it"
         wrong = f"not UTF-8: byte 0x{data[error.start]:02x}; {todo}"
         raise ConfigError(f"--prompt_file: {file}, line {line:,}: {wrong}") from None
-    return [line for line in re.split("[\r\n]+", text) if line]
+    lines = [line for line in re.split("[\r\n]+", text) if line]
+    if not lines:
+        raise ConfigError(f"--prompt_file: {file}: no prompt; write one on each line")
+    return lines

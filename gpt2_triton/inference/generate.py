@@ -3,13 +3,14 @@
 A step needs nothing from the host: the sampled token stays on the device as the next step's input.
 So the host launches step s before it reads the token of step s - 3, and the device never waits.
 
-The model sees at most T tokens (train.seq_len).  When this window is full, the newest T // 2
-tokens move to its beginning and refill the cache by a forward pass; T - T // 2 decode steps
+The model sees at most T tokens (train.seq_len).  When a sequence's window is full, the newest
+T // 2 tokens move to its beginning and refill the cache by a forward pass; T - T // 2 decode steps
 follow.  So every token has at least T // 2 tokens before it, and costs one step and 1/T of a
 forward pass.  nanoGPT moves the window by one token instead: every position changes, and
 each token costs a forward pass.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -42,38 +43,53 @@ class _TokenCopy:
 
 
 def generate(
-    model: Model, prompt: Sequence[int], count: int, seeds: Sequence[int], how: Sampling
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    seeds: Sequence[int],
+    how: Sampling,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `count` times; sequence i has `prompt`,
-    and samples with seeds[i].
+    """Yield the next token of every sequence, `count` times; sequence i continues
+    prompts[i], and samples with seeds[i].
     """
     T = model.T
-    sequences, sampled = [list(prompt) for _ in seeds], 0
+    windows = [list(prompt) for prompt in prompts]
+    moved = [True] * len(windows)
     copies = [_TokenCopy(model) for _ in range(STEPS_IN_FLIGHT)]
+    sampled = 0
     while sampled < count:
-        length = len(sequences[0])
-        length = length if length <= T else max(1, T // 2)
-        fill_cache(model, [sequence[-length:] for sequence in sequences], sampled, seeds)
-        for tokens in _steps(model, min(count - sampled, T - length + 1), copies, how):
-            for sequence, token in zip(sequences, tokens, strict=True):
-                sequence.append(token)
+        for b, window in enumerate(windows):
+            if len(window) > T:
+                windows[b] = window[-max(1, T // 2) :]
+                moved[b] = True
+        fill_cache(model, windows, moved)
+        place(model, windows, sampled, seeds)
+        moved = [False] * len(windows)
+        longest = max(len(window) for window in windows)
+        for tokens in _steps(model, min(count - sampled, T - longest + 1), copies, how):
+            for window, token in zip(windows, tokens, strict=True):
+                window.append(token)
             sampled += 1
             yield tokens
 
 
-def fill_cache(model: Model, windows: list[list[int]], sampled: int, seeds: Sequence[int]) -> None:
-    """Run all but the last token of windows of one length into the cache; the
-    first fill has one for all.
+def fill_cache(model: Model, windows: Sequence[list[int]], moved: Sequence[bool]) -> None:
+    """Run all but the last token of the windows that have moved into the cache;
+    neighbours that are equal at once.
     """
-    n = len(windows[0])
-    if n > 1 and sampled == 0:
-        model.prefill(windows[0], slice(0, len(windows)))
-    elif n > 1:
-        for b, window in enumerate(windows):
-            model.prefill(window, slice(b, b + 1))
+    first = 0
+    for (window, has_moved), equal in itertools.groupby(zip(windows, moved, strict=True)):
+        end = first + len([*equal])
+        if has_moved and len(window) > 1:
+            model.prefill(window, slice(first, end))
+        first = end
+
+
+def place(model: Model, windows: Sequence[list[int]], sampled: int, seeds: Sequence[int]) -> None:
+    """Let the next step take the last token of each window."""
     seq = [
-        [window[-1], n - 1, sampled, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF]
-        for window, seed in zip(windows, seeds)
+        [window[-1], len(window) - 1, sampled, seed & 0x7FFFFFFF, seed >> 31]
+        for window, seed in zip(windows, seeds, strict=True)
     ]
     model.decoding.seq.copy_(torch.from_numpy(np.array(seq, np.int32)))
 

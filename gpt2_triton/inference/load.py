@@ -54,10 +54,18 @@ def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
 
 
 def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequences: int) -> Model:
-    """Return a model with the weights of `stored` that decodes `sequences` sequences at once."""
-    # a decode step's rows, one per sequence, must fit the buffers
-    batch = -(-sequences // config.train.seq_len)
-    return _load(_computing(config, None), stored, batch, sequences)
+    """Return a model with the weights of `stored` that decodes up to `sequences` sequences at
+    once: as many as fit.
+    """
+    config = _computing(config, None)
+
+    def batch(sequences: int) -> int:
+        # a decode step's rows, one per sequence, must fit the buffers
+        return -(-sequences // config.train.seq_len)
+
+    fitting = largest_batch(lambda n: _plan_bytes(config, batch(n), n), free_bytes(device_name()))
+    sequences = max(1, min(sequences, fitting))
+    return _load(config, stored, batch(sequences), sequences)
 
 
 def _load(config: Config, stored: Mapping[str, StoredTensor], batch: int, sequences: int) -> Model:

@@ -34,29 +34,26 @@ def limit(model: Model, tokenizer: Tokenizer) -> None:
 
 def draw(
     model: Model,
-    ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     tokens: int,
     how: Sampling,
-    seed: int,
-    num: int,
+    seeds: Sequence[int],
     ends: Collection[int],
 ) -> Iterator[Iterator[int]]:
-    """Yield an iterator of tokens after `ids` for each of `num` texts; text
-    i has the seed `seed` + i.
-    """
+    """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
+    lengths = [len(prompt) for prompt in prompts if len(prompt) > model.T]
+    if lengths:
+        has = "the prompt has" if len(prompts) == 1 else f"{len(lengths):,} prompts have up to"
+        cut = f"of which the model sees the last {max(1, model.T // 2):,}"
+        print_line(f"note: {has} {max(lengths):,} tokens, {cut}", error=True)
     batch = len(model.decoding.seq)
-    if len(ids) > model.T:
-        seen = max(1, model.T // 2)
-        print_line(
-            f"note: the prompt has {len(ids):,} tokens, of which the model sees the last {seen:,}",
-            error=True,
-        )
-    for first in range(seed, seed + num, batch):
+    for first in range(0, len(prompts), batch):
+        wanted = range(first, min(first + batch, len(prompts)))
         # the last batch is full too: the shapes of a step never change
-        seeds = range(first, first + batch)
-        steps = generate(model, ids, tokens, seeds, how)
-        texts = _columns(steps, ends) if num > 1 else [(token for [token] in steps)]
-        for text in texts[: seed + num - first]:
+        at = [*wanted, *[wanted[-1]] * (batch - len(wanted))]
+        steps = generate(model, [prompts[i] for i in at], tokens, [seeds[i] for i in at], how)
+        texts = _columns(steps, ends) if batch > 1 else [(token for [token] in steps)]
+        for text in texts[: len(wanted)]:
             yield itertools.takewhile(lambda token: token not in ends, text)
 
 
@@ -92,7 +89,7 @@ def stream(
 ) -> Generator[str, None, None]:
     """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
     ids = encode_prompt(tokenizer, prompt).tolist()
-    [drawn] = draw(model, ids, tokens, how, seed, 1, ends_of_text(tokenizer, beside))
+    [drawn] = draw(model, [ids], tokens, how, [seed], ends_of_text(tokenizer, beside))
     return stream_text(tokenizer, drawn, ids)
 
 

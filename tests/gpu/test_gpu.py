@@ -354,7 +354,7 @@ def test_a_run_compiles_nothing_after_compile_nor_itself(precision, tmp_path):
         train_steps(model, 2)
         for in_fp8 in {False, model.has_fp8}:
             model.evaluate(*np.zeros((2, model.B, model.T), np.int32), fp8=in_fp8)
-        list(generate(model, [1, 2, 3], 1, [7], Sampling()))
+        list(generate(model, [[1, 2, 3]], 1, [7], Sampling()))
     assert late == []
 
 
@@ -364,14 +364,14 @@ def test_decoding_with_graphs_gives_the_tokens_of_eager_launches():
     model.initialise(seed=1)
     texts = []
     for model.eager in (True, False):
-        texts.append(list(generate(model, [1, 2, 3], 40, [7, 8, 9], Sampling(1.0, 50, 0.9))))
+        texts.append(list(generate(model, [[1, 2, 3]] * 3, 40, [7, 8, 9], Sampling(1.0, 50, 0.9))))
     assert texts[0] == texts[1]
 
 
 def test_more_decoded_tokens_allocate_nothing():
     model = Model(wide_config(), gpt2_triton.kernels, "cuda", batch=1, sequences=1)
     model.initialise(seed=1)
-    list(generate(model, [1, 2, 3], 8, [7], Sampling()))
+    list(generate(model, [[1, 2, 3]], 8, [7], Sampling()))
     before = allocations()
-    list(generate(model, [1, 2, 3], 100, [7], Sampling()))
+    list(generate(model, [[1, 2, 3]], 100, [7], Sampling()))
     assert allocations() == before

@@ -20,7 +20,7 @@ from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.inference import generate, sample
+from gpt2_triton.inference import generate, load, sample
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
 from gpt2_triton.model.gpt2 import schedule as layers
@@ -54,9 +54,8 @@ def decoder(texts: int = 1, **sections) -> Model:
 
 def generated(model: Model, count: int, how: tuple, seeds=(1,), prompt=PROMPT) -> list[list[int]]:
     """Return the tokens of each text."""
-    return [
-        list(text) for text in zip(*generate.generate(model, prompt, count, seeds, Sampling(*how)))
-    ]
+    steps = generate.generate(model, [prompt] * len(seeds), count, seeds, Sampling(*how))
+    return [list(text) for text in zip(*steps)]
 
 
 def window(text: list[int], prompt: int, T: int) -> list[int]:
@@ -127,6 +126,18 @@ def test_text_depends_on_its_seed_and_not_on_its_batch():
     together = generated(decoder(3), 14, PLAIN, seeds=[1, 2, 3])
     assert together[1:] == [generated(decoder(), 14, PLAIN, seeds=[seed])[0] for seed in (2, 3)]
     assert all(a != b for a, b in itertools.combinations(together, 2))
+
+
+@pytest.mark.slow
+def test_texts_of_several_prompts_equal_single_texts():
+    """Windows of 16 move at different steps; the first prompt is cut, the last two are neighbours
+    with one window.
+    """
+    prompts = [[7 * i % 256 for i in range(n)] for n in (40, 1, 11)]
+    prompts.append(prompts[-1])
+    steps = generate.generate(decoder(4), prompts, 20, range(4), PLAIN)
+    for seed, (prompt, text) in enumerate(zip(prompts, zip(*steps), strict=True)):
+        assert [[*text]] == generated(decoder(), 20, PLAIN, [seed], prompt)
 
 
 @pytest.mark.slow
@@ -254,7 +265,7 @@ def test_texts_stop_at_every_end_of_text(num, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how))
     )
-    texts = [[*text] for text in sample.draw(model, PROMPT, 6, PLAIN, 7, num, ends)]
+    texts = [[*text] for text in sample.draw(model, [PROMPT] * num, 6, PLAIN, seeds, ends)]
     assert texts == [text[:length] for text, length in zip(plain, lengths)]
     assert lengths[0] <= 4 and lengths[-1] <= 3
     assert len(launched) <= max(lengths) + generate.STEPS_IN_FLIGHT
@@ -265,7 +276,9 @@ def test_texts_stop_at_every_end_of_text(num, tmp_path, monkeypatch):
 
 def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(sample, "draw", lambda model, ids, *_: seen.append(bytes(ids)) or [])
+    monkeypatch.setattr(
+        sample, "draw", lambda model, prompts, *_: seen.append(bytes(*prompts)) or [[]]
+    )
     for words, said in (([], "special tokens in the prompts: 1\n"), (["--no-special"], "")):
         assert (
             main(tools, ["sample", str(step_dir), "--prompt", "a<|endoftext|>b<|eot_id|>", *words])
@@ -276,11 +289,34 @@ def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monke
 
 
 @pytest.mark.parametrize(
-    ("length", "note"), [(16, ""), (17, "note: .* 17 tokens, of which .* the last 8\n")]
+    ("length", "note"), [(16, ""), (17, "note: {} 17 tokens, of which .* the last 8\n")]
 )
 def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
-    assert list(sample.draw(decoder(2), [97] * length, 1, PLAIN, 7, 3, {0})) != []
-    assert re.fullmatch(note, capsys.readouterr().err)
+    prompts = [[97], [97] * length, [97, 98]]
+    for some, has in ((prompts, "1 prompts have up to"), (prompts[1:2], "the prompt has")):
+        assert len(list(sample.draw(decoder(2), some, 1, PLAIN, range(7, 10), {0}))) == len(some)
+        assert re.fullmatch(note.format(has), capsys.readouterr().err)
+
+
+def test_texts_of_several_prompts_are_decoded_at_once(step_dir, monkeypatch):
+    """As many as --batch says, in memory for two of them; 5 texts then take 3 batches."""
+    steps = []
+    launch = Model.decode
+    monkeypatch.setattr(
+        Model, "decode", lambda self, *how: (steps.append(self), launch(self, *how))
+    )
+    prompts = ["a", "bc", "d", "e", "f"]
+    for batch, texts, runs in ((64, 5, 1), (3, 3, 2)):
+        steps.clear()
+        sample_command.sample(str(step_dir), prompt=prompts, tokens=2, batch=batch)
+        assert len(steps[0].decoding.seq) == texts
+        assert len(steps) == 2 * runs
+    memory = load._plan_bytes(steps[0].config, 1, 2)
+    monkeypatch.setattr(load, "free_bytes", lambda _: memory)
+    steps.clear()
+    sample_command.sample(str(step_dir), prompt=prompts, tokens=2)
+    assert len(steps[0].decoding.seq) == 2
+    assert len(steps) == 2 * 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
-from gpt2_triton.inference.generate import fill_cache
+from gpt2_triton.inference.generate import fill_cache, place
 from gpt2_triton.inference.load import load_for_decoding
 from tests.support import checkpoints
 from tests.support.tiny import tiny_config
@@ -54,7 +54,8 @@ def token_ids(config: Config) -> np.ndarray:
 def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndarray:
     """Return the logits [V] of our kernels after the last token."""
     model = load_for_decoding(config, whole_tensors("", {"params": params}), 1)
-    fill_cache(model, ids.tolist(), 0, [0])
+    fill_cache(model, ids.tolist(), [True])
+    place(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
     return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
 
