@@ -25,6 +25,7 @@ from cyclopts import App, Parameter
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.load import verify
+from gpt2_triton.training.metrics import read_metrics
 from tests.chaos.faults import TABLE, Injection
 from tests.chaos.job import Job, build_shim
 
@@ -172,7 +173,7 @@ def _differing(got: bytes, want: bytes) -> int:
 
 def _numbers(path: Path) -> bytes:
     """Return the lines of a metrics file without their times."""
-    records = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    records = read_metrics(path) if path.exists() else []
     return "\n".join(
         json.dumps({k: v for k, v in record.items() if k not in TIMES}) for record in records
     ).encode()

@@ -70,7 +70,7 @@ def take_samples(process: subprocess.Popen[bytes], metrics: Path, minutes: float
     """Return a sample of each second from the first finished step on, for `minutes`
     or until the process ends.
     """
-    while process.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+    while process.poll() is None and not (metrics.exists() and b'"loss"' in metrics.read_bytes()):
         time.sleep(0.5)
     began, samples = time.monotonic(), []
     while process.poll() is None and time.monotonic() - began < 60 * minutes:

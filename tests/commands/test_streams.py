@@ -2,13 +2,14 @@
 command without a traceback.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gpt2_triton.training.metrics import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --train.batch_size 1 \
@@ -49,7 +50,7 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
     words = ["train.py", "configs/quickstart.yaml", *SMALL, "--run_dir", str(run)]
     shell(f'("$@"; echo $? > {tmp_path}/code) {streams}', *words)
     assert (tmp_path / "code").read_text() == "0\n"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run / METRICS)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     assert (run / "checkpoints" / "step_00000002").is_dir()
 

@@ -5,8 +5,6 @@ It runs in this process, whose interpreter is fast; test_streams.py and
 test_install.py start processes.
 """
 
-import json
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
 from gpt2_triton.data.prepare.builtin import builtin_text
+from gpt2_triton.training.metrics import METRICS, read_metrics
 
 
 @pytest.mark.slow
@@ -21,8 +20,7 @@ from gpt2_triton.data.prepare.builtin import builtin_text
 def test_quickstart_loss_falls_and_its_checkpoint_writes_words(tmp_path, capsys):
     directory = str(tmp_path / "run")
     assert main(app, ["configs/quickstart.yaml", "--run_dir", directory]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_metrics(tmp_path / "run" / METRICS)
     losses = np.array([record["loss"] for record in records if "loss" in record])
     assert 5.3 < losses[0] < 5.7  # 256 equally likely bytes cost log(256) = 5.55
     assert losses[-20:].mean() < 1.4  # 1.27
