@@ -17,7 +17,7 @@ from gpt2_triton.config import recipes
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError, Sections, options
-from gpt2_triton.config.values import OF_A_SIZE, closest, whole_number
+from gpt2_triton.config.values import OF_A_SIZE, SIZES, closest, keys_of_size, whole_number
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import expand
 
@@ -53,8 +53,8 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
         (tree, lines), place = read_yaml(path), str(path)
         if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
             lines, place = {}, str(source)
-    if "model.size" in overrides and isinstance(tree.get("model"), dict):
-        tree["model"] = {key: value for key, value in tree["model"].items() if key not in OF_A_SIZE}
+    if isinstance(tree.get("model"), dict):
+        tree["model"] = _without_size(tree["model"], overrides)
     for key, value in overrides.items():
         section, dot, name = key.partition(".")
         if isinstance(value, Mapping):  # a dictionary would replace the section
@@ -78,6 +78,19 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
             f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)
         ]
         raise ConfigError("\n".join(problems)) from None
+
+
+def _without_size(model: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `model` of a source, ready for overrides of its size or of the keys that
+    its size stands for.
+    """
+    if "model.size" in overrides:
+        return {key: value for key, value in model.items() if key not in OF_A_SIZE}
+    size = str(model.get("size"))
+    known = keys_of_size(size) if size in SIZES else {}
+    if not any(f"model.{key}" in overrides for key in known):
+        return model
+    return known | {key: value for key, value in model.items() if key != "size"}
 
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:

@@ -22,13 +22,12 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from gpt2_triton.config.values import (
-    LLAMA_KEYS,
     RECOMPUTE_LEVELS,
-    SIZE_KEYS,
     SIZES,
     check_mixture,
     check_recompute,
     check_tokenizer,
+    keys_of_size,
     whole_number,
 )
 
@@ -185,7 +184,7 @@ class ModelConfig(ConfigSection):
             raise ConflictError(
                 [("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")]
             )
-        known = dict(zip(SIZE_KEYS, SIZES[size], strict=True)) | LLAMA_KEYS.get(size, {})
+        known = keys_of_size(size)
         for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"

@@ -51,6 +51,11 @@ TOKENIZERS = ("gpt2", "llama3", "bytes")  # by name; others are files
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 
 
+def keys_of_size(size: str) -> dict[str, Any]:
+    """Return the keys of `model` that a size of SIZES stands for."""
+    return dict(zip(SIZE_KEYS, SIZES[size], strict=True)) | LLAMA_KEYS.get(size, {})
+
+
 def check_recompute(value: str) -> str:
     """Return `value` if it is auto, a level, or a level for the first layers; else raise
     ValueError.  Llama, which has no GELU and no LayerNorm, may say act and norm.

@@ -363,6 +363,15 @@ def test_model_size_override_replaces_keys_of_the_file(tmp_path):
     assert (m.n_layer, m.n_embd, m.n_head, m.block_size, m.vocab_size) == (12, 768, 12, 2048, 300)
 
 
+def test_override_replaces_a_key_of_the_files_size(tmp_path):
+    (tmp_path / "x.yaml").write_text("model: {size: 'llama:c768', qk_norm: true}\n")
+    whole = Config.load(tmp_path / "x.yaml").model
+    less = Config.load(tmp_path / "x.yaml", {"model.n_layer": "2", "model.n_inner": 512}).model
+    assert less == whole.model_copy(update=dict(n_layer=2, n_inner=512)) and less.qk_norm
+    with pytest.raises(ConfigError, match="d12 has n_layer 12, but n_layer is 2; remove one"):
+        Config.load(tmp_path / "x.yaml", {"model.size": "d12", "model.n_layer": 2})
+
+
 def test_batch_must_divide_on_the_gpus_of_the_run(tmp_path):
     """96 sequences do not divide into batches of 64, on 8 GPUs they are 12 each."""
     (tmp_path / "x.yaml").write_text(
