@@ -79,11 +79,12 @@ def _losses(run: Run, fp8: bool = False) -> list[float]:
 
 def answer_hellaswag(run: Run, step: int) -> None:
     """Log the accuracy on HellaSwag's questions."""
-    assert run.data.hellaswag
+    questions = run.data.hellaswag
+    assert questions
+    if run.group.device == "cpu":
+        run.log.info(f"answering {len(questions.labels):,} questions of HellaSwag")
     with run.watchdog.phase("answering HellaSwag"):
-        scores = hellaswag.evaluate(
-            run.model, run.data.hellaswag, run.control, run.signals.is_requested
-        )
+        scores = hellaswag.evaluate(run.model, questions, run.control, run.signals.is_requested)
     run.log.hellaswag(step, scores["acc"], scores["acc_norm"])
 
 

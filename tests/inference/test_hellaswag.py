@@ -356,7 +356,9 @@ def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file,
     assert all(
         record[key] in (0, 0.5, 1) for record in found for key in ("hellaswag", "hellaswag_acc")
     )
-    assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in out
+    assert out.count("\nanswering 2 questions of HellaSwag\n") == 2
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
