@@ -37,5 +37,7 @@ def tokenizer(
     for line in train_tokenizer(measured, vocab, out):
         print(printable(line))
     files = " ".join(shlex.quote(str(given)) for given in inputs)
+    if field != "text":
+        files += f" --field {shlex.quote(field)}"
     use = f"train own --data {files} --data.tokenizer {shlex.quote(str(out))}"
     print_line(f"wrote {out}; next: {command_line(use)}")

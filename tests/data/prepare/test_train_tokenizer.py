@@ -53,6 +53,13 @@ def test_a_text_without_enough_pairs_says_so(greek, capsys):
     assert "no more pairs that occur twice (16,384 were asked for)" in capsys.readouterr().out
 
 
+def test_the_next_command_names_the_field(greek, capsys):
+    (greek / "my.jsonl").write_text(json.dumps({"doc": {"is": "It was. " * 30}}) + "\n")
+    words = ["tokenizer", "my.jsonl", "--field", "doc.is", "--vocab", "257"]
+    assert main(tools, words) == 0
+    assert " own --data my.jsonl --field doc.is --data.tokenizer " in capsys.readouterr().out
+
+
 def test_a_directory_that_is_there_is_kept(greek, capsys):
     (greek / "tok").mkdir()
     (greek / "tok" / "mine").touch()
