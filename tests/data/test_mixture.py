@@ -149,6 +149,11 @@ def test_an_empty_source_is_one_line(folder):
         parts(folder, "a/*.bin=1,none/*.bin=1")
 
 
+def test_several_patterns_without_weights_are_told_so(folder):
+    with pytest.raises(DataError, match="no such shards; .*each needs its weight, as A=3,B=1"):
+        parts(folder, "a/*.bin,b/*.bin")
+
+
 def test_validation_has_the_shares_of_its_tokens(folder):
     found = Validation(parts(folder, "a/*.bin=3,b/*.bin=1"), T, 32)
     assert [loader.tokens for loader in found.loaders] == [24, 8]
