@@ -67,14 +67,12 @@ def _finish(
     if b_ptr is not None:
         acc += tl.load(b_ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == "gelu":
-        slopes = slope_ptr + at
+        acc = tl.where(mask, acc, 0.0)  # of no amax; behind gelu registers spill
         slope = dgelu(acc, tl.bfloat16) * STEPS + ZERO
-        tl.store(slopes, tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8), mask=mask)
-        tl.store(
-            rows_ptr + at,
-            quantise(tl.where(mask, gelu(acc, tl.bfloat16), 0.0), scale_ptr, amax_ptr),
-            mask=mask,
-        )
+        slope = tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8)
+        tl.store(slope_ptr + at, slope, mask=mask)
+        out = quantise(gelu(acc, tl.bfloat16), scale_ptr, amax_ptr)
+        tl.store(rows_ptr + at, out, mask=mask)
     elif EPILOGUE == "dgelu":
         slope = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
         acc *= (slope - ZERO) / STEPS  # rows past the end of a are 0

@@ -136,8 +136,9 @@ def _layernorm_bwd_kernel(
         if dbranch_ptr is not None:
             tl.store(dbranch_ptr + at, dx, mask=mask)
         if dx8_ptr is not None:
-            top = row_maxima(top, tl.where(mask, dx, 0.0))
-            tl.store(dx8_ptr + at, quantise(dx, dx_scale_ptr, None), mask=mask)
+            dx8 = quantise(dx, dx_scale_ptr, None)
+            top = row_maxima(top, tl.where(mask, dx, 0.0))  # behind the cast, else registers spill
+            tl.store(dx8_ptr + at, dx8, mask=mask)
         dw += dout * xhat
         if b_ptr is not None:
             db += dout

@@ -95,13 +95,11 @@ def _epilogue(
         pre = stored.to(tl.float32)
         BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
         if BY_TMA:
-            # keeps pre in acc's register layout; without it act_out and dpre each compute GELU's
-            # sigmoid, and at 128x256 registers spill
-            pre += 0.0 * acc
+            if act_desc is not None:  # before the sums, else registers spill
+                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+            pre += 0.0 * acc  # keeps pre in acc's register layout: else registers spill
             acc = product(acc, dactivation(pre, ACT, stored.dtype))
             tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
-            if act_desc is not None:
-                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
         else:
             if not INTERPRETED:  # which cuts numbers off, and so errs in one direction twice
                 # as in PyTorch and hopper/: half as many bytes change to the layout of pre
