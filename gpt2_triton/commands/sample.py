@@ -43,10 +43,9 @@ def sample(
         top_p: Of the tokens that top_k keeps, sample among the fewest that together
             have probability p; 1 among all.
         seed: Seed of each prompt's first text; each next text adds 1.
-        num: Number of texts of each prompt. A single text is printed while it is
-            decoded; between texts stands ---.
-        batch: Largest number of texts decoded at once, fewer in short memory; it changes
-            the speed, not the random numbers of a text.
+        num: Number of texts of each prompt; between texts stands ---.
+        batch: Largest number of texts decoded at once, fewer in short memory; the first is
+            printed meanwhile. It changes the speed, not the random numbers of a text.
     """
     how = Sampling(temperature, top_k, top_p)
     how.check("--", tokens, seed)

@@ -6,6 +6,7 @@ so far.  So a text depends on the weights, the prompt and the seed alone.
 """
 
 import itertools
+import operator
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -52,20 +53,10 @@ def draw(
         # the last batch is full too: the shapes of a step never change
         at = [*wanted, *[wanted[-1]] * (batch - len(wanted))]
         steps = generate(model, [prompts[i] for i in at], tokens, [seeds[i] for i in at], how)
-        texts = _columns(steps, ends) if batch > 1 else [(token for [token] in steps)]
-        for text in texts[: len(wanted)]:
+        # each text takes as many steps as it needs, and finds those that others took
+        for b, rows in enumerate(itertools.tee(steps, len(wanted))):
+            text = map(operator.itemgetter(b), rows)
             yield itertools.takewhile(lambda token: token not in ends, text)
-
-
-def _columns(steps: Iterable[list[int]], ends: Collection[int]) -> list[Iterator[int]]:
-    """Return the tokens of each sequence of `steps`, read until each has ended."""
-    rows, ended = list[list[int]](), set[int]()
-    for row in steps:
-        rows.append(row)
-        ended |= {b for b, token in enumerate(row) if token in ends}
-        if len(ended) == len(row):
-            break
-    return [iter(column) for column in zip(*rows)]
 
 
 def sample_in_training(model: Model, config: Config, beside: Path) -> str:

@@ -214,7 +214,8 @@ def step_dir(tmp_path_factory) -> Path:
     )
 
 
-def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
+@pytest.mark.parametrize("prompts", [["Hello"], ["Hello", "World"]])
+def test_a_batch_prints_its_first_text_while_it_is_decoded(prompts, step_dir, monkeypatch):
     """Each piece is written before the steps beyond those in flight are launched."""
     written, launched = [], []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
@@ -223,7 +224,7 @@ def test_single_text_is_printed_while_it_is_decoded(step_dir, monkeypatch):
     monkeypatch.setattr(
         Model, "decode", lambda self, *how: (launched.append(1), launch(self, *how))
     )
-    sample_command.sample(str(step_dir), prompt=["Hello"], tokens=12, temperature=0, seed=3)
+    sample_command.sample(str(step_dir), prompt=prompts, tokens=12, temperature=0, seed=3)
     pieces = [(at, s) for at, s in written if s]
     assert (
         pieces[0] == (0, "Hello")
