@@ -58,13 +58,17 @@ def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequen
     once: as many as fit.
     """
     config = _computing(config, None)
+    free = free_bytes(device_name())
 
     def batch(sequences: int) -> int:
         # a decode step's rows, one per sequence, must fit the buffers
         return -(-sequences // config.train.seq_len)
 
-    fitting = largest_batch(lambda n: _plan_bytes(config, batch(n), n), free_bytes(device_name()))
-    sequences = max(1, min(sequences, fitting))
+    def needed(sequences: int) -> int:
+        return _plan_bytes(config, batch(sequences), sequences)
+
+    if needed(sequences) > free:
+        sequences = max(1, largest_batch(needed, free))
     return _load(config, stored, batch(sequences), sequences)
 
 
