@@ -117,7 +117,9 @@ def train(
         )
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
-    from gpt2_triton import device  # imports torch
+    if not text:
+        settings = Config.load(config, overrides, gpus or 1)
+    from gpt2_triton import device  # imports torch, which takes seconds
 
     gpu = gpu and device.find_gpu(gpu)
     if gpu and device.gpu_of(gpu).architecture == device.UNKNOWN:
@@ -132,15 +134,13 @@ def train(
         if plan:
             chosen.describe()
             chosen.report_left_out()
-    else:
-        settings = Config.load(config, overrides, gpus or 1)
+    elif plan:
         # nothing is downloaded for a plan
-        if plan and Path(settings.init_from.removeprefix("hf:")).is_dir():
+        if Path(settings.init_from.removeprefix("hf:")).is_dir():
             from gpt2_triton.checkpoint.sources import initial_weights
 
             initial_weights(settings)  # refuses other sizes
-        if plan:
-            _check_rows(settings)
+        _check_rows(settings)
     if not plan:
         print(settings.to_yaml().rstrip())
         _print_sources(settings)

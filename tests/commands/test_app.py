@@ -452,6 +452,17 @@ def test_plan_refuses_fewer_rows_than_the_tokenizer_has_tokens(here, capsys):
     assert second.startswith("fits ")
 
 
+def test_plan_refuses_a_wrong_key_before_torch_is_imported():
+    words = ["quickstart", "--optim.warmup", "400", "--plan"]
+    code = (
+        "import sys; from gpt2_triton.commands.app import main; "
+        "from gpt2_triton.commands.train import app; "
+        f"print(main(app, {words}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n" and "lower it" in done.stderr
+
+
 def test_plan_says_that_most_of_the_vocabulary_has_no_token(here, capsys):
     line = (
         "model.vocab_size {}, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
