@@ -292,19 +292,19 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
 
 
 def parts_as(code: Code, sizes: list[str]) -> list[list[Part]]:
-    """Return the parts for the code of another GPU: of this package alone, and fp8
-    where Hopper has its products.
+    """Return the parts for the code of another GPU: of this package alone, at recompute
+    level `none`, and fp8 where Hopper has its products.
     """
 
     def group(size: str) -> list[Part]:
-        arms = {"bf16": work_of(size)}
-        if code not in as_gpu.KEYS:
-            arms["fp8"] = work_of(size, None, "none", "fp8")
+        arms = ["bf16"] if code in as_gpu.KEYS else ["bf16", "fp8"]
+        works = {arm: work_of(size, None, "none", arm) for arm in arms}
         timed = [
             part(f"steps.{size}.{arm}", 45, steps, ours(work, code), size, tokens_of(size))
-            for arm, work in arms.items()
+            for arm, work in works.items()
         ]
-        return [*timed, part(f"ops.{size}.bf16", 90, operations, size, ("--as", code))]
+        options = ("--as", code, "--recompute", "none")
+        return [*timed, part(f"ops.{size}.bf16", 90, operations, size, options)]
 
     return [group(size) for size in sizes]
 

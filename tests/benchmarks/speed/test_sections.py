@@ -1,4 +1,6 @@
-"""Programs that fill sections of the record: benchmarks/speed/text.py and sampling.py."""
+"""Programs that fill sections of the record: text.py, sampling.py and
+epilogues.py of benchmarks/speed.
+"""
 
 import json
 import subprocess
@@ -7,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.speed import sampling, text
+from benchmarks.speed import epilogues, sampling, text
 from gpt2_triton.data.shards import write_shard
 
 COMMIT = "abc1234"
@@ -53,3 +55,20 @@ def test_a_program_that_fails_leaves_its_figures_out(tmp_path, monkeypatch, caps
     rates = {"ours_1": 400.0, "ours_32": 9000.0, "dynamic_1": 400.0, "dynamic_32": 9000.0}
     assert section == {"meta": section["meta"]} | {f"llama_1b.{k}": v for k, v in rates.items()}
     assert "llama:1b static exit code 1" in capsys.readouterr().out
+
+
+def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, monkeypatch):
+    shape = epilogues.Shape(32, 16, 16, (40, 48))
+    pairs = epilogues.pairs(shape, "cpu")
+    calls = [call for pair in pairs.values() for call in pair]
+    for call in calls:
+        call()
+    times = {call: 3.0 if i % 2 == 0 else 2.0 for i, call in enumerate(calls)}
+    monkeypatch.setattr(epilogues, "SHAPES", {"d12": shape})
+    monkeypatch.setattr(epilogues, "pairs", lambda shape: pairs)
+    monkeypatch.setattr(epilogues, "median_ms", lambda call, milliseconds: times[call])
+    out = tmp_path / "record.json"
+    epilogues.measure(out, commit=COMMIT)
+    section = json.loads(out.read_text())["epilogues"]
+    assert section.pop("meta")["commit"] == COMMIT
+    assert section == {f"{name}.d12": 0.5 for name in pairs}
