@@ -15,9 +15,13 @@ from tests.support.models import F64, calibrate, train_steps
 from tests.support.tiny import merged, tiny_config
 
 pytestmark = pytest.mark.gpu
-WIDTH = dict(  # GPT-2 124M's, in two layers
+# GPT-2 124M's, in two layers.  The learning rate is low because at 1e-3 a norm falls by a third in
+# one step, and whatever changes a rounding moves that step: reference launchers whose operands are
+# rounded to e4m3 have fifth norms up to 7% from float64's, at 3e-4 at most 0.7%
+WIDTH = dict(
     model=dict(n_layer=2, n_head=12, n_embd=768, vocab_size=50257, block_size=1024),
     train=dict(batch_size=2, seq_len=256, total_batch_tokens=512, steps=5),
+    optim=dict(lr=3e-4),
     memory=dict(recompute="gelu"),
 )
 # rows and tokens that fill no whole blocks
@@ -40,11 +44,11 @@ CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "dropout": dict(model=dict(dropout=0.1), memory=dict(recompute="gelu+ln+qkv")),
     "Muon": dict(optim=dict(name="muon")),
 }
-# largest relative differences.  In bf16 losses of Llama's groups scatter most: those of four seeds,
-# by Hopper's kernels and by sm_80's, have a standard deviation of 6e-5, of which the limit is five.
-# Five steps of Hopper's kernels in fp8 have losses 4e-4 from fp32's
-LOSS = {"fp32": 5e-6, "bf16": 3e-4, "fp8": 2e-3}
-NORM = {"fp32": 5e-5, "bf16": 1e-2, "fp8": 5e-2}
+# largest relative differences: five times the root of their mean square over all steps of all
+# cases in sm_80's, sm_86's and sm_89's code, rounded up.  In fp8 rounding alone, as above, has a
+# root of 3e-4 in losses and of 2e-3 in norms, in two layers with the head exact
+LOSS = {"fp32": 1e-6, "bf16": 1.5e-4, "fp8": 1.5e-3}
+NORM = {"fp32": 1e-6, "bf16": 2.5e-3, "fp8": 2e-2}
 
 
 def configuration(case: str, dtype: str) -> Config:
