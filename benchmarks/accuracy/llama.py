@@ -147,17 +147,16 @@ def decoded_rows(s: Sizes) -> Iterator[Comparison]:
 
         yield from compare(function, (x, w, b, res, *norm), out, dict(out=out), "decode_matmul")
         logits = randn(count, s.Vp, dtype=torch.float32)
+        most_likely = logits[:, : s.V].argmax(1).float()
         K.sample_token(seq, logits, s.V, 0.0, 0, 1.0)
-        yield same(
-            "sample_token", "most likely", seq[:, 0].float(), logits[:, : s.V].argmax(1).float()
-        )
+        yield same("sample_token", "most likely", seq[:, 0].float(), most_likely)
 
 
 def decoded_attention(s: Sizes) -> Iterator[Comparison]:
     """Compare the last of T tokens, the others' keys and values in the cache."""
     C, before, new = s.C, randn(s.T, 3 * s.C), randn(NARROW, 3 * s.C)
     cache, att = empty(NARROW, s.T, 2, C), empty(NARROW, C)
-    K.cache_fill(cache, before)
+    K.cache_fill(cache, before, torch.ones(NARROW, dtype=torch.int32, device=cache.device))
     yield same("cache_fill", "cache", cache[-1].reshape(s.T, 2 * C), before[:, C:])
     K.decode_attention(att, cache, new, sequences(NARROW, s.T - 1), s.NH)
     yield same("decode_attention", "cache", cache[:, -1].reshape(NARROW, 2 * C), new[:, C:])

@@ -6,7 +6,8 @@ decode_matmul     out = [act]([norm](x) @ w.T + b) [+ res]; the norm is
                   LayerNorm, or RMSNorm without lnb; up to NARROW_ROWS rows
 decode_attention  cache[row] = k, v of qkv;
                   att = softmax(q @ cache.k[..row].T / sqrt(HS)) @ cache.v[..row]
-cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv
+cache_fill        cache = k, v of a whole sequence, which the forward pass has left in qkv, for
+                  each sequence that `filled` names
 
 The state of a sequence is a row of `seq`, int32 [B, 5] on the device.  It holds the last token, the
 token's row in the cache, the number of tokens sampled (sampling.py), and the low and high 31 bits
@@ -176,11 +177,13 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _cache_fill_kernel(cache_ptr, qkv_ptr, T, C, D, BLOCK: tl.constexpr):
+def _cache_fill_kernel(cache_ptr, qkv_ptr, filled_ptr, T, C, D, BLOCK: tl.constexpr):
+    b = tl.program_id(1)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     n = tl.cast(T, tl.int64) * (D - C)
-    kv = tl.load(qkv_ptr + i // (D - C) * D + C + i % (D - C), mask=i < n, other=0.0)
-    tl.store(cache_ptr + tl.program_id(1) * n + i, kv, mask=i < n)
+    mask = (i < n) & (tl.load(filled_ptr + b) != 0)
+    kv = tl.load(qkv_ptr + i // (D - C) * D + C + i % (D - C), mask=mask, other=0.0)
+    tl.store(cache_ptr + b * n + i, kv, mask=mask)
 
 
 @contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]?")
@@ -237,11 +240,11 @@ def decode_attention(
     )  # fmt: skip
 
 
-@contract("cache[B,T,2,Ckv] <- qkv[T,D]")
-def cache_fill(cache: Tensor, qkv: Tensor) -> None:
-    """cache[b] = k, v of the rows of qkv, for each b."""
+@contract("cache[B,T,2,Ckv]+ <- qkv[T,D] filled[B]")
+def cache_fill(cache: Tensor, qkv: Tensor, filled: Tensor) -> None:
+    """cache[b] = k, v of the rows of qkv, for each b with filled[b] other than 0."""
     (B, T, _, Ckv), D = cache.shape, qkv.shape[1]
     row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * Ckv)
     _cache_fill_kernel[(triton.cdiv(T * 2 * Ckv, row["BLOCK"]), B)](
-        cache, qkv, T, D - 2 * Ckv, D, **row
+        cache, qkv, filled, T, D - 2 * Ckv, D, **row
     )

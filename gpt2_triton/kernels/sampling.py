@@ -13,6 +13,9 @@ Bisection finds both bounds.  It ends when one logit is left between a bound tha
 bound that is not, so the sets are exact.  Equal logits at a bound are kept or removed together.
 The mass is summed in fp32, in a fixed order.
 
+Many programs share the logits of a sequence.  Each writes its largest score, and that token, in the
+place of its first two logits; then one program takes the best.  A call so overwrites the logits.
+
 u[j] is word j of Philox (philox.py) for the sequence's seed and the number of tokens sampled so
 far.  It does not depend on the other sequences of the decode batch.
 """
@@ -23,23 +26,21 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.decode import DRAWN, FIELDS, ROW, SEED_HIGH, SEED_LOW, TOKEN
-from gpt2_triton.kernels.device_math import LOG2E
+from gpt2_triton.kernels.device_math import LOG2E, wait_for_launch_before
 from gpt2_triton.kernels.philox import SAMPLE, philox_words
-from gpt2_triton.kernels.tuning import tuned
+from gpt2_triton.kernels.tuning import next_power_of_2, overlapping, tuned
 
 
 @triton.jit
-def _limits(z_ptr, V, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest logit, and with SMALLEST the smallest, else -inf."""
+def _limits(z_ptr, V, BLOCK: tl.constexpr):
+    """Return the largest and the smallest logit."""
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     smallest = tl.full((BLOCK,), float("inf"), tl.float32)
     for first in range(0, V, BLOCK):
         j = first + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(z_ptr + j, mask=j < V, other=float("-inf")))
-        if SMALLEST:
-            smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
-    peak = tl.max(largest, 0)
-    return peak, tl.min(smallest, 0) if SMALLEST else peak - float("inf")
+        smallest = tl.minimum(smallest, tl.load(z_ptr + j, mask=j < V, other=float("inf")))
+    return tl.max(largest, 0), tl.min(smallest, 0)
 
 
 @triton.jit
@@ -90,39 +91,16 @@ def _gumbel(words):
     return -tl.log(e)
 
 
-@triton.jit
-def _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first index of the largest score among the logits that are at least `bound`."""
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, V, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + j, mask=j < V, other=float("-inf"))
-        score = z - peak
-        if not GREEDY:
-            words = philox_words(seed, tl.cast(first, tl.int64), drawn, SAMPLE, BLOCK)
-            score = score * (factor / LOG2E) + _gumbel(words)
-        better = (z >= bound) & (j < V) & (score > best)
-        best = tl.where(better, score, best)
-        index = tl.where(better, j, index)
-    return tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
-
-
 @triton.jit(do_not_specialize=["top_k"])
-def _sample_token_kernel(
-    seq_ptr, logits_ptr, V, Vp, factor, top_k, top_p,
-    GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+def _keep_kernel(
+    z_ptr, V, Vp, factor, top_k, top_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    seq_ptr += b * FIELDS
-    z_ptr = logits_ptr + b * Vp
-    drawn = tl.load(seq_ptr + DRAWN)
-    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (
-        tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31
-    )
-    row = tl.load(seq_ptr + ROW)
-    peak, bound = _limits(z_ptr, V, TOP_K or TOP_P, BLOCK)
-    count = V + drawn * 0  # a tensor, as the count of a bound is
+    """Replace the logits of a sequence that are not kept by -inf."""
+    wait_for_launch_before()
+    z_ptr += tl.program_id(0).to(tl.int64) * Vp
+    peak, bound = _limits(z_ptr, V, BLOCK)
+    count = tl.cast(V, tl.int32)
     if TOP_K:
         bound, count = _raise_bound(
             z_ptr, V, bound, count, top_k.to(tl.float32), peak, factor, False, BLOCK
@@ -130,26 +108,72 @@ def _sample_token_kernel(
     if TOP_P:
         _, mass = _reached(z_ptr, V, bound, peak, factor, True, BLOCK)
         bound, count = _raise_bound(z_ptr, V, bound, count, top_p * mass, peak, factor, True, BLOCK)
-    tl.store(seq_ptr + TOKEN, _argmax(z_ptr, V, bound, peak, factor, seed, drawn, GREEDY, BLOCK))
+    for first in range(0, V, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + j, mask=j < V, other=float("inf"))
+        tl.store(z_ptr + j, float("-inf"), mask=z < bound)
+
+
+@triton.jit
+def _best_of_part_kernel(z_ptr, seq_ptr, V, Vp, inverse, GREEDY: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the largest score of BLOCK logits, and its index, in the place of the first two."""
+    b = tl.program_id(0).to(tl.int64)
+    seq_ptr += b * FIELDS
+    drawn = tl.load(seq_ptr + DRAWN)
+    seed = tl.load(seq_ptr + SEED_LOW).to(tl.int64) | (
+        tl.load(seq_ptr + SEED_HIGH).to(tl.int64) << 31
+    )
+    first = tl.program_id(1) * BLOCK
+    score = tl.zeros((BLOCK,), tl.float32)
+    if not GREEDY:
+        score = _gumbel(philox_words(seed, tl.cast(first, tl.int64), drawn, SAMPLE, BLOCK))
+    wait_for_launch_before()
+    j = first + tl.arange(0, BLOCK)
+    score += tl.load(z_ptr + b * Vp + j, mask=j < V, other=float("-inf")) * inverse
+    best, index = tl.max(score, 0, return_indices=True)
+    tl.store(z_ptr + b * Vp + first, best)
+    tl.store(z_ptr + b * Vp + first + 1, (first + index).to(tl.float32))  # exact below 2^24
+
+
+@triton.jit
+def _best_of_parts_kernel(z_ptr, seq_ptr, V, Vp, PART: tl.constexpr, PARTS: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    seq_ptr += b * FIELDS
+    row = tl.load(seq_ptr + ROW)
+    drawn = tl.load(seq_ptr + DRAWN)
+    wait_for_launch_before(LAST=True)
+    part = tl.arange(0, PARTS)
+    at = z_ptr + b * Vp + part * PART
+    _, best = tl.max(tl.load(at, mask=part * PART < V, other=float("-inf")), 0, return_indices=True)
+    token = tl.load(z_ptr + b * Vp + best * PART + 1).to(tl.int32)
+    tl.store(seq_ptr + TOKEN, token)
     tl.store(seq_ptr + ROW, row + 1)
     tl.store(seq_ptr + DRAWN, drawn + 1)
 
 
-@contract("seq[B,5]+ <- logits[B,Vp]")
+@contract("seq[B,5]+ logits[B,Vp]+")
 def sample_token(
     seq: Tensor, logits: Tensor, V: int, temperature: float, top_k: int, top_p: float
 ) -> None:
-    """Sample each sequence's next token from logits[:, :V]; temperature 0 takes the
-    most likely, top_k 0 all.
+    """Sample each sequence's next token from logits[:, :V], which are overwritten; temperature 0
+    takes the most likely, top_k 0 all.
     """
     B, Vp = logits.shape
     greedy = temperature == 0
-    # a temperature below 1e-30 would give 0 * inf at the largest logit
-    factor = 1.0 if greedy else min(1.0 / temperature, 1e30) * LOG2E.value
-    options = dict(
-        GREEDY=greedy, TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1
-    )
+    inverse = 1.0 if greedy else min(1.0 / temperature, 1e30)  # 1 / 1e-40 is inf in fp32
+    kept = dict(TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
+    if any(kept.values()):
+        row = tuned("sample_keep", "fp32", BLOCK=V)
+        factor = inverse * LOG2E.value
+        _keep_kernel[(B,)](
+            logits, V, Vp, factor, min(top_k, V), float(top_p), **kept, **row, **overlapping()
+        )
     row = tuned("sample_token", "fp32", BLOCK=V)
-    _sample_token_kernel[(B,)](
-        seq, logits, V, Vp, factor, min(top_k, V), float(top_p), **options, **row
+    part = row["BLOCK"]
+    parts = triton.cdiv(V, part)
+    _best_of_part_kernel[(B, parts)](
+        logits, seq, V, Vp, inverse, GREEDY=greedy, **row, **overlapping()
+    )
+    _best_of_parts_kernel[(B,)](
+        logits, seq, V, Vp, PART=part, PARTS=next_power_of_2(parts), num_warps=1, **overlapping()
     )

@@ -25,6 +25,8 @@ class Decoding:
     logits: Tensor  = buf("Bl Vp",        "f32", "embed block head between", "decoding")
     # see kernels/decode.py
     seq:    Tensor  = buf("Bd 5",         "i32", "embed block head between", "decoding")
+    # 1 for each sequence that a prefill is for
+    filled: Tensor  = buf("Bd",           "i32", "embed block head between", "decoding")
 # fmt: on
 
 
@@ -49,12 +51,12 @@ def product_of_norm(
         K.decode_matmul(out, x, layer, norm, None, act)
 
 
-def prefill(K: Kernels, layers: Layers, m: View, d: Decoding, sequences: slice) -> None:
-    """Write the keys and values of m.ids, one sequence, into the cache of each of `sequences`."""
+def prefill(K: Kernels, layers: Layers, m: View, d: Decoding) -> None:
+    """Write the keys and values of m.ids, one sequence, into the cache where d.filled is 1."""
     layers.embed(K, m)
     for l in range(m.L):
         layers.layer(K, m, l)
-        K.cache_fill(d.cache[l][sequences], m.a.qkv[l])
+        K.cache_fill(d.cache[l], m.a.qkv[l], d.filled)
         layers.last_product(K, m, l)
 
 

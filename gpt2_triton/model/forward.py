@@ -84,7 +84,13 @@ class ForwardPasses(Planned):
         ids = np.zeros((1, self.T), np.int32)
         ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
-        decoding.prefill(self.K, self.A.schedule, v, self.decoding, sequences)
+        filled = np.zeros(len(self.decoding.filled), np.int32)
+        filled[sequences] = 1
+        self.decoding.filled.copy_(torch.from_numpy(filled))
+        self._run(self._prefill)
+
+    def _prefill(self) -> None:
+        decoding.prefill(self.K, self.A.schedule, self.view(1, self.T), self.decoding)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Sample the next token of each sequence into decoding.seq; the next call

@@ -85,6 +85,16 @@ def test_sample_token_matches_numpy(temperature, top_k, top_p):
     assert sampled_tokens(LOGITS, SEEDS, temperature, top_k, top_p, drawn=7) == want
 
 
+@pytest.mark.parametrize("top_k,top_p", [(0, 1.0), (3000, 0.99)])
+def test_sample_token_matches_numpy_where_many_programs_share_a_row(top_k, top_p):
+    """The interpreter's programs take 4096 logits; the last one has 808."""
+    z = np.random.default_rng(4).normal(size=9000)
+    inside = kept(z, 2.0, top_k, top_p)
+    want = [int(np.where(inside, scores(z, s, 7, 2.0), -np.inf).argmax()) for s in range(30)]
+    assert {token // 4096 for token in want} == {0, 1, 2}
+    assert sampled_tokens(z, range(30), 2.0, top_k, top_p, drawn=7) == want
+
+
 @pytest.mark.parametrize(
     "top_k,top_p", [(1, 1.0), (2, 1.0), (299, 1.0), (0, 0.01), (0, 0.5), (0, 0.99), (9, 0.7)]
 )

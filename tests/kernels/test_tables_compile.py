@@ -46,7 +46,9 @@ SMALL = [
         "_parameter_stats_kernel",
     ),
     *(
-        "_sample_token_kernel",
+        "_keep_kernel",
+        "_best_of_part_kernel",
+        "_best_of_parts_kernel",
         "_skip_outliers_kernel",
         "_sum_kernel",
         "_sum_squares_kernel",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import by_name
@@ -57,7 +58,10 @@ def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndar
     fill_cache(model, ids.tolist(), [True])
     place(model, ids.tolist(), 0, [0])
     model.decode(0.0, 0, 1.0)
-    return model.decoding.logits[0, : config.model.vocab_size].cpu().numpy()
+    view = model.view(1, 1)
+    logits = model.decoding.logits[:1]  # the step has overwritten its own
+    K.decode_matmul(logits, view.a.lnf, view.net.head)
+    return logits[0, : config.model.vocab_size].cpu().numpy()
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:

@@ -305,9 +305,10 @@ def decode_attention(att, cache, qkv, seq, NH, rope=None):
         att[b] = (p * v).sum(1).flatten()
 
 
-def cache_fill(cache, qkv):
+def cache_fill(cache, qkv, filled):
     kv = qkv[:, -2 * cache.shape[3] :]
-    cache.copy_(kv.view(len(qkv), 2, -1).expand(cache.shape))
+    for b in filled.nonzero().flatten().tolist():
+        cache[b] = kv.view(len(qkv), 2, -1)
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):

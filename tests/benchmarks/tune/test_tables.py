@@ -24,7 +24,10 @@ def test_candidates_begin_with_the_current_row_and_differ_in_its_parameters(name
 
 
 # in no training step
-DECODING = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_token"}
+DECODING = {
+    *("decode_matmul", "decode_matvec", "decode_attention", "cache_fill", "sample_keep"),
+    "sample_token",
+}
 MUON = {"muon_symmetric", "muon_apply"}  # tune trains with AdamW
 TRAINING = {op for op, _ in H200.rows} - DECODING - MUON
 
