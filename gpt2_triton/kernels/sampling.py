@@ -26,9 +26,9 @@ from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.decode import DRAWN, FIELDS, ROW, SEED_HIGH, SEED_LOW, TOKEN
-from gpt2_triton.kernels.device_math import LOG2E, wait_for_launch_before
+from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.philox import SAMPLE, philox_words
-from gpt2_triton.kernels.tuning import next_power_of_2, overlapping, tuned
+from gpt2_triton.kernels.tuning import next_power_of_2, tuned
 
 
 @triton.jit
@@ -97,7 +97,6 @@ def _keep_kernel(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace the logits of a sequence that are not kept by -inf."""
-    wait_for_launch_before()
     z_ptr += tl.program_id(0).to(tl.int64) * Vp
     peak, bound = _limits(z_ptr, V, BLOCK)
     count = tl.cast(V, tl.int32)
@@ -127,7 +126,6 @@ def _best_of_part_kernel(z_ptr, seq_ptr, V, Vp, inverse, GREEDY: tl.constexpr, B
     score = tl.zeros((BLOCK,), tl.float32)
     if not GREEDY:
         score = _gumbel(philox_words(seed, tl.cast(first, tl.int64), drawn, SAMPLE, BLOCK))
-    wait_for_launch_before()
     j = first + tl.arange(0, BLOCK)
     score += tl.load(z_ptr + b * Vp + j, mask=j < V, other=float("-inf")) * inverse
     best, index = tl.max(score, 0, return_indices=True)
@@ -141,7 +139,6 @@ def _best_of_parts_kernel(z_ptr, seq_ptr, V, Vp, PART: tl.constexpr, PARTS: tl.c
     seq_ptr += b * FIELDS
     row = tl.load(seq_ptr + ROW)
     drawn = tl.load(seq_ptr + DRAWN)
-    wait_for_launch_before(LAST=True)
     part = tl.arange(0, PARTS)
     at = z_ptr + b * Vp + part * PART
     _, best = tl.max(tl.load(at, mask=part * PART < V, other=float("-inf")), 0, return_indices=True)
@@ -165,15 +162,11 @@ def sample_token(
     if any(kept.values()):
         row = tuned("sample_keep", "fp32", BLOCK=V)
         factor = inverse * LOG2E.value
-        _keep_kernel[(B,)](
-            logits, V, Vp, factor, min(top_k, V), float(top_p), **kept, **row, **overlapping()
-        )
+        _keep_kernel[(B,)](logits, V, Vp, factor, min(top_k, V), float(top_p), **kept, **row)
     row = tuned("sample_token", "fp32", BLOCK=V)
     part = row["BLOCK"]
     parts = triton.cdiv(V, part)
-    _best_of_part_kernel[(B, parts)](
-        logits, seq, V, Vp, inverse, GREEDY=greedy, **row, **overlapping()
-    )
+    _best_of_part_kernel[(B, parts)](logits, seq, V, Vp, inverse, GREEDY=greedy, **row)
     _best_of_parts_kernel[(B,)](
-        logits, seq, V, Vp, PART=part, PARTS=next_power_of_2(parts), num_warps=1, **overlapping()
+        logits, seq, V, Vp, PART=part, PARTS=next_power_of_2(parts), num_warps=1
     )
