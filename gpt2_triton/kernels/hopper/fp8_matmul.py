@@ -137,6 +137,11 @@ def fp8_partition(
         left, right, step = multiply_in_parts(
             ring, step, gl.cdiv(K, BLOCK_K), n + HALF < N, GROUP, 1
         )
+        row = m + ROWS_OF_GROUP * GROUP
+        # once for both halves, if registers hold it
+        ONCE: gl.constexpr = rope.w is None or rope.HS == 64
+        if rope.table is not None and ONCE:
+            cos, sin = rotation(left, rope.table, row, rope.T, rope.HS)
         if ADD:
             mbarrier.wait(c.full, turn & 1)
         else:
@@ -145,8 +150,8 @@ def fp8_partition(
         for half in gl.static_range(2):
             acc = sums[half]
             if rope.table is not None:
-                row = m + ROWS_OF_GROUP * GROUP
-                cos, sin = rotation(acc, rope.table, row, rope.T, rope.HS)
+                if not ONCE:
+                    cos, sin = rotation(acc, rope.table, row, rope.T, rope.HS)
                 acc = rotated_before(acc, unscale, cos, sin, row, n + half * HALF, M, rope)
             else:
                 acc *= unscale
@@ -158,7 +163,7 @@ def fp8_partition(
                 acc += buf.load(HALF_LAYOUT).to(gl.float32)
             buf.store(acc.to(gl.bfloat16))
             fence_async_shared()
-            tma_store(out_desc, [m + ROWS_OF_GROUP * GROUP, n + half * HALF], buf)
+            tma_store(out_desc, [row, n + half * HALF], buf)
         turn += 1
     tma.store_wait(0)
 
