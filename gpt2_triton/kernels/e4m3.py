@@ -135,10 +135,16 @@ def record_bits(amax_ptr, top):
 
 @triton.jit
 def quantise(x, scale_ptr, amax_ptr, rows=None):
+    """Return `quantised` by a scale in memory."""
+    return quantised(x, tl.load(scale_ptr), amax_ptr, rows)
+
+
+@triton.jit
+def quantised(x, scale, amax_ptr, rows=None):
     """Return x * scale in e4m3.  With amax_ptr, record the largest |x| of the rows
     that the mask `rows` selects.
     """
-    y = to_e4m3(x * tl.load(scale_ptr))
+    y = to_e4m3(x * scale)
     # below y: above y, the maxima cost layernorm 46 more registers at C 1600
     if amax_ptr is not None:
         top = row_maxima(0, x)

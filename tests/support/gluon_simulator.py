@@ -483,10 +483,14 @@ def _e5m2(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantise(x: Value, scale: Pointer, amax: Pointer | None) -> torch.Tensor:
+    return _quantised(x, scale.flat, amax)
+
+
+def _quantised(x: Value, scale: torch.Tensor, amax: Pointer | None) -> torch.Tensor:
     if amax is not None:
         cell = local.worker.turns.program[0] % amax.flat.numel()
         amax.flat[cell] = torch.maximum(amax.flat[cell], x.abs().max().view(torch.int32))
-    return _e4m3(x * scale.flat)
+    return _e4m3(x * scale)
 
 
 def _atomic_max(pointer: Pointer, x: Value, sem: str) -> None:
@@ -592,7 +596,8 @@ NAMES: dict[str, Any] = dict(
     warpgroup_mma=_mma,
     warpgroup_mma_init=lambda acc: acc,
     warpgroup_mma_wait=mma_wait,
-    quantise=_quantise,  # in e4m3.py written for bits of registers; test_fp8.py tests them
+    quantise=_quantise,
+    quantised=_quantised,  # in e4m3.py written for bits of registers; test_fp8.py tests them
     to_e5m2=_e5m2,
     nearest_e5m2=lambda x: value(_e5m2(x).float()),
     peek_exponent=lambda peek: value((1 + peek).log2().floor()),

@@ -186,6 +186,9 @@ def _attention_dkdv_kernel(
         qkv_desc, dout_desc, lse_ptr, delta_ptr, ring, lse_buf, delta_buf, 0, row, bkv * GROUP, h,
         first, steps, start, T, SPAN,
     )  # fmt: skip
+    scale = None
+    if scale_ptr is not None:
+        scale = gl.load(scale_ptr)
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
     k = own.x.index(0).load(PART_OPERAND)
@@ -230,7 +233,7 @@ def _attention_dkdv_kernel(
     # sums before the TMA stores: a later sum could overwrite shared memory that TMA still reads
     if norm_ptr is not None:
         # dv first: dk's norm takes its registers
-        staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+        staged_dv = stage_forms(dqkv_desc, columns_desc, scale, amax_ptr, dv)
         cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
         # loaded again, in dk's layout
         y = own.x.index(0).load(LAYOUT).to(gl.float32)
@@ -246,14 +249,14 @@ def _attention_dkdv_kernel(
                 0, SIDE, layout=gl.SliceLayout(0, LAYOUT)
             )
             gl.store(part_ptr + NKV * SIDE, gl.sum(dv, 0))
-        staged_dv = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dv)
+        staged_dv = stage_forms(dqkv_desc, columns_desc, scale, amax_ptr, dv)
         dk *= SCALE
         if rope_ptr is not None:
             cos, sin = rotation(dk, rope_ptr, first, T, SIDE)
             dk = rotated_back(dk, cos, sin, SIDE)
         if part_ptr is not None:
             gl.store(part_ptr, gl.sum(dk, 0))
-    staged_dk = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dk)
+    staged_dk = stage_forms(dqkv_desc, columns_desc, scale, amax_ptr, dk)
     store_forms(dqkv_desc, columns_desc, staged_dk, b * T + first, k_column)
     store_forms(dqkv_desc, columns_desc, staged_dv, b * T + first, v_column)
     end_ring(own)

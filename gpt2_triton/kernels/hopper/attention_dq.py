@@ -133,6 +133,10 @@ def _attention_dq_kernel(
         load_pair(
             qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block
         )
+    # the last step hides the load
+    scale = None
+    if scale_ptr is not None:
+        scale = gl.load(scale_ptr)
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True)
     # sums before the TMA stores: a later sum could overwrite shared memory that TMA still reads
     if norm_ptr is not None:
@@ -154,7 +158,7 @@ def _attention_dq_kernel(
             gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
-    staged = stage_forms(dqkv_desc, columns_desc, scale_ptr, amax_ptr, dq, columns)
+    staged = stage_forms(dqkv_desc, columns_desc, scale, amax_ptr, dq, columns)
     store_forms(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
     end_ring(own)
     end_ring(ring)

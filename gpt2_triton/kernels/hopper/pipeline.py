@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpt2_triton.kernels.e4m3 import paired_columns, quantise
+from gpt2_triton.kernels.e4m3 import paired_columns, quantised
 from gpt2_triton.kernels.tiles import halves, tile_corner
 
 # newer names, then Triton 3.6's
@@ -216,17 +216,17 @@ def columns_buffer(desc):
 
 
 @gluon.jit
-def stage_forms(desc, columns_desc, scale_ptr, amax_ptr, value, buffer=None):
+def stage_forms(desc, columns_desc, scale, amax_ptr, value, buffer=None):
     """Return a tile in shared memory, ready for TMA: in bf16, or in e4m3 and, with columns_desc,
-    transposed to `buffer` or a new one.
+    transposed to `buffer` or a new one.  `scale` is None for bf16.
     """
     rows = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
     columns = rows
     if columns_desc is not None:
         columns = columns_buffer(columns_desc) if buffer is None else buffer
-        columns.store(paired_columns(value * gl.load(scale_ptr)))
-    if scale_ptr is not None:
-        value = quantise(value, scale_ptr, amax_ptr)
+        columns.store(paired_columns(value * scale))
+    if scale is not None:
+        value = quantised(value, scale, amax_ptr)
     rows.store(value.to(desc.dtype))
     # here: the last barrier before the TMA stores may be in the next call's maximum
     fence_async_shared()

@@ -34,13 +34,14 @@ def _swiglu_kernel(rows_desc, columns_desc, scale_ptr, amax_ptr, dout_desc, pre_
     r = gl.program_id(0) * BLOCK
     c = gl.program_id(1) * BLOCK
     blocks: gl.constexpr = 2 if dout_desc is None else 3
+    scale = gl.load(scale_ptr)
     mbarrier.expect(full.index(0), blocks * pre_desc.block_type.nbytes)
     tma_load(pre_desc, [r, c], full.index(0), gates)
     tma_load(pre_desc, [r, F + c], full.index(0), values)
     if dout_desc is None:
         wait_full(full, 0, 1)
         h = swiglu(gates.load(LAYOUT).to(gl.float32), values.load(LAYOUT).to(gl.float32))
-        staged = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, h)
+        staged = stage_forms(rows_desc, columns_desc, scale, amax_ptr, h)
         store_forms(rows_desc, columns_desc, staged, r, c)
     else:
         douts = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, BLOCK], dout_desc.layout)
@@ -48,8 +49,8 @@ def _swiglu_kernel(rows_desc, columns_desc, scale_ptr, amax_ptr, dout_desc, pre_
         wait_full(full, 0, 1)
         g = gates.load(LAYOUT).to(gl.float32)
         dg, du = dswiglu(douts.load(LAYOUT).to(gl.float32), g, values.load(LAYOUT).to(gl.float32))
-        staged_dg = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, dg)
-        staged_du = stage_forms(rows_desc, columns_desc, scale_ptr, amax_ptr, du)
+        staged_dg = stage_forms(rows_desc, columns_desc, scale, amax_ptr, dg)
+        staged_du = stage_forms(rows_desc, columns_desc, scale, amax_ptr, du)
         store_forms(rows_desc, columns_desc, staged_dg, r, c)
         store_forms(rows_desc, columns_desc, staged_du, r, F + c)
     invalidate(full)
