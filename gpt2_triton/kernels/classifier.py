@@ -106,7 +106,8 @@ def _classifier_fwd_kernel(
         if p_scale_ptr is not None:
             reference += peek_exponent(tl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = exp_relative_tile(z, factor, reference, target, j, V)
+        p = exp_relative_tile(z, factor, reference, target, j)
+        p = tl.where((j < V)[None, :], p, 0.0)
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
         if p_scale_ptr is not None:
             p = nearest_e5m2(p)

@@ -45,17 +45,16 @@ def dot_added_in_fp32(a, b, acc):
 
 
 @triton.jit
-def exp_relative_tile(z, factor, reference, target, j, V):
-    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target
-    and in the padding.  reference and target belong to the tile's rows, j are the tile's columns.
+def exp_relative_tile(z, factor, reference, target, j):
+    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target.
+    reference and target belong to the tile's rows, j are the tile's columns.
     """
-    counted = (j < V)[None, :] & (j[None, :] != target[:, None])
     # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken
     # run would have a finite loss
     exponent = tl.minimum(
         z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL
     )
-    return tl.where(counted, tl.exp2(exponent), 0.0)
+    return tl.where(j[None, :] != target[:, None], tl.exp2(exponent), 0.0)
 
 
 @triton.jit

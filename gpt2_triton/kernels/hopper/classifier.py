@@ -62,13 +62,15 @@ def classifier_partition(
         accs = issue_mma(accs, ring, step, False, False, True)
         # while the first product runs
         r = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-        j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         reference = gl.load(zt_ptr + r, mask=r < R, other=0.0)
         if FP8:
             reference += peek_exponent(gl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         z, step = mma_loop(accs, ring, step + 1, gl.cdiv(C, ring.a.shape[2]), False, True)
-        p = exp_relative_tile(z, factor, reference, target, j, V)
+        j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        p = exp_relative_tile(z, factor, reference, target, j)
+        if n + BLOCK_N > V:  # in all tiles this mask would be a sixth of the instructions
+            p = gl.where((j < V)[None, :], p, 0.0)
         gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
             if FP8:
