@@ -1,7 +1,8 @@
 """Commands `hellaswag` and `perplexity`: evaluate a model."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -12,9 +13,14 @@ from gpt2_triton.commands.app import (
     require_directory,
     select_device,
 )
+from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_json
+
+if TYPE_CHECKING:
+    from gpt2_triton.data.shards import Shard
+    from gpt2_triton.inference.losses import Perplexity
 
 Json = Annotated[Path | None, Parameter(help="File to write the results to, as JSON.")]
 BatchTokens = Annotated[
@@ -84,52 +90,70 @@ def perplexity(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
-    from gpt2_triton.data.mixture import names, sources
-    from gpt2_triton.data.prepare.builtin import pattern_of
-    from gpt2_triton.data.shards import Shard, open_shards, require_tokenizer
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, stored, _ = load_weights(checkpoint)
-    groups = {"": shards}
-    shares = [1.0]
-    if not shards:
-        found = sources(config.data.val)
-        shares = [float(source.share) for source in found]
-        patterns = [pattern_of(s.pattern, "val", config.data.tokenizer) for s in found]
-        groups = {name: (given,) for name, given in zip(names(found), patterns, strict=True)}
-        print_line(f"data.val of the run: {' '.join(patterns)}")
+    groups = [Group("", 1.0, shards)] if shards else _validation_sources(config)
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
-    V, T = config.model.vocab_size, config.train.seq_len
-    if T > config.model.block_size:
-        raise ConfigError(
-            f"--seq_len: {T:,}, but the model's longest sequence has "
-            f"{config.model.block_size:,}; lower it"
-        )
-    opened: dict[str, list[Shard]] = {}
-    for name, of_source in groups.items():
-        for given in of_source:
-            require_tokenizer(given, config.data.tokenizer)
-        opened[name] = [shard for given in of_source for shard in open_shards(given, V, T)]
+    if config.train.seq_len > config.model.block_size:
+        wrong = f"{config.train.seq_len:,}, but the model's longest sequence has"
+        raise ConfigError(f"--seq_len: {wrong} {config.model.block_size:,}; lower it")
+    opened = [_open(group, config) for group in groups]
     model = load_for_losses(config, stored, batch_tokens, dtype)
-    results = [losses.perplexity(model, each, tokens) for each in opened.values()]
-    for name, result in zip(opened, results, strict=True):
-        computed = f"{result.tokens:,} tokens in {model.config.train.dtype}"
-        print(f"{name}: {computed}" if len(opened) > 1 else computed, end="")
-        print(f" | loss {result.loss:.4f} | perplexity {result.perplexity:.2f}", end="")
-        bits = result.bits_per_byte
-        print("" if bits is None else f" | {bits:.4f} bits per byte")
-    weighted = sum(share * result.loss for share, result in zip(shares, results, strict=True))
-    if len(opened) > 1:
+    results = [losses.perplexity(model, each, tokens) for each in opened]
+    several = len(groups) > 1
+    for group, result in zip(groups, results, strict=True):
+        line = _line(result, model.config.train.dtype)
+        print(f"{group.name}: {line}" if several else line)
+    pairs = zip(groups, results, strict=True)
+    weighted = sum(group.share * result.loss for group, result in pairs)
+    if several:
         print(f"all sources, weighted by share | loss {weighted:.4f}")
     if json:
-        paths = [str(shard.path) for each in opened.values() for shard in each]
-        about: dict[str, object] = {"checkpoint": checkpoint, "shards": paths}
-        found_losses = {
-            name: result._asdict() for name, result in zip(opened, results, strict=True)
-        }
-        several = {"sources": found_losses, "loss": weighted}
-        write_json(json, about | (several if len(opened) > 1 else results[0]._asdict()))
+        paths = [str(shard.path) for each in opened for shard in each]
+        found: dict[str, object] = {"checkpoint": checkpoint, "shards": paths}
+        by_name = {g.name: result._asdict() for g, result in zip(groups, results, strict=True)}
+        found |= {"sources": by_name, "loss": weighted} if several else results[0]._asdict()
+        write_json(json, found)
+
+
+class Group(NamedTuple):
+    """Patterns of shards that have a loss of their own."""
+
+    name: str  # "" for patterns of the command line
+    share: float  # of the loss of all
+    patterns: Sequence[str]
+
+
+def _validation_sources(config: Config) -> list[Group]:
+    """Return the sources of a run's data.val, and print their patterns."""
+    from gpt2_triton.data.mixture import names, sources
+    from gpt2_triton.data.prepare.builtin import pattern_of
+
+    found = sources(config.data.val)
+    patterns = [pattern_of(each.pattern, "val", config.data.tokenizer) for each in found]
+    print_line(f"data.val of the run: {' '.join(patterns)}")
+    rows = zip(names(found), found, patterns, strict=True)
+    return [Group(name, float(each.share), [pattern]) for name, each, pattern in rows]
+
+
+def _open(group: Group, config: Config) -> "list[Shard]":
+    """Return the shards of a group; DataError if they have another tokenizer's tokens."""
+    from gpt2_triton.data.shards import open_shards, require_tokenizer
+
+    for pattern in group.patterns:
+        require_tokenizer(pattern, config.data.tokenizer)
+    V = config.model.vocab_size
+    T = config.train.seq_len
+    return [shard for pattern in group.patterns for shard in open_shards(pattern, V, T)]
+
+
+def _line(result: "Perplexity", dtype: str) -> str:
+    line = f"{result.tokens:,} tokens in {dtype} | loss {result.loss:.4f}"
+    line += f" | perplexity {result.perplexity:.2f}"
+    bits = result.bits_per_byte
+    return line if bits is None else f"{line} | {bits:.4f} bits per byte"
