@@ -1,6 +1,6 @@
 """Makes the schedule's view of a model."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,42 +41,47 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
     state = model.state
     config = model.config
     rank = model.rank
-    plan = model.plan if fp8 else model.plan.between or model.plan
     optim = config.optim
+    plan = model.plan if fp8 else model.plan.between or model.plan
     d = model.dims | dict(B=B, T=T, R=B * T, Rc=min(model.dims["Rc"], B * T))
-    starts = [b.start for b in sharding.buckets(d)]
     training = state.grads is not None
-    # without gradients, shapes without memory stand in their place
-    grads = state.grads if training else torch.empty(d["Nf"], device="meta")
-    g = param_views(A.Params, grads, d, sharding.grad_offsets(d) if training else starts)
+    starts = [b.start for b in sharding.buckets(d)]
+    grads, grad_starts = _gradients(state, d, starts)
     w = param_views(A.Params, state.params, d, starts)
+    g = param_views(A.Params, grads, d, grad_starts)
     a = carve(A.Acts, plan.buffers, model.arena, d)
-    weights: list[list[Fp8]] = [[]] * (d["L"] + 1)
-    q = carve(A.Fp8Buffers, plan.buffers, model.arena, d) if fp8 else None
+    q = None
+    fp8_weights: list[list[Fp8]] = [[]] * (d["L"] + 1)
     if fp8:
-        weights = place_operands(w, a, q, state, d, train)
-    again = [weights[l] if redo.ln else [] for l, redo in enumerate(model.recompute)]
-    branch_grads = a.dx if a.dbranch is None else [a.dbranch] * d["S"]
-    if not fp8 and a.dmid is not None:
-        branch_grads = [(branch_grads[0], a.dmid)[i % 2] for i in range(d["S"])]
-        a.dx = branch_grads if a.dbranch is None else a.dx
-    dropout, eps = config.model.dropout if train else 0.0, config.model.norm_eps
-    embed_g = grads[: d["Ne"]].view(-1, d["C"])
+        q = carve(A.Fp8Buffers, plan.buffers, model.arena, d)
+        fp8_weights = place_operands(w, a, q, state, d, train)
+    branch_grads = _branch_grads(a, d["S"])
     ids, targets, order, segments, split_tokens = unpack_batch(
         state.batch, d["R"], d["Ns"], d["Nh"]
     )
-    net = A.wire(Cut(w, g, a, embed_g, branch_grads, state, d, dropout, eps, q))
+    cut = Cut(
+        w=w,
+        g=g,
+        a=a,
+        embed_g=grads[: d["Ne"]].view(-1, d["C"]),
+        branch_grads=branch_grads,
+        s=state,
+        dims=d,
+        dropout=config.model.dropout if train else 0.0,
+        norm_eps=config.model.norm_eps,
+        q=q,
+    )
     _, layers, _ = bucket_rates(config)
     return ModelView(
         w=w,
         g=g,
         a=a,
-        net=net,
+        net=A.wire(cut),
         s=state,
         observe=Observer(),
         fp8=fp8,
-        fp8_weights=weights,
-        fp8_again=again,
+        fp8_weights=fp8_weights,
+        fp8_again=[fp8_weights[l] if redo.ln else [] for l, redo in enumerate(model.recompute)],
         ids=ids.view(B, T),
         targets=targets,
         tokens=TokenRows(order, segments, split_tokens, T),
@@ -97,3 +102,23 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         updates=list(spans.update_spans(state, d, rank, config)) if training else [],
         matrices=list(muon.matrix_classes(A.Params, state, d, rank, optim.momentum, layers.decay)),
     )
+
+
+def _gradients(state: State, d: dict[str, int], starts: list[int]) -> tuple[Tensor, list[int]]:
+    """Return flat gradients and their buckets' offsets; a shape alone if none are trained."""
+    grads: Tensor | None = state.grads
+    if grads is None:
+        return torch.empty(d["Nf"], device="meta"), starts
+    return grads, sharding.grad_offsets(d)
+
+
+def _branch_grads(a: Any, S: int) -> list[Any]:
+    """Return the gradient of the branch that ends at each x[i]; without dropout it is dx[i]."""
+    if a.dmid is None:  # place_operands has made them operands in fp8
+        return a.dx
+    even = a.dx[0] if a.dbranch is None else a.dbranch
+    # the buffers take turns, as block_bwd reads two neighbours
+    branch_grads = [(even, a.dmid)[i % 2] for i in range(S)]
+    if a.dbranch is None:
+        a.dx = branch_grads
+    return branch_grads
