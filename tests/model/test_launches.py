@@ -13,6 +13,8 @@ from tests.support.helpers import error
 from tests.support.launchers import WrappedKernels, mapped
 from tests.support.models import kernel_model, train_steps
 
+USED_UP = ("sample_token", "logits")  # an input that its launch takes as workspace
+
 
 class SideBySide(WrappedKernels):
     """K that runs every kernel, then its reference on float64 copies of the same inputs,
@@ -38,7 +40,8 @@ class SideBySide(WrappedKernels):
         written = contract.LAUNCHERS[name].contract
         wanted = written.outputs(exact)
         for output, got in written.outputs(args).items():
-            if got.is_floating_point() and output not in contract.WORKSPACE:
+            has_meaning = output not in contract.WORKSPACE and (name, output) != USED_UP
+            if got.is_floating_point() and has_meaning:
                 off = error(got, wanted[output])
                 assert off < self.tolerance, (
                     f"launch {len(self.launched)}, {name}: {output} is off by {off:.1e}"
