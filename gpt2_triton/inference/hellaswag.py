@@ -107,7 +107,7 @@ def _batch(
 
 def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
     """Return (sequences, T) of the batches that `evaluate` makes of these
-    questions, for Model.compile.
+    questions, for compile_run.
     """
     lengths = _lengths(model, questions)
     return {(len(chosen), T) for chosen, T in batches(lengths, model.B * model.T, _longest(model))}

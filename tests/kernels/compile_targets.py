@@ -5,7 +5,7 @@
     python -m tests.kernels.compile_targets
         all targets: `make compile-all`
 
-A driver that launches nothing stands for the GPU, and Model.compile makes the calls of a run.  Left
+A driver that launches nothing stands for the GPU, and compile_run makes the calls of a run.  Left
 out are the Gluon kernels of kernels/hopper, which test_hopper.py compiles.  The exit code is 1 if a
 kernel does not compile or fit, spills more than SPILLED, or loads operands slowly (`faults`).
 """
