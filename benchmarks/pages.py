@@ -150,6 +150,7 @@ PRICES = {  # row of the table: arm in fp8, loss per factor e of tokens if it is
     ),
     "1558M, AdamW, 16k tokens a step, head in bf16": ("fp8_d48.fp8_lr_8", ""),
     "Llama 114M, Muon, 131k tokens a step": ("llama_131k.llama_c768_fp8", ""),
+    "Llama 114M, QK-norm, Muon, 131k tokens a step": ("modern.P_131k_fp8", ""),
 }
 SCALE = LOSSES / "scale.jsonl"
 # of modded-nanogpt's GPT-2 to a loss of 3.28; what an hour of a GPU is taken to cost
@@ -389,9 +390,16 @@ TABLES: dict[str, Table] = {
         {
             "ms": ("ms", ".1f"),
             "normed_ms": ("with QK-norm", ".1f"),
+            "longer": ("longer", ".1%"),
+            "half_width": ("±", ".1%"),
             "loss": ("loss", ".3f"),
             "normed_loss": ("with QK-norm", ".3f"),
         },
+    ),
+    "qk_norm_account": own_section(
+        "qk_norm_account",
+        "ms of a step",
+        {"ms": ("without", ".2f"), "normed_ms": ("with QK-norm", ".2f")},
     ),
     "memory": memory,
     "prices": prices,
