@@ -54,13 +54,14 @@ UNKNOWN = "unknown"  # architecture of that
 
 
 def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
-    """Return the key of a GPU given by key or by torch's name, as "rtx 4090", or a SIZE;
+    """Return the key of a GPU given by key, as "rtx4090" too, or by torch's name, or a SIZE;
     ConfigError lists the keys.
     """
+    short = name.lower().removeprefix("rtx").strip("_-")
     if known is GPUS and SIZE.fullmatch(name):
         return name
     for key, gpu in known.items():
-        if name.lower() == key or is_called(name, *gpu.device_names):
+        if short == key or is_called(name, *gpu.device_names):
             return key
     size = "; or give its memory, as 24GiB" if known is GPUS else ""
     raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}{size}")

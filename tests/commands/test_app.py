@@ -396,6 +396,11 @@ def test_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_its_run(
     assert capsys.readouterr().out.startswith("fits the GPU 4090 of 23.50 GiB\nmemory ")
 
 
+@pytest.mark.parametrize("name", ["4090", "rtx4090", "RTX_4090", "rtx-4090", "NVIDIA RTX 4090"])
+def test_a_gpu_may_be_named_as_people_do(name):
+    assert device.find_gpu(name) == "4090"
+
+
 def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
     words = ["x.yaml", "--plan", "--train.precision", "fp8", "--train.dtype", "bf16", "--gpu"]
     assert main(train_app, [*words, "MI300X"]) == 2
