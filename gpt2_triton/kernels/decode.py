@@ -177,13 +177,13 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _cache_fill_kernel(cache_ptr, qkv_ptr, filled_ptr, T, C, D, BLOCK: tl.constexpr):
-    b = tl.program_id(1)
+def _cache_fill_kernel(cache_ptr, qkv_ptr, filled_ptr, Tc, T, C, D, BLOCK: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     n = tl.cast(T, tl.int64) * (D - C)
     mask = (i < n) & (tl.load(filled_ptr + b) != 0)
     kv = tl.load(qkv_ptr + i // (D - C) * D + C + i % (D - C), mask=mask, other=0.0)
-    tl.store(cache_ptr + b * n + i, kv, mask=mask)
+    tl.store(cache_ptr + b * Tc * (D - C) + i, kv, mask=mask)
 
 
 @contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]?")
@@ -240,11 +240,12 @@ def decode_attention(
     )  # fmt: skip
 
 
-@contract("cache[B,T,2,Ckv]+ <- qkv[T,D] filled[B]")
+@contract("cache[B,Tc,2,Ckv]+ <- qkv[T,D] filled[B]")
 def cache_fill(cache: Tensor, qkv: Tensor, filled: Tensor) -> None:
-    """cache[b] = k, v of the rows of qkv, for each b with filled[b] other than 0."""
-    (B, T, _, Ckv), D = cache.shape, qkv.shape[1]
+    """cache[b,:T] = k, v of the rows of qkv, for each b with filled[b] other than 0."""
+    B, Tc, _, Ckv = cache.shape
+    T, D = qkv.shape
     row = tuned("cache_fill", dtype_name(qkv), BLOCK=T * 2 * Ckv)
     _cache_fill_kernel[(triton.cdiv(T * 2 * Ckv, row["BLOCK"]), B)](
-        cache, qkv, filled, T, D - 2 * Ckv, D, **row
+        cache, qkv, filled, Tc, T, D - 2 * Ckv, D, **row
     )

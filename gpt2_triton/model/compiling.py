@@ -57,13 +57,13 @@ def _make_calls(
             zeros = np.zeros(shape, np.int32)
             model.evaluate(zeros, zeros, in_fp8)
     if (s := model.config.sample).every:
-        model._prefill()
+        model._prefill(model.T)
         model._decode(s.temperature, s.top_k, 1.0)
 
 
 def compile_decoding(model: Any, temperature: float, top_k: int, top_p: float) -> Any:
     """Compile the kernels of `prefill` and `decode` in the same way."""
     with model.K.compiling() as compiled:
-        model._prefill()
+        model._prefill(model.T)
         model._decode(temperature, top_k, top_p)
     return compiled

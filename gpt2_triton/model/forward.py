@@ -33,6 +33,7 @@ class ForwardPasses(Planned):
     K: Kernels
     T: int
     has_fp8: bool
+    eager: bool  # no graphs
     decoding: Decoding
     drawn: int  # tokens that `decode` draws among, the first of the vocabulary
     _views: dict[tuple[int, int, bool], ModelView]
@@ -79,18 +80,20 @@ class ForwardPasses(Planned):
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
-        v = self.view(1, self.T)
+        # without a graph no more rows than the window needs: the interpreter is slow
+        T = min(-(-len(window) // 32) * 32, self.T) if self.eager else self.T
+        v = self.view(1, T)
         # rows after the window: decoding overwrites each before reading it
-        ids = np.zeros((1, self.T), np.int32)
+        ids = np.zeros((1, T), np.int32)
         ids[0, : len(window)] = window
         v.ids.copy_(torch.from_numpy(ids))
         filled = np.zeros(len(self.decoding.filled), np.int32)
         filled[sequences] = 1
         self.decoding.filled.copy_(torch.from_numpy(filled))
-        self._run(self._prefill)
+        self._run(self._prefill, T)
 
-    def _prefill(self) -> None:
-        decoding.prefill(self.K, self.A.schedule, self.view(1, self.T), self.decoding)
+    def _prefill(self, T: int) -> None:
+        decoding.prefill(self.K, self.A.schedule, self.view(1, T), self.decoding)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Sample the next token of each sequence into decoding.seq; the next call

@@ -120,6 +120,18 @@ def test_generate_takes_prompts_of_any_length(length):
     ]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a graph has the rows of the context")
+def test_a_prompt_takes_no_more_rows_than_it_needs():
+    """Multiples of 32, which are few shapes; also in a window that moves."""
+    model = decoder(train=dict(seq_len=80), model=dict(block_size=80))
+    for length, rows, count in ((3, 32, 1), (33, 64, 1), (70, 80, 12)):
+        prompt = [7 * i % 256 for i in range(length)]
+        model._views.clear()
+        got = generated(model, count, GREEDY, prompt=prompt)
+        assert {T for _, T, _ in model._views} == {1, rows, 64 if length == 70 else rows}
+        assert got == [by_full_forward(model, count, GREEDY, 0, prompt)]
+
+
 @pytest.mark.slow
 def test_text_depends_on_its_seed_and_not_on_its_batch():
     """14 tokens: each text then has its own second window."""

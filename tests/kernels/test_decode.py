@@ -92,12 +92,13 @@ def test_decode_attention_matches_float64(rng, dtype, HS):
 
 @dtypes
 def test_cache_fill_copies_keys_and_values(rng, dtype):
-    qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 6, 2, 48, dtype=dtype)
+    qkv, cache = rng(6, 3 * 48, dtype=dtype), poisoned(3, 8, 2, 48, dtype=dtype)
     filled = torch.tensor([0, 1, 1], dtype=torch.int32, device=cache.device)
     kernels.cache_fill(cache, qkv, filled)
     assert cache[0].isnan().all()
     for b in (1, 2):
-        assert torch.equal(cache[b].flatten(1), qkv[:, 48:])
+        assert torch.equal(cache[b, :6].flatten(1), qkv[:, 48:])
+        assert cache[b, 6:].isnan().all()
 
 
 def test_decode_bits_do_not_depend_on_the_batch(rng):

@@ -308,7 +308,7 @@ def decode_attention(att, cache, qkv, seq, NH, rope=None):
 def cache_fill(cache, qkv, filled):
     kv = qkv[:, -2 * cache.shape[3] :]
     for b in filled.nonzero().flatten().tolist():
-        cache[b] = kv.view(len(qkv), 2, -1)
+        cache[b, : len(qkv)] = kv.view(len(qkv), 2, -1)
 
 
 def sample_token(seq, logits, V, temperature, top_k, top_p):
