@@ -4,6 +4,8 @@ BIN := .venv/bin
 RUN ?= runs/quickstart
 # the bytecode of all files takes a minute, that of what is imported seconds
 PIP := $(BIN)/python -m pip install --no-compile
+# tests start hundreds of processes: without bytecode each takes twice as long to import torch
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch for a GPU brings its own Triton, which nothing else may replace.  pytorch.org's build for CPUs has none; where
 # that index is out of reach, pip takes the build for GPUs, and then its Triton.  An AMD GPU needs another index, and a
