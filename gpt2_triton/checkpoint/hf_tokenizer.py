@@ -6,7 +6,7 @@ it alone.  Older ones read vocab.json and merges.txt.  All are derived from the 
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, FileTokenizer, by
 
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
+SPELLING = byte_spelling()
 STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
 
 
@@ -68,44 +69,56 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Write a tokenizer's files for transformers; block_size is its longest text in tokens."""
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer_file.copy(tokenizer, directory)
-    tokens, spelling, llama = tokenizer.token_bytes(), byte_spelling(), tokenizer.name == "llama3"
+    tokens = tokenizer.token_bytes()
     special = {tokenizer.eot: END_OF_TEXT}
-    if llama:
+    if tokenizer.name == "llama3":
         special = {i: tokens[i].decode() for i in range(tokenizer.delimiter, len(tokens))}
-
-    def spell(token: bytes) -> str:
-        return "".join(spelling[b] for b in token)
-
-    ordinary = [token for i, token in enumerate(tokens) if i not in special]
-    parts = every_merge(ordinary) if llama else merges(ordinary)
-    pairs = [f"{spell(left)} {spell(right)}" for left, right in parts]
-    # for bytes too, since the spelling of byte 0 is Ā, a letter that texts may have
-    vocabulary = {
-        special.get(i) or spell(token): i for i, token in enumerate(ordinary if llama else tokens)
-    }
-    begin, end = special[tokenizer.delimiter], special[tokenizer.eot]
-    ours: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
-    if llama:
-        ours |= {
+    begin = special[tokenizer.delimiter]
+    end = special[tokenizer.eot]
+    about: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
+    if tokenizer.name == "llama3":
+        steps = _llama3_steps(tokenizer.delimiter, begin)
+        model = _llama3_model(tokens[: tokenizer.delimiter])
+        about |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        steps = _llama3_steps(tokenizer.delimiter, begin)
     else:
-        ours |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
         steps = dict.fromkeys(STEPS, _bytes_level())
-        write_json(directory / "vocab.json", vocabulary)
-        (directory / "merges.txt").write_text(
-            "\n".join(["#version: 0.2", *pairs]) + "\n", encoding="utf-8"
-        )
-    whole: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [*itertools.starmap(_special, special.items())],
-    }
-    whole |= dict.fromkeys(("truncation", "padding", "normalizer")) | steps
-    whole["model"] = {"type": "BPE", "ignore_merges": llama, "vocab": vocabulary, "merges": pairs}
-    write_json(directory / "tokenizer.json", whole)
-    write_json(directory / "tokenizer_config.json", ours)
+        model = _gpt2_model(tokens, special)
+        about |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
+        write_json(directory / "vocab.json", model["vocab"])
+        lines = "\n".join(["#version: 0.2", *model["merges"]])
+        (directory / "merges.txt").write_text(f"{lines}\n", encoding="utf-8")
+    added = [*itertools.starmap(_special, special.items())]
+    whole: dict[str, Any] = {"version": "1.0", "added_tokens": added}
+    whole |= dict.fromkeys(("truncation", "padding", "normalizer"))
+    write_json(directory / "tokenizer.json", whole | steps | {"model": model})
+    write_json(directory / "tokenizer_config.json", about)
+
+
+def _spell(token: bytes) -> str:
+    return "".join(SPELLING[b] for b in token)
+
+
+def _gpt2_model(tokens: list[bytes], special: dict[int, str]) -> dict[str, Any]:
+    """Return tokenizer.json's model: all tokens, also of bytes, whose byte 0 is spelt as Ā is."""
+    vocabulary = {special.get(i) or _spell(token): i for i, token in enumerate(tokens)}
+    ordinary = [token for i, token in enumerate(tokens) if i not in special]
+    return _model(vocabulary, merges(ordinary), ignore_merges=False)
+
+
+def _llama3_model(ordinary: list[bytes]) -> dict[str, Any]:
+    """Return tokenizer.json's model: the tokens before the special ones."""
+    vocabulary = {_spell(token): i for i, token in enumerate(ordinary)}
+    return _model(vocabulary, every_merge(ordinary), ignore_merges=True)
+
+
+def _model(
+    vocabulary: dict[str, int], parts: Iterable[Iterable[bytes]], ignore_merges: bool
+) -> dict[str, Any]:
+    pairs = [" ".join(map(_spell, pair)) for pair in parts]
+    return {"type": "BPE", "ignore_merges": ignore_merges, "vocab": vocabulary, "merges": pairs}
 
 
 def _bytes_level(splits: bool = True) -> dict[str, Any]:
@@ -127,15 +140,11 @@ def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
         "invert": False,
     }
     text = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    two, ids = (
-        [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-        {"id": begin, "ids": [number], "tokens": [begin]},
-    )
     template = {
         "type": "TemplateProcessing",
         "single": text,
-        "pair": two,
-        "special_tokens": {begin: ids},
+        "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
     }
     splits = {"type": "Sequence", "pretokenizers": [pattern, _bytes_level(splits=False)]}
     return dict(zip(STEPS, (splits, template, _bytes_level()), strict=True))
