@@ -72,7 +72,7 @@ BF16: dict[str, dict[str, object]] = dict(
     train=dict(batch_size=4, total_batch_tokens=None),
     memory=dict(recompute="none"),
     log=dict(stats_every=1),
-    sample=dict(every=1),
+    sample=dict(every=1, top_k=50),
 )
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
