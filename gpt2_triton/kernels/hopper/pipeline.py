@@ -42,7 +42,9 @@ WIDE_N = 320  # a tile's width in matmul_wide.py
 BLOCK_M = gl.constexpr(TILE_M)
 BLOCK_N = gl.constexpr(TILE_N)
 BLOCK_K = gl.constexpr(TILE_K)
-GROUP_M = gl.constexpr(8)
+GROUP_M = gl.constexpr(8)  # of dW, whose sums depend on it
+# of other products: the half tiles at the edge of 1,600 columns then go to all programs alike
+BAND = gl.constexpr(12)
 STAGES = gl.constexpr(3)
 # of an accumulator
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 16]))
@@ -93,7 +95,7 @@ def tiles(M, N, WIDTH: gl.constexpr):
 @gluon.jit
 def corner(tile, M, N, WIDTH: gl.constexpr):
     """Return the first row and column of a tile of BLOCK_M x WIDTH."""
-    return tile_corner(tile, M, N, BLOCK_M, WIDTH, GROUP_M)
+    return tile_corner(tile, M, N, BLOCK_M, WIDTH, BAND)
 
 
 @gluon.jit
