@@ -15,7 +15,8 @@ GPT-2 124M takes 300 steps from the same weights on the same tokens (--data:
 Rounding differs between code, portable and hopper, and training magnifies a rounding.  So the
 differences of the losses are compared with a scatter, the differences between portable and hopper:
 over the last 100 steps the root of their mean square is at most twice the scatter's.  The exit code
-is 1 if it is more, or if a byte differs.
+is 1 if it is more, or if a byte differs.  The scatter is that of one pair of runs: if a code misses
+the bound though its first losses agree, compare more seeds (--train.seed).
 """
 
 import argparse
