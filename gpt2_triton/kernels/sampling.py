@@ -157,7 +157,8 @@ def sample_token(
     """
     B, Vp = logits.shape
     greedy = temperature == 0
-    inverse = 1.0 if greedy else min(1.0 / temperature, 1e30)  # 1 / 1e-40 is inf in fp32
+    # in fp32 1 / 1e-40 is inf, and 1 / 1e40 is 0, which times -inf is NaN
+    inverse = 1.0 if greedy else min(max(1.0 / temperature, 1e-30), 1e30)
     kept = dict(TOP_K=not greedy and 0 < top_k < V, TOP_P=not greedy and top_p < 1)
     if any(kept.values()):
         row = tuned("sample_keep", "fp32", BLOCK=V)

@@ -125,6 +125,14 @@ def test_equal_logits_at_the_bound_are_kept_together():
     assert set(sampled_tokens(np.zeros(4), range(8), 1.0, top_k=3)) == {0, 1, 2, 3}
 
 
+@pytest.mark.filterwarnings("error:invalid value")  # NaN, which the interpreter's maxima skip
+@pytest.mark.parametrize("temperature", [1e46, np.inf])
+def test_an_endless_temperature_draws_alike_among_what_is_kept(temperature):
+    z = np.random.default_rng(5).normal(size=300)
+    kept_by_k = np.argsort(-z)[:5]
+    assert set(sampled_tokens(z, range(30), temperature, top_k=5)) == {*kept_by_k}
+
+
 def test_sample_token_distribution_is_the_softmax():
     """4000 tokens of 12 by the scores that the kernel matches: chi-square, 11 degrees
     of freedom, 99.9% at 31.3.
