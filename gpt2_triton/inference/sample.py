@@ -44,9 +44,9 @@ def draw(
     """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
     lengths = [len(prompt) for prompt in prompts if len(prompt) > model.T]
     if lengths:
-        has = "the prompt has" if len(prompts) == 1 else f"{len(lengths):,} prompts have up to"
-        cut = f"of which the model sees the last {max(1, model.T // 2):,}"
-        print_line(f"note: {has} {max(lengths):,} tokens, {cut}", error=True)
+        seen = f"the model sees the last {max(1, model.T // 2):,} of up to {max(lengths):,} tokens"
+        texts = f"in the prompts of {len(lengths):,} of {len(prompts):,} texts"
+        print_line(f"note: {seen} {texts}", error=True)
     batch = len(model.decoding.seq)
     for first in range(0, len(prompts), batch):
         wanted = range(first, min(first + batch, len(prompts)))

@@ -302,13 +302,13 @@ def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monke
 
 
 @pytest.mark.parametrize(
-    ("length", "note"), [(16, ""), (17, "note: {} 17 tokens, of which .* the last 8\n")]
+    ("length", "note"), [(16, ""), (17, "note: .* the last 8 of up to 17 tokens .* {} texts\n")]
 )
 def test_a_prompt_that_is_cut_is_named_once(capsys, length, note):
     prompts = [[97], [97] * length, [97, 98]]
-    for some, has in ((prompts, "1 prompts have up to"), (prompts[1:2], "the prompt has")):
+    for some, cut in ((prompts, "1 of 3"), (prompts[1:2] * 2, "2 of 2")):
         assert len(list(sample.draw(decoder(2), some, 1, PLAIN, range(7, 10), {0}))) == len(some)
-        assert re.fullmatch(note.format(has), capsys.readouterr().err)
+        assert re.fullmatch(note.format(cut), capsys.readouterr().err)
 
 
 def test_texts_of_several_prompts_are_decoded_at_once(step_dir, monkeypatch):
