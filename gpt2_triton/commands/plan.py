@@ -100,7 +100,7 @@ def _largest_batch(found: Forecast) -> list[str]:
 
 
 def _choices(found: Forecast) -> list[str]:
-    """Return the memory by recompute level and, on several GPUs, ZeRO stage; an arrow is ours."""
+    """Return the memory by recompute level and, on several GPUs, ZeRO stage, and mark the run's."""
     lines = ["", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for level, (nbytes, most) in found.levels.items():
         arrow = "  <-" if level == found.config.memory.recompute else ""

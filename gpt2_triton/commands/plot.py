@@ -209,7 +209,7 @@ def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, fl
 
 
 def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> float:
-    """Draw a published curve up to `last` tokens (a point's label); return its lowest loss."""
+    """Draw a published curve up to `last` tokens, one point as a label; return its lowest loss."""
     tokens = curve["points"][:, 0]
     shown = curve["points"][tokens <= last]
     label = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)

@@ -41,7 +41,7 @@ class Samples(Protocol):
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return splitmix64's finaliser of x: a bijection of uint64; a bit flips about half."""
+    """Return splitmix64's finaliser of x: a bijection of uint64 that mixes all bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -66,7 +66,7 @@ def scatter_table(
 
 
 def _sort_entries(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the entries sorted by token, the tokens that occur, and the entries of each."""
+    """Return the entries sorted by token, the tokens that occur, and how often each does."""
     entries = np.flatnonzero(tokens >= 0)
     keys = tokens[entries]
     # by radix, five times as fast as int32 keys

@@ -126,7 +126,7 @@ def _longest(model: Model) -> int:
 
 
 def _lengths(model: Model, questions: Questions) -> np.ndarray:
-    """Return the inputs of each ending with its context; the last token is only a target."""
+    """Return how many inputs each ending has with its context; its last token is only a target."""
     pairs = zip(questions.contexts, questions.endings, strict=True)
     return np.minimum(
         np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model)

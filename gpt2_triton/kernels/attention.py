@@ -260,7 +260,7 @@ def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
 
 
 def _bwd_row(op: str, dtype: str, T: int, HS: int) -> Row:
-    """Return the launch parameters of a kernel, or with the blocks of the one in hopper/."""
+    """Return a kernel's launch parameters, with the blocks of hopper/ where that takes it."""
     return _row(op, dtype, T, HS) | hopper.blocks(op, T, HS, dtype)
 
 

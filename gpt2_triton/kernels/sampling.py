@@ -62,7 +62,7 @@ def _reached(z_ptr, V, bound, peak, factor, MASS: tl.constexpr, BLOCK: tl.conste
 def _raise_bound(
     z_ptr, V, low, low_count, goal, peak, factor, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return `low` raised to the largest bound that `goal` logits (MASS: mass) reach; a count."""
+    """Return the largest bound from `low` on that `goal` logits (MASS: mass) reach, and a count."""
     high = peak
     high_count, mass = _reached(z_ptr, V, high, peak, factor, MASS, BLOCK)
     enough = (mass if MASS else high_count.to(tl.float32)) >= goal
