@@ -115,7 +115,7 @@ def draw_runs(
     paths: Sequence[Path], out: Path, openai: bool = False, beside: Sequence[str] = ()
 ) -> list[str]:
     """Draw runs over tokens, beside OpenAI's GPT-2 and curves of CURVES; return lines
-    that compare their losses.  ConfigError for another ending of `out`, and as by the readers.
+    that compare their losses.  ConfigError for another ending of `out`, or a run without losses.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(f"-o: {out} does not end in {', '.join(FORMATS)}; choose one of them")

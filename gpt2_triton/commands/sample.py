@@ -11,8 +11,7 @@ from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
 from gpt2_triton.console import print_line, printable
-from gpt2_triton.data.text_names import UTF16
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.inference.sampling import Sampling
 
 
@@ -96,19 +95,16 @@ def sample(
 
 def _lines(file: Path) -> list[str]:
     """Return the lines of a file, or of stdin for -, that are not empty."""
+    from gpt2_triton.data.prepare.contents import decode
+
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        text = decode(file, 1, data)
     except OSError as error:
         wrong = f"--prompt_file: {file} cannot be read: {error.strerror}; correct the path"
         raise ConfigError(wrong) from None
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        encoding = "UTF-16" if data.startswith(UTF16) else "ENCODING"
-        todo = f"`iconv -f {encoding} -t utf-8` converts it"
-        wrong = f"not UTF-8: byte 0x{data[error.start]:02x}; {todo}"
-        raise ConfigError(f"--prompt_file: {file}, line {line:,}: {wrong}") from None
+    except DataError as error:
+        raise ConfigError(f"--prompt_file: {error}") from None
     lines = [line for line in re.split("[\r\n]+", text) if line]
     if not lines:
         raise ConfigError(f"--prompt_file: {file}: no prompt; write one on each line")

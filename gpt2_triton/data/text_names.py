@@ -1,9 +1,8 @@
-"""How files that hold text are named, and how those in UTF-16 begin."""
+"""Names of files that hold text to tokenise."""
 
 from pathlib import Path
 
 TEXT_KINDS = (".txt", ".md", ".jsonl", ".json")
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 TEXT_SUFFIXES = (
     ".parquet",  # compressed inside

@@ -14,7 +14,7 @@ bound that is not, so the sets are exact.  Equal logits at a bound are kept or r
 The mass is summed in fp32, in a fixed order.
 
 Many programs share the logits of a sequence.  Each writes its largest score, and that token, in the
-place of its first two logits; then one program takes the best.  A call so overwrites the logits.
+place of its first two logits; then one program takes the best.  So a call overwrites the logits.
 
 u[j] is word j of Philox (philox.py) for the sequence's seed and the number of tokens sampled so
 far.  It does not depend on the other sequences of the decode batch.

@@ -353,8 +353,8 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
     ("content", "wrong"),
     [
         (None, " cannot be read: No such file or directory; correct the path"),
-        (b"a\ncaf\xe9", ", line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8` converts it"),
-        ("é".encode("utf-16"), ", line 1: not UTF-8: byte 0xff; `iconv -f UTF-16 -t utf-8` conv"),
+        (b"a\ncaf\xe9", ", line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 "),
+        ("é".encode("utf-16"), ", line 1: not UTF-8: byte 0xff; `iconv -f UTF-16 -t utf-8 "),
     ],
 )
 def test_prompts_that_cannot_be_read_say_how_to_convert_them(tmp_path, content, wrong):

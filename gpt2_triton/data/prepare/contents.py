@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gpt2_triton.data.text_names import COMPRESSIONS, UTF16
+from gpt2_triton.data.text_names import COMPRESSIONS
 from gpt2_triton.errors import DataError
 
 READ_BYTES = 1 << 20
@@ -25,6 +25,7 @@ MAGIC = re.compile(
     rb"(?P<gz>\x1f\x8b)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)"
 )
 UNPACK = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc"}
+UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 OFTEN = "often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932"
 SPACE = re.compile(r"\s*")
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # cut off or damaged
@@ -66,7 +67,7 @@ def parts(path: Path) -> Iterator[tuple[str, bool, str]]:
     line = 1
     with _open(path) as file:
         while lines := file.readlines(READ_BYTES):
-            text = _decode(path, line, b"".join(lines))
+            text = decode(path, line, b"".join(lines))
             yield f"{path}, lines {line:,} to {line + len(lines) - 1:,}", line == 1, text
             line += len(lines)
 
@@ -77,7 +78,7 @@ def json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
     """
     with _open(path) as file:
         lines = (
-            (number, _decode(path, number, data).strip()) for number, data in enumerate(file, 1)
+            (number, decode(path, number, data).strip()) for number, data in enumerate(file, 1)
         )
         for number, line in lines:
             if one_value and line and not (line.startswith("{") and line.endswith("}")):
@@ -132,8 +133,10 @@ def unreadable(where: object, error: Exception) -> DataError:
     return DataError(f"{where}: cannot read: {why}; {todo}")
 
 
-def _decode(path: Path, line: int, data: bytes) -> str:
-    """Return the text of `data`, which begins in this line, without a file's byte order mark."""
+def decode(path: Path, line: int, data: bytes) -> str:
+    """Return the text of `data`, which begins in this line, without a file's byte order mark;
+    DataError unless it is UTF-8.
+    """
     try:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
