@@ -50,8 +50,9 @@ def embedding_bwd(dwte, dwpe, scratch, dx, lnf, ks, tokens, acc):
     """
     order, segments, _, T = tokens
     R = dx.shape[0]
+    entries = order.tolist()  # at once: each such read waits for a GPU
     for token, start, length, _ in segments.tolist():
-        for e in order[start : start + length].tolist():
+        for e in entries[start : start + length]:
             dwte[token] += dx[e] if e < R else ks[e - R] * lnf[e - R]
     if dwpe is None:
         return
