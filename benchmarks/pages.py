@@ -228,8 +228,8 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
 
 
 def operations(section: dict[str, Any], kind: str) -> str:
-    """Return a row for each operation of at least 0.05 ms, longest first, and one
-    for the step: ms (floor).
+    """Return a row for each operation of at least 0.05 ms, longest first, and two for the
+    step: ms (floor), then ms / floor.
     """
     arms = group(section, kind)
     names = dict.fromkeys(
@@ -246,6 +246,8 @@ def operations(section: dict[str, Any], kind: str) -> str:
         ]
         cells = ["" if ms is None else f"{ms:.1f} ({least:.1f})" for ms, least in both]
         rows.append(["step" if name == "ms" else name.removesuffix(".ms"), *cells])
+    shares = [f"{found['ms'] / found['floor_ms']:.2f}" for found in arms.values()]
+    rows.append(["step / floor", *shares])
     return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
 
 
@@ -340,10 +342,10 @@ def hours(record: Record) -> str:
         ways.append((f"Muon, `{recipe}`", figures[f"recipe.{recipe}.tokens"], size))
     rows = []
     for way, tokens, size in ways:
-        each = [tokens / figures[f"h100.steps.{size}.{arm}.tok_s"] / 3600 for arm in arms]
+        each = [tokens / figures[f"{MACHINE}.steps.{size}.{arm}.tok_s"] / 3600 for arm in arms]
         cells = [f"{hours:.1f} h, ${DOLLARS * hours:.0f}" for hours in each]
         rows.append([way, f"{tokens / 1e9:.2f}B", *cells])
-    return markdown(["", "tokens", *(f"H100, {arm}" for arm in arms)], rows)
+    return markdown(["", "tokens", *(f"{MACHINE.upper()}, {arm}" for arm in arms)], rows)
 
 
 def beside(*programs: str) -> dict[str, tuple[str, str]]:
@@ -360,6 +362,10 @@ TABLES: dict[str, Table] = {
     "levels": measured(programs, "levels"),
     "ops": measured(operations, "ops"),
     "executed": measured(programs, "steps", executed=True),
+    "executed_ops": measured(operations, "ops", executed=True),
+    "epilogues": own_section(
+        "epilogues", "added to the product", {"d12": ("124M", "z.0%"), "d48": ("1558M", "z.0%")}
+    ),
     "sampling": own_section("sampling", "tokens/s", beside("ours", "static", "dynamic")),
     "encode": own_section(
         "encode",

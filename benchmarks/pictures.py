@@ -20,7 +20,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
 MINUTES = LOSSES / "minutes_prose.jsonl", LOSSES / "minutes_modern_prose.jsonl"
 SCALE = LOSSES / "scale.jsonl"
-MACHINE = "h100"  # the section that is drawn
+MACHINE = "h200"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
     "d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M", "llama_c768": "Llama 114M",
     "llama_1b": "Llama 1.24B", "torch": "PyTorch", "bf16": "bf16", "fp8": "fp8",

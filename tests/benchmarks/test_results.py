@@ -16,7 +16,7 @@ from gpt2_triton.errors import DataError
 from tests.support.elsewhere import compiled_elsewhere
 from tests.support.pages import FENCE
 
-META = dict(commit="abc1234", gpu="H100", gpus=1, power_limit_w=700.0, torch="2.11", triton="3.6")
+META = dict(commit="abc1234", gpu="H200", gpus=1, power_limit_w=700.0, torch="2.11", triton="3.6")
 STEP = dict(ms=80.0, tok_s=819_200.0, gib=16.3, planned=16.1)
 OPS = {"adamw.ms": 7.0, "adamw.floor_ms": 7.0, "ms": 80.0, "floor_ms": 71.0}
 FIGURES = {
@@ -31,7 +31,7 @@ FIGURES = {
     for name, value in figures.items()
 }
 LOSSES = {"pairs.s.muon_fp8.val.mean": 0.0033, "pairs.s.muon_fp8.val.half_width": 0.0037}
-RECORD = {"h100": {"meta": META} | FIGURES, "losses": {"meta": {}} | LOSSES}
+RECORD = {"h200": {"meta": META} | FIGURES, "losses": {"meta": {}} | LOSSES}
 
 
 @pytest.mark.slow
@@ -44,10 +44,10 @@ def test_render_changes_nothing_on_the_committed_pages():
 
 
 @pytest.mark.parametrize(("marker", "text"), [
-    ("h100.steps.d12.torch.ms / h100.steps.d12.fp8.ms | x", "1.50x"),
-    ("h100.steps.d12.fp8.tok_s | k", "819k"),
+    ("h200.steps.d12.torch.ms / h200.steps.d12.fp8.ms | x", "1.50x"),
+    ("h200.steps.d12.fp8.tok_s | k", "819k"),
     ("losses.pairs.s.muon_fp8.val | pm", "+0.003 ± 0.004"),
-    ("h100.meta.gpu", "H100"),
+    ("h200.meta.gpu", "H200"),
     ("plan.outside_gib | 2GiB", "0.85 GiB"),
     ("recipe.gpt2_124m.hours | h", "3.2 h"),
 ])  # fmt: skip
@@ -64,13 +64,19 @@ def test_a_recipe_has_its_hours_before_the_marker():
 
 
 @pytest.mark.parametrize("marker", [
-    "h100.steps.d13.ms | ms", "h100.steps.d12.fp8.ms | miles", "table nothing", "table",
-    "h100.steps.d12.fp8.ms -", "__import__('os')", "recipe.quickstart.hours",
+    "h200.steps.d13.ms | ms", "h200.steps.d12.fp8.ms | miles", "table nothing", "table",
+    "h200.steps.d12.fp8.ms -", "__import__('os')", "recipe.quickstart.hours",
 ])  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_page(marker):
     with pytest.raises(DataError, match=r"^README\.md: ") as raised:
         pages.render(f"<!-- r: {marker} --><!-- /r -->", RECORD, Path("README.md"))
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_table_of_operations_ends_with_the_step_and_its_share_of_the_floors():
+    *_, step, share = pages.TABLES["ops"](RECORD).splitlines()
+    assert step == "| step | 80.0 (71.0) | 80.0 (71.0) |"
+    assert share == "| step / floor | 1.13 | 1.13 |"
 
 
 # ---- no figure outside markers ----
@@ -303,5 +309,5 @@ def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
     assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)
     assert pictures.draw(RECORD, check=True) == []
-    slower = RECORD["h100"] | {"steps.d12.fp8.tok_s": 1.0}
-    assert pictures.draw({"h100": slower}, check=True) == names[:1]
+    slower = RECORD["h200"] | {"steps.d12.fp8.tok_s": 1.0}
+    assert pictures.draw({"h200": slower}, check=True) == names[:1]
