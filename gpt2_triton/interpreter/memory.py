@@ -75,60 +75,60 @@ def _masked(pointers: Affine, mask: Any, dtype: np.dtype) -> np.ndarray | None:
     return _rectangle(pointers.start, counts, pointers.steps, dtype)
 
 
-def _replace_pointers() -> None:
-    @in_language("load")
-    def load(
-        triton: Callable, pointer: Any, mask: Any = None, other: Any = None, **hints: Any
-    ) -> tl.tensor:
-        element = getattr(pointer.dtype, "element_ty", None)
-        mask, other = plain(mask), plain(other)
-        dtype = element and STORED.get(element.name)
-        has_number = (
-            other is None or type(other) in (int, float) and (other == 0 or dtype == np.float32)
-        )
-        if dtype is None or not has_number or not (mask is None or type(mask) is core.tensor):
-            return triton(pointer, mask=mask, other=other, **hints)
-        handle = pointer.handle
-        if type(handle) is Affine:
-            part = _masked(handle, mask, dtype)
-            if part is not None:
-                data = _filled(part, handle.sizes or (1,), other or 0)
-                return block(data, element) if handle.sizes else scalar(data, element)
-        make, at = block if is_block(pointer) else scalar, _places(handle.data, dtype)
-        if mask is None or mask.handle.data.all():
-            return make(_elements(dtype)[at], element)
-        data, read = (
-            np.full(at.shape, other or 0, dtype),
-            np.broadcast_to(mask.handle.data, at.shape),
-        )
-        data[read] = _elements(dtype)[at[read]]
-        return make(data, element)
+def _stored(pointer: Any, mask: Any) -> np.dtype | None:
+    """Return the type of the elements in memory; None where Triton loads and stores them."""
+    if mask is not None and type(mask) is not core.tensor:
+        return None
+    element = getattr(pointer.dtype, "element_ty", None)
+    return element and STORED.get(element.name)
 
-    @in_language("store")
-    def store(triton: Callable, pointer: Any, value: Any, mask: Any = None, **hints: Any) -> None:
-        element = getattr(pointer.dtype, "element_ty", None)
-        mask, value = plain(mask), plain(value)
-        dtype = element and STORED.get(element.name)
-        if (
-            dtype is None
-            or type(value) is not core.tensor
-            or not (mask is None or type(mask) is core.tensor)
-        ):
-            return triton(pointer, value, mask, **hints)
-        handle, data = pointer.handle, value.to(element).handle.data
-        if type(handle) is Affine:
-            part = _masked(handle, mask, dtype)
-            if part is not None:
-                part[...] = np.broadcast_to(data, handle.sizes or (1,))[
-                    tuple(map(slice, part.shape))
-                ]
-                return None
-        at = _places(handle.data, dtype)
-        if mask is None or mask.handle.data.all():
-            _elements(dtype)[at] = data
+
+def _load(
+    triton: Callable, pointer: Any, mask: Any = None, other: Any = None, **hints: Any
+) -> tl.tensor:
+    mask = plain(mask)
+    other = plain(other)
+    dtype = _stored(pointer, mask)
+    has_number = type(other) in (int, float) and (other == 0 or dtype == np.float32)
+    if dtype is None or not (has_number or other is None):
+        return triton(pointer, mask=mask, other=other, **hints)
+    element = pointer.dtype.element_ty
+    handle = pointer.handle
+    if type(handle) is Affine:
+        part = _masked(handle, mask, dtype)
+        if part is not None:
+            data = _filled(part, handle.sizes or (1,), other or 0)
+            return block(data, element) if handle.sizes else scalar(data, element)
+    make = block if is_block(pointer) else scalar
+    at = _places(handle.data, dtype)
+    if mask is None or mask.handle.data.all():
+        return make(_elements(dtype)[at], element)
+    data = np.full(at.shape, other or 0, dtype)
+    read = np.broadcast_to(mask.handle.data, at.shape)
+    data[read] = _elements(dtype)[at[read]]
+    return make(data, element)
+
+
+def _store(triton: Callable, pointer: Any, value: Any, mask: Any = None, **hints: Any) -> None:
+    mask = plain(mask)
+    value = plain(value)
+    dtype = _stored(pointer, mask)
+    if dtype is None or type(value) is not core.tensor:
+        return triton(pointer, value, mask, **hints)
+    handle = pointer.handle
+    data = value.to(pointer.dtype.element_ty).handle.data
+    if type(handle) is Affine:
+        part = _masked(handle, mask, dtype)
+        if part is not None:
+            data = np.broadcast_to(data, handle.sizes or (1,))
+            part[...] = data[tuple(map(slice, part.shape))]
             return None
-        written = np.broadcast_to(mask.handle.data, at.shape)
-        _elements(dtype)[at[written]] = np.broadcast_to(data, at.shape)[written]
+    at = _places(handle.data, dtype)
+    if mask is None or mask.handle.data.all():
+        _elements(dtype)[at] = data
+        return None
+    written = np.broadcast_to(mask.handle.data, at.shape)
+    _elements(dtype)[at[written]] = np.broadcast_to(data, at.shape)[written]
 
 
 class _Window(NamedTuple):
@@ -219,5 +219,6 @@ def replace() -> None:
     builder.create_masked_load = load
     builder.create_masked_store = store
     builder.cast_impl = cast
-    _replace_pointers()
+    in_language("load", _load)
+    in_language("store", _store)
     _replace_descriptors()

@@ -228,6 +228,49 @@ def _replace_add() -> None:
     core.tensor.__add__ = add
 
 
+def _indexing(by_triton: Callable) -> Callable:
+    def index(self: tl.tensor, at: Any) -> tl.tensor:
+        is_tuple = type(at) is tuple
+        if not is_tuple or not is_block(self) or any(i is not None and i != WHOLE for i in at):
+            return by_triton(self, at)
+        if type(self.handle) in (Affine, Box) and at.count(WHOLE) == len(self.handle.sizes):
+            return lazy(self.handle.expanded(at))
+        return block(self.handle.data[at], self.dtype)
+
+    return index
+
+
+def _conversion(by_triton: Callable) -> Callable:
+    def to(self: tl.tensor, dtype: Any, rounding: Any = None, bitcast: Any = False) -> tl.tensor:
+        dtype = plain(dtype)
+        if plain(rounding) is not None or plain(bitcast):
+            return by_triton(self, dtype, rounding, bitcast)
+        if dtype is self.dtype:
+            return self
+        if type(self.handle) is Affine and dtype is core.int64:
+            return lazy(self.handle.cast(dtype))
+        data = cast(self.handle.data, self.dtype.name, dtype.name)
+        if data is None:
+            return by_triton(self, dtype, rounding, bitcast)
+        return block(data, dtype) if is_block(self) else scalar(data, dtype)
+
+    return to
+
+
+def _numbers(words: tuple[Any, ...]) -> list[int]:
+    """Return the numbers of f(1, 2) or f((1, 2))."""
+    each = words if isinstance(words[0], int | core.constexpr) else words[0]
+    return [plain(n) for n in each]
+
+
+def _reshape(self: tl.tensor, *shape: Any, can_reorder: Any = False) -> tl.tensor:
+    return block(self.handle.data.reshape(_numbers(shape)), self.dtype)
+
+
+def _permute(self: tl.tensor, *axes: Any) -> tl.tensor:
+    return block(self.handle.data.transpose(_numbers(axes)), self.dtype)
+
+
 def replace() -> None:
     for side, swap in (("", False), ("r", True)):
         _binary(f"__{side}add__", np.add, NUMBERS, None, operator.add, _sum, swap)
@@ -256,40 +299,8 @@ def replace() -> None:
     _binary("__lshift__", np.left_shift, WORDS)
     _binary("__rshift__", np.right_shift, WORDS)
     _replace_add()
-    index_by_triton, to_by_triton = core.tensor.__getitem__, core.tensor.to
-
-    def index(self: tl.tensor, at: Any) -> tl.tensor:
-        if (
-            type(at) is not tuple
-            or not is_block(self)
-            or any(i is not None and i != WHOLE for i in at)
-        ):
-            return index_by_triton(self, at)
-        if type(self.handle) in (Affine, Box) and at.count(WHOLE) == len(self.handle.sizes):
-            return lazy(self.handle.expanded(at))
-        return block(self.handle.data[at], self.dtype)
-
-    def to(self: tl.tensor, dtype: Any, rounding: Any = None, bitcast: Any = False) -> tl.tensor:
-        dtype = plain(dtype)
-        if plain(rounding) is not None or plain(bitcast):
-            return to_by_triton(self, dtype, rounding, bitcast)
-        if dtype is self.dtype:
-            return self
-        if type(self.handle) is Affine and dtype is core.int64:
-            return lazy(self.handle.cast(dtype))
-        data = cast(self.handle.data, self.dtype.name, dtype.name)
-        if data is None:
-            return to_by_triton(self, dtype, rounding, bitcast)
-        return block(data, dtype) if is_block(self) else scalar(data, dtype)
-
-    def reshape(self: tl.tensor, *shape: Any, can_reorder: Any = False) -> tl.tensor:
-        sizes = shape if isinstance(shape[0], int | core.constexpr) else shape[0]
-        return block(self.handle.data.reshape([plain(n) for n in sizes]), self.dtype)
-
-    def permute(self: tl.tensor, *axes: Any) -> tl.tensor:
-        order = axes if isinstance(axes[0], int | core.constexpr) else axes[0]
-        return block(self.handle.data.transpose([plain(axis) for axis in order]), self.dtype)
-
-    core.tensor.__getitem__, core.tensor.to = index, to
-    core.tensor.reshape, core.tensor.permute = reshape, permute
+    core.tensor.__getitem__ = _indexing(core.tensor.__getitem__)
+    core.tensor.to = _conversion(core.tensor.to)
+    core.tensor.reshape = _reshape
+    core.tensor.permute = _permute
     core.tensor.__index__ = integer
