@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import as_gpu, pages, pictures, results
+from benchmarks.parts import Part, joint_parts, parts_as, parts_of
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
 from tests.support.elsewhere import compiled_elsewhere
@@ -140,7 +141,7 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
                 raise OSError("no memory left")
             return dict(ms=80.123456, recompute="gelu")
 
-        return results.Part(key, seconds, measure)
+        return Part(key, seconds, measure)
 
     def keys():
         found = [key for key, _ in calls]
@@ -185,7 +186,7 @@ def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measure
         key: lambda _, env, key=key: dict(ms=caches.update({key: env["TRITON_CACHE_DIR"]}))
         for key in caches
     }
-    groups = [[results.Part(key, 1, measures[key]) for key in caches]]
+    groups = [[Part(key, 1, measures[key]) for key in caches]]
     _, record = measured(groups, [], "--parts", "first_step,steps,ops")
     first, second, steps, ops = caches.values()
     assert len({first, second, steps}) == 3 and steps == ops and record.keys() == {"h100"}
@@ -198,12 +199,10 @@ def test_another_gpu_s_code_has_a_section_named_by_the_code(measured, monkeypatc
     monkeypatch.setattr(as_gpu, "require_hopper", lambda: None)
     found = {}
     for code in ("a100", "h100-portable"):
-        found[code] = [
-            part.key for group in results.parts_as(code, ["d12", "d48"]) for part in group
-        ]
+        found[code] = [part.key for group in parts_as(code, ["d12", "d48"]) for part in group]
     assert found["a100"] == ["steps.d12.bf16", "ops.d12.bf16", "steps.d48.bf16", "ops.d48.bf16"]
     assert found["h100-portable"][:3] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
-    part = results.Part("steps.d12.bf16", 1, lambda limit, env: dict(ms=5.0))
+    part = Part("steps.d12.bf16", 1, lambda limit, env: dict(ms=5.0))
     monkeypatch.setattr(results, "parts_as", lambda code, sizes: [[part]])
     code, record = measured([], [], "--as", "a100", gpu="NVIDIA H100 80GB HBM3", command="run")
     assert (
@@ -245,7 +244,7 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
         return run([sys.executable, str(tmp_path / "standin.py"), *command[2:]], **more)
 
     monkeypatch.setattr(subprocess, "run", replaced)
-    groups = [*results.parts_of(["d12", "d48"], "h100"), results.joint_parts(["d12", "d48"], 2)]
+    groups = [*parts_of(["d12", "d48"], "h100"), joint_parts(["d12", "d48"], 2)]
     found = {part.key: part.measure(60.0, env) for group in groups for part in group}
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
     assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
@@ -278,10 +277,8 @@ def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
 
 
 def test_parts_have_different_keys_and_kinds_that_can_be_named():
-    groups = [
-        [part.key for part in group] for group in results.parts_of(["d12", "d48", "d24"], "h100")
-    ]
-    keys = [*sum(groups, []), *(part.key for part in results.joint_parts(["d12"], 2))]
+    groups = [[part.key for part in group] for group in parts_of(["d12", "d48", "d24"], "h100")]
+    keys = [*sum(groups, []), *(part.key for part in joint_parts(["d12"], 2))]
     peers = [
         (key.split(".")[1], group)
         for group in groups
