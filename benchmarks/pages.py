@@ -409,6 +409,6 @@ TABLES: dict[str, Table] = {
     ),
     "memory": memory,
     "prices": prices,
-    "ratio": lambda _: ratio.report(ratio.runs_of(pairs.read_results(SCALE)))[0],
+    "ratio": lambda _: ratio.table(ratio.sizes_of(pairs.read_results(SCALE))),
     "hours": hours,
 }

@@ -191,17 +191,13 @@ def scale(_: Figures) -> Any:
     """
     figure = new_figure(12, 3.9)
     loss, tokens = figure.subplots(1, 2)
-    runs, millions = ratio.runs_of(pairs.read_results(SCALE)), [60 * 1.2**i for i in range(29)]
-    for size, color in zip(("d6", "d8", "d12"), ("#E69F00", "#56B4E9", "#0072B2"), strict=True):
-        mine = [run for run in runs if run.size == size]
-        noise = {
-            name: one for name in ratio.OPTIMIZERS if (one := ratio.noise_of(runs, name, size))
-        }
-        fit = ratio.Fit(mine, noise)
+    sizes = ratio.sizes_of(pairs.read_results(SCALE))
+    millions = [60 * 1.2**i for i in range(29)]
+    for size, color in zip(sizes, ("#E69F00", "#56B4E9", "#0072B2"), strict=True):
         for name, line, marker in (("AdamW", "--", "s"), ("Muon", "-", "o")):
-            at = [(run.tokens, run.loss) for run in mine if run.optimizer == name.lower()]
+            at = [(run.tokens, run.loss) for run in size.runs if run.optimizer == name.lower()]
             loss.plot(*zip(*at, strict=True), marker, color=color, ms=4)
-            fitted = [fit.loss(name.lower(), x) for x in millions]
+            fitted = [size.fit.loss(name.lower(), x) for x in millions]
             loss.plot(
                 millions,
                 fitted,
@@ -210,10 +206,10 @@ def scale(_: Figures) -> Any:
                 color=color,
                 ms=4,
                 lw=1.2,
-                label=f"{size}, {name}",
+                label=f"{size.name}, {name}",
             )
-        middle, low, high = zip(*(fit.ratio(x) for x in millions), strict=True)
-        tokens.plot(millions, middle, color=color, lw=1.4, label=size)
+        middle, low, high = zip(*(size.fit.ratio(x) for x in millions), strict=True)
+        tokens.plot(millions, middle, color=color, lw=1.4, label=size.name)
         tokens.fill_between(millions, low, high, color=color, alpha=0.15, lw=0)
     for axes, title, to in (
         (loss, "validation loss, nats per token", "upper right"),

@@ -80,7 +80,6 @@ ALLOWED = {
     "benchmarks/losses/corpus.py": 4,
     "benchmarks/losses/loss_compare.py": 2,
     "benchmarks/losses/pairs.py": 3,
-    "benchmarks/losses/ratio.py": 3,
     "benchmarks/losses/torch_train.py": 1,
     "benchmarks/losses/vs_torch.py": 1,
     "benchmarks/pages.py": 1,

@@ -49,17 +49,12 @@ def runs_of(rows: Iterable[Result]) -> list[Run]:
     """Return the runs with AdamW and Muon at equal budgets."""
     found = []
     for row in rows:
-        if named := re.fullmatch(r"(L1|d\d+) (adamw|muon)( \d+[MB]|, \d+%)", row["arm"]):
-            first = named[1] == "L1"
-            found.append(
-                Run(
-                    "d12" if first else named[1],
-                    named[2],
-                    row["tokens"] / 1e6,
-                    row["val_loss"],
-                    not first,
-                )
-            )
+        named = re.fullmatch(r"(L1|d\d+) (adamw|muon)( \d+[MB]|, \d+%)", row["arm"])
+        if named is None:
+            continue
+        size = "d12" if named[1] == "L1" else named[1]
+        fitted = named[1] != "L1"
+        found.append(Run(size, named[2], row["tokens"] / 1e6, row["val_loss"], fitted))
     return found
 
 
@@ -73,10 +68,10 @@ def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise | None:
             groups.setdefault(run.size, {}).setdefault(run.tokens, []).append(run.loss)
     found = {}
     for name, losses in groups.items():
-        if freedom := sum(len(group) - 1 for group in losses.values()):
-            found[name] = Noise(
-                (sum(map(_squares, losses.values())) / freedom) ** 0.5, freedom, name
-            )
+        freedom = sum(len(group) - 1 for group in losses.values())
+        if freedom:
+            variance = sum(map(_squares, losses.values())) / freedom
+            found[name] = Noise(variance**0.5, freedom, name)
     return found.get(size) or max(found.values(), default=None)
 
 
@@ -91,11 +86,17 @@ class Curve:
 
     def __init__(self, E: np.ndarray, runs: list[Run], sd: float):
         over = np.array([run.loss for run in runs]) - E[:, None]
-        y, design = np.log(over), np.array([(1, -np.log(run.tokens)) for run in runs])
+        y = np.log(over)
+        design = np.array([(1, -np.log(run.tokens)) for run in runs])
         weights = (over / sd) ** 2
         self.covariance = np.linalg.inv(np.einsum("ep,pi,pj->eij", weights, design, design))
         self.found = np.einsum("eij,pj,ep->ei", self.covariance, design, weights * y)
         self.squares = (weights * (y - self.found @ design.T) ** 2).sum(1)
+
+
+def student_t(noise: dict[str, Noise]) -> float:
+    """Return Student's t of 95%, for the fewer degrees of freedom."""
+    return T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
 
 
 class Fit:
@@ -110,7 +111,7 @@ class Fit:
         ]
         self.squares = self.curves[0].squares + self.curves[1].squares
         self.best = int(self.squares.argmin())
-        self.t = T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
+        self.t = student_t(noise)
 
     def loss(self, optimizer: str, tokens: float) -> float:
         log_A, a = self.curves[OPTIMIZERS.index(optimizer)].found[self.best]
@@ -121,17 +122,16 @@ class Fit:
         the ends of its interval.
         """
         adamw, muon = self.curves
-        x, to = (
-            np.log(tokens),
-            np.stack([np.ones_like(LOG_RATIOS), -np.log(tokens) - LOG_RATIOS], 1),
-        )
+        x = np.log(tokens)
         here = np.array([1, -x])
+        to = np.stack([np.ones_like(LOG_RATIOS), -x - LOG_RATIOS], 1)
         # equal losses: log A - a (x + ratio) of AdamW is log A - a x of Muon
         apart = adamw.found @ to.T - (muon.found @ here)[:, None]
         variance = np.einsum("ri,eij,rj->er", to, adamw.covariance, to, optimize=True)
         variance += np.einsum("i,eij,j->e", here, muon.covariance, here)[:, None]
         added = (self.squares - self.squares[self.best])[:, None] + apart**2 / variance
-        nearest, step = added.min(0), LOG_RATIOS[1] - LOG_RATIOS[0]
+        nearest = added.min(0)
+        step = LOG_RATIOS[1] - LOG_RATIOS[0]
         # a ratio beyond the limits leaves the nearest
         inside = LOG_RATIOS[nearest <= max(self.t**2, nearest.min())]
         best = LOG_RATIOS[np.abs(apart[self.best]).argmin()]
@@ -163,69 +163,91 @@ def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, fl
     (short, first), (long, last) = ((np.log(run.tokens), run.loss) for run in muon)
     share = (adamw[0].loss - first) / (last - first)  # 0 at Muon's shorter run, 1 at its longer run
     middle = np.log(adamw[0].tokens) - short - share * (long - short)
-    sd = (
-        np.hypot(noise["adamw"].sd, noise["muon"].sd * np.hypot(1 - share, share))
-        * (long - short)
-        / abs(last - first)
-    )
-    half = sd * T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
+    sd = np.hypot(noise["adamw"].sd, noise["muon"].sd * np.hypot(1 - share, share))  # of a loss
+    half = student_t(noise) * sd * (long - short) / abs(last - first)
     found, low, high = np.exp([middle, middle - half, middle + half])
     return float(found), float(low), float(high)
 
 
-def report(runs: list[Run]) -> tuple[str, str]:
-    """Return a table of losses and ratios by size and budget, and notes: noise, fits,
-    and L1's runs beside them.
-    """
+class Size:
+    """The runs of one size, their noise, and their fit unless they lack something for it."""
+
+    def __init__(self, name: str, runs: list[Run]):
+        self.name = name
+        self.runs = [run for run in runs if run.size == name]
+        found = {optimizer: noise_of(runs, optimizer, name) for optimizer in OPTIMIZERS}
+        self.noise = {optimizer: one for optimizer, one in found.items() if one}
+        self.lacks = _lacks(self.runs, self.noise)
+        self.fit = None if self.lacks else Fit(self.runs, self.noise)
+        self.later = {run.tokens for run in self.runs if not run.fitted}
+
+
+def sizes_of(rows: Iterable[Result]) -> list[Size]:
+    runs = runs_of(rows)
+    names = sorted({run.size for run in runs}, key=lambda name: int(name[1:]))
+    return [Size(name, runs) for name in names]
+
+
+def table(sizes: list[Size]) -> str:
+    """Return losses and ratios by size and budget."""
     lines = [
         "| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |",
         "|---" * 7 + "|",
     ]
-    notes = []
-    for size in sorted({run.size for run in runs}, key=lambda size: int(size[1:])):
-        mine = [run for run in runs if run.size == size]
-        noise = {name: one for name in OPTIMIZERS if (one := noise_of(runs, name, size))}
-        lacks = _lacks(mine, noise)
-        fit = None if lacks else Fit(mine, noise)
-        later = {run.tokens for run in mine if not run.fitted}
-        for tokens in [*sorted({run.tokens for run in mine}), *([FARTHEST] if fit else [])]:
-            both = [
-                [run.loss for run in mine if (run.optimizer, run.tokens) == (name, tokens)]
-                for name in OPTIMIZERS
-            ]
-            means = [statistics.fmean(losses) for losses in both if losses]
-            cells = [f"{statistics.fmean(losses):.4f}" if losses else "" for losses in both]
-            cells.append(f"{means[1] - means[0]:+.4f}" if len(means) == 2 else "")
-            found = fit.ratio(tokens) if fit and tokens not in later else None
-            limits = LEAST, MOST
-            if tokens == max(later, default=0) and (found := measured(mine, noise)):
-                limits = bounds(mine)
-            ratio, *ends = (_shown(one, *limits) for one in found) if found else [""]
-            lines.append(
-                f"| {size} | {tokens:,.0f} | {' | '.join([*cells, ratio, ' to '.join(ends)])} |"
-            )
-        if not fit:
-            notes.append(f"{size} has no fit: {', '.join(lacks)}")
-            continue
-        a = [curve.found[fit.best, 1] for curve in fit.curves]
-        squares = (
-            f"{fit.squares[fit.best]:.1f} squares of the noise in "
-            f"{sum(run.fitted for run in mine)} runs"
-        )
-        notes.append(
-            f"{size}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, "
-            f"{a[1]:.3f} with Muon, {squares}"
-        )
-        for name, (sd, freedom, source) in noise.items():
-            notes.append(
-                f"{size} {name}: a run's sd {sd:.4f}, from {source} with "
-                f"{freedom} degrees of freedom"
-            )
-        for _, name, tokens, loss, _ in (run for run in mine if not run.fitted):
-            notes.append(
-                f"{size} {name} {tokens:,.0f}: {loss:.4f}; the fit has {fit.loss(name, tokens):.4f}"
-            )
-    return "\n".join(lines), "\n".join(notes)
+    for size in sizes:
+        budgets = sorted({run.tokens for run in size.runs})
+        if size.fit:
+            budgets.append(FARTHEST)
+        lines += [f"| {' | '.join(_cells(size, tokens))} |" for tokens in budgets]
+    return "\n".join(lines)
+
+
+def _cells(size: Size, tokens: float) -> list[str]:
+    means = {}
+    for name in OPTIMIZERS:
+        losses = [run.loss for run in size.runs if (run.optimizer, run.tokens) == (name, tokens)]
+        if losses:
+            means[name] = statistics.fmean(losses)
+    adamw, muon = (f"{means[name]:.4f}" if name in means else "" for name in OPTIMIZERS)
+    apart = f"{means['muon'] - means['adamw']:+.4f}" if len(means) == 2 else ""
+    return [size.name, f"{tokens:,.0f}", adamw, muon, apart, *_ratio(size, tokens)]
+
+
+def _ratio(size: Size, tokens: float) -> list[str]:
+    """Return a ratio and its interval, of L1's own runs at the longest of them."""
+    found = None
+    limits = LEAST, MOST
+    if size.fit and tokens not in size.later:
+        found = size.fit.ratio(tokens)
+    if tokens == max(size.later, default=0):
+        found = measured(size.runs, size.noise)
+    if found is None:
+        return ["", ""]
+    if tokens in size.later:
+        limits = bounds(size.runs)
+    ratio, low, high = (_shown(one, *limits) for one in found)
+    return [ratio, f"{low} to {high}"]
+
+
+def notes(size: Size) -> list[str]:
+    """Return what a size lacks for a fit; or its fit, its noise, and L1's runs beside the fit."""
+    fit = size.fit
+    if fit is None:
+        return [f"{size.name} has no fit: {', '.join(size.lacks)}"]
+    a = [curve.found[fit.best, 1] for curve in fit.curves]
+    fitted = sum(run.fitted for run in size.runs)
+    lines = [
+        f"{size.name}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon, "
+        f"{fit.squares[fit.best]:.1f} squares of the noise in {fitted} runs"
+    ]
+    for name, (sd, freedom, source) in size.noise.items():
+        noise = f"a run's sd {sd:.4f}, from {source} with {freedom} degrees of freedom"
+        lines.append(f"{size.name} {name}: {noise}")
+    for run in size.runs:
+        if not run.fitted:
+            expected = f"{run.loss:.4f}; the fit has {fit.loss(run.optimizer, run.tokens):.4f}"
+            lines.append(f"{size.name} {run.optimizer} {run.tokens:,.0f}: {expected}")
+    return lines
 
 
 def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
@@ -233,17 +255,17 @@ def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
     lacks = []
     for name in OPTIMIZERS:
         budgets = {run.tokens for run in mine if run.optimizer == name and run.fitted}
-        lacks += (
-            [f"{name} has {len(budgets)} of {BUDGETS} budgets"] if len(budgets) < BUDGETS else []
-        )
-        lacks += [] if name in noise else [f"{name} has no equal runs of two seeds"]
+        if len(budgets) < BUDGETS:
+            lacks.append(f"{name} has {len(budgets)} of {BUDGETS} budgets")
+        if name not in noise:
+            lacks.append(f"{name} has no equal runs of two seeds")
     return lacks
 
 
 def _shown(ratio: float, least: float, most: float) -> str:
-    return (
-        f"> {most:.3g}" if ratio > most else f"< {least:.3g}" if ratio < least else f"{ratio:.2f}"
-    )
+    if ratio > most:
+        return f"> {most:.3g}"
+    return f"< {least:.3g}" if ratio < least else f"{ratio:.2f}"
 
 
 def main(words: list[str] | None = None) -> None:
@@ -251,7 +273,8 @@ def main(words: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path)
-    print(*report(runs_of(read_results(parser.parse_args(words).results))), sep="\n\n")
+    sizes = sizes_of(read_results(parser.parse_args(words).results))
+    print(table(sizes), "", *(line for size in sizes for line in notes(size)), sep="\n")
 
 
 if __name__ == "__main__":
