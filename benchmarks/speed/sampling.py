@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 def sample(sizes: list[str], out: Path, commit: str) -> int:
     """Measure all programs, and write the record's section `sampling`; return 1 if one failed."""
-    from benchmarks.results import slug
+    from benchmarks.parts import slug
     from benchmarks.speed.sections import write_section
 
     figures: dict[str, Any] = {}
