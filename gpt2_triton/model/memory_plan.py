@@ -205,11 +205,9 @@ def used_bytes(device: str) -> int:
 
 
 def memory_in_use_report(plan: MemoryPlan, before: int) -> str:
-    """Return one line that compares the plan with the memory in use; `before` bytes
-    were in use before the run.
-    """
-    use = f"planned {format_bytes(plan.total)}, in use {format_bytes(used_bytes('cuda') - before)}"
-    return f"memory: {use}, before the run {format_bytes(before)} (CUDA context, other processes)"
+    """Return one line: the plan, and the bytes in use on this GPU now and `before` the run."""
+    use = f"{format_bytes(used_bytes('cuda'))}, before the run {format_bytes(before)}"
+    return f"memory: planned {format_bytes(plan.total)}; GPU in use {use}, by all processes"
 
 
 class Forecast(NamedTuple):

@@ -25,6 +25,7 @@ from gpt2_triton.model.memory_plan import (
     dimensions,
     forecast,
     largest_batch,
+    memory_in_use_report,
     out_of_memory,
     plan_memory,
 )
@@ -84,6 +85,12 @@ def test_llama_3s_8b_trains_on_eight_gpus_of_80_gb():
         and 0.5 < kinds["gradients"] < 2
     )
     assert 50 * GIB < plan.total < 60 * GIB
+
+
+def test_memory_in_use_says_both_readings_whatever_other_processes_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 5 * GIB))
+    report = memory_in_use_report(plan_of(tiny_config(), 1), before=4 * GIB)
+    assert report.endswith("; GPU in use 2.00 GiB, before the run 4.00 GiB, by all processes")
 
 
 def refusal(monkeypatch, config: Config, free: int, shape: StepShape | None = None) -> str:
