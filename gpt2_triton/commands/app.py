@@ -82,9 +82,20 @@ def make_app(name: str, help: str | None = None) -> App:
         name=name,
         help=help,
         help_format="plaintext",
+        help_formatter=_print_panel,
         version=version_text,
         default_parameter=options,
     )
+
+
+def _print_panel(console: Any, options: Any, panel: Any) -> None:
+    """Print a panel of a help text; its lines end where the terminal's do, not a docstring's."""
+    from cyclopts.help import DefaultFormatter
+
+    for entry in panel.entries:
+        text = entry.description.primary_renderable
+        text.plain = " ".join(text.plain.split())
+    DefaultFormatter()(console, options, panel)
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
