@@ -88,7 +88,7 @@ def fill_cache(model: Model, windows: Sequence[list[int]], moved: Sequence[bool]
 def place(model: Model, windows: Sequence[list[int]], sampled: int, seeds: Sequence[int]) -> None:
     """Let the next step take the last token of each window."""
     seq = [
-        [window[-1], len(window) - 1, sampled, seed & 0x7FFFFFFF, seed >> 31]
+        [window[-1], len(window) - 1, sampled, seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF]
         for window, seed in zip(windows, seeds, strict=True)
     ]
     model.decoding.seq.copy_(torch.from_numpy(np.array(seq, np.int32)))

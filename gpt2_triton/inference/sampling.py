@@ -27,8 +27,6 @@ class Sampling(NamedTuple):
         for name, (value, limit) in least.items():
             if not value >= limit:  # NaN too
                 raise ConfigError(f"{prefix}{name}: must be at least {limit}, got {value}")
-        if seed >= 1 << 62:  # the bits that the random numbers are keyed by
-            raise ConfigError(f"{prefix}seed: must be below 2^62, got {seed}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"{prefix}top_p: must be above 0 and at most 1, "
