@@ -152,4 +152,6 @@ def decode(path: Path, line: int, data: bytes) -> str:
         convert = f"iconv -f {encoding} -t utf-8"
         command = f"{unpack} {old} | {convert}" if unpack else f"{convert} {old}"
         todo = f"`{command} > {new}` converts it{guess}; then move the old one"
+        if str(path) == "-":  # stdin
+            todo = f"`{convert}` before it in the pipe converts it{guess}"
         raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None

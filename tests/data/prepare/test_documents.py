@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data.prepare import documents
+from gpt2_triton.data.prepare import contents, documents
 from gpt2_triton.data.prepare.documents import (
     AS_DOCUMENTS,
     Reading,
@@ -233,6 +234,11 @@ def test_another_encoding_is_refused_with_the_command_that_converts_this_file(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match="not UTF-8: byte 0x.*" + command.format(tmp_path)):
         texts_of(tmp_path / name)
+
+
+def test_another_encoding_of_stdin_is_converted_in_the_pipe():
+    with pytest.raises(DataError, match="0xe9; `iconv -f ENCODING -t utf-8` before it in the pipe"):
+        contents.decode(Path("-"), 1, b"caf\xe9")
 
 
 def test_a_zst_of_a_long_window_is_refused_with_the_command_that_unpacks_it(tmp_path):
