@@ -350,7 +350,10 @@ class OptimConfig(ConfigSection):
         None, "decay of embeddings and an untied head; null as for matrices", ge=0
     )
     tau: OptionalFloat = free(
-        None, "lr * weight_decay * train.steps, from which weight_decay follows", ge=0
+        None,
+        "lr * weight_decay * train.steps, from which weight_decay follows: a tenth of "
+        "the steps has ten times the decay",
+        ge=0,
     )
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(
