@@ -44,9 +44,9 @@ def draw(
     """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
     lengths = [len(prompt) for prompt in prompts if len(prompt) > model.T]
     if lengths:
-        seen = f"the model sees the last {max(1, model.T // 2):,} of up to {max(lengths):,} tokens"
-        texts = f"in the prompts of {len(lengths):,} of {len(prompts):,} texts"
-        print_line(f"note: {seen} {texts}", error=True)
+        cut = f"prompts over {model.T:,} tokens are cut to their last {max(1, model.T // 2):,}"
+        texts = f"{len(lengths):,} of {len(prompts):,} texts, up to {max(lengths):,} tokens"
+        print_line(f"note: {cut}: {texts}", error=True)
     batch = len(model.decoding.seq)
     for first in range(0, len(prompts), batch):
         wanted = range(first, min(first + batch, len(prompts)))

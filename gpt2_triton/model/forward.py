@@ -33,7 +33,6 @@ class ForwardPasses(Planned):
     K: Kernels
     T: int
     has_fp8: bool
-    eager: bool  # no graphs
     decoding: Decoding
     drawn: int  # tokens that `decode` draws among, the first of the vocabulary
     _views: dict[tuple[int, int, bool], ModelView]
@@ -80,8 +79,9 @@ class ForwardPasses(Planned):
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
-        # without a graph no more rows than the window needs: the interpreter is slow
-        T = min(-(-len(window) // 32) * 32, self.T) if self.eager else self.T
+        # on a CPU no more rows than the window needs: the interpreter is slow
+        on_cpu = self.arena.device.type == "cpu"
+        T = min(-(-len(window) // 32) * 32, self.T) if on_cpu else self.T
         v = self.view(1, T)
         # rows after the window: decoding overwrites each before reading it
         ids = np.zeros((1, T), np.int32)
