@@ -1,6 +1,7 @@
 """Commands `hellaswag` and `perplexity`: evaluate a model."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -81,22 +82,23 @@ def perplexity(
     """Print a model's loss, perplexity and bits per byte over token shards.
 
     Args:
-        shards: Token shards: .bin files, or quoted globs of them; by default
-            the validation data of a run.
-        tokens: Number of first tokens, in whole windows; 0 takes all.
+        shards: Token shards: .bin files, or quoted globs of them, or sources with
+            weights as A=3,B=1; by default the validation data of a run.
+        tokens: Number of first tokens, in whole windows; sources share it by weight; 0 takes all.
         seq_len: Tokens of a window; by default a run's train.seq_len, for other weights
             their context, at most 8,192.
     """
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
+    from gpt2_triton.data.mixture import validation_tokens
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, stored, _ = load_weights(checkpoint)
-    groups = [Group("", 1.0, shards)] if shards else _validation_sources(config)
+    groups = _groups(shards, config)
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
     if config.train.seq_len > config.model.block_size:
@@ -104,13 +106,17 @@ def perplexity(
         raise ConfigError(f"--seq_len: {wrong} {config.model.block_size:,}; lower it")
     opened = [_open(group, config) for group in groups]
     model = load_for_losses(config, stored, batch_tokens, dtype)
-    results = [losses.perplexity(model, each, tokens) for each in opened]
+    T = config.train.seq_len
+    results = [
+        losses.perplexity(model, each, validation_tokens(group.share, each, T, tokens))
+        for group, each in zip(groups, opened, strict=True)
+    ]
     several = len(groups) > 1
     for group, result in zip(groups, results, strict=True):
         line = _line(result, model.config.train.dtype)
         print(f"{group.name}: {line}" if several else line)
     pairs = zip(groups, results, strict=True)
-    weighted = sum(group.share * result.loss for group, result in pairs)
+    weighted = sum(float(group.share) * result.loss for group, result in pairs)
     if several:
         print(f"all sources, weighted by share | loss {weighted:.4f}")
     if json:
@@ -124,21 +130,26 @@ def perplexity(
 class Group(NamedTuple):
     """Patterns of shards that have a loss of their own."""
 
-    name: str  # "" for patterns of the command line
-    share: float  # of the loss of all
+    name: str
+    share: Fraction  # of the loss of all
     patterns: Sequence[str]
 
 
-def _validation_sources(config: Config) -> list[Group]:
-    """Return the sources of a run's data.val, and print their patterns."""
+def _groups(shards: Sequence[str], config: Config) -> list[Group]:
+    """Return the sources of `shards`, or without them those of a run's data.val, and print
+    their patterns.  Several patterns without weights are one source.
+    """
     from gpt2_triton.data.mixture import names, sources
     from gpt2_triton.data.prepare.builtin import pattern_of
 
-    found = sources(config.data.val)
+    if len(shards) > 1:
+        return [Group("", Fraction(1), shards)]
+    found = sources(shards[0] if shards else config.data.val)
     patterns = [pattern_of(each.pattern, "val", config.data.tokenizer) for each in found]
-    print_line(f"data.val of the run: {' '.join(patterns)}")
+    if not shards:
+        print_line(f"data.val of the run: {' '.join(patterns)}")
     rows = zip(names(found), found, patterns, strict=True)
-    return [Group(name, float(each.share), [pattern]) for name, each, pattern in rows]
+    return [Group(name, each.share, [pattern]) for name, each, pattern in rows]
 
 
 def _open(group: Group, config: Config) -> "list[Shard]":

@@ -181,6 +181,14 @@ def names(given: Sequence[Source]) -> list[str]:
 # ---- validation ----
 
 
+def validation_tokens(share: Fraction, shards: Sequence[Shard], seq_len: int, tokens: int) -> int:
+    """Return a source's part of the tokens: as many as it has, if that is fewer."""
+    if share == 1 or not tokens:
+        return tokens
+    there = sum((shard.count - 1) // seq_len for shard in shards) * seq_len
+    return min(there, max(seq_len, int(tokens * share)))
+
+
 class Validation:
     """The validation tokens of each source; `tokens` in all, divided by share."""
 
@@ -189,17 +197,11 @@ class Validation:
         self.names = names([source for source, _ in parts])
         self.shares = [float(source.share) for source, _ in parts]
         self.loaders = [
-            ValidationLoader(shards, seq_len, self._tokens(source, shards, seq_len, tokens))
+            ValidationLoader(
+                shards, seq_len, validation_tokens(source.share, shards, seq_len, tokens)
+            )
             for source, shards in parts
         ]
-
-    @staticmethod
-    def _tokens(source: Source, shards: Sequence[Shard], seq_len: int, tokens: int) -> int:
-        """Return a source's part of the tokens: as many as it has, if that is fewer."""
-        if source.share == 1 or not tokens:
-            return tokens
-        there = sum((shard.count - 1) // seq_len for shard in shards) * seq_len
-        return min(there, max(seq_len, int(tokens * source.share)))
 
     def mean(self, losses: Sequence[float]) -> float:
         """Return the loss of all sources, weighted by share."""

@@ -122,13 +122,18 @@ def test_a_run_resumes_on_other_ranks(data, tmp_path):
 def test_perplexity_of_a_run_has_a_line_for_each_source(data, tmp_path, capsys):
     train(mixed(), tmp_path / "run")
     capsys.readouterr()
-    assert main(tools, ["perplexity", "run", "--tokens", "64", "--json", "found.json"]) == 0
-    lines = capsys.readouterr().out.splitlines()[-3:]
-    assert [line.split(":")[0] for line in lines[:2]] == ["a", "b"]
-    found = json.loads((tmp_path / "found.json").read_text())
-    of_a, of_b = (found["sources"][name]["loss"] for name in "ab")
-    assert found["loss"] == pytest.approx(0.75 * of_a + 0.25 * of_b)
-    assert lines[2] == f"all sources, weighted by share | loss {found['loss']:.4f}"
+    [*_, logged] = [record for record in records(tmp_path / "run") if "val_loss" in record]
+    weighted = "a/val_*.bin=6,b/val_*.bin=2"
+    for shards in ([], [weighted]):
+        words = ["perplexity", "run", *shards, "--tokens", "256", "--json", "found.json"]
+        assert main(tools, words) == 0
+        lines = capsys.readouterr().out.splitlines()[-3:]
+        assert [line.split(" in ")[0] for line in lines[:2]] == ["a: 192 tokens", "b: 64 tokens"]
+        found = json.loads((tmp_path / "found.json").read_text())
+        of_a, of_b = (found["sources"][name]["loss"] for name in "ab")
+        assert found["loss"] == pytest.approx(0.75 * of_a + 0.25 * of_b)
+        assert found["loss"] == pytest.approx(logged["val_loss"], rel=1e-6)
+        assert lines[2] == f"all sources, weighted by share | loss {found['loss']:.4f}"
 
 
 def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
