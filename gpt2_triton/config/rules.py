@@ -1,14 +1,14 @@
 """Rules between keys of the configuration; step_shape.py has the rules about the number of GPUs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpt2_triton.config.schema import Sections, choices
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
-HEAD_SIZES = (64, 80, 96, 128)  # the attention kernels are written and tested for these
-ROTATED_HEAD_SIZES = (64, 128)
+# columns of a head, by model.arch: the attention kernels are written and tested for these
+HEAD_SIZES = {"gpt2": (64, 80, 96, 128), "llama": (64, 128)}
 TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}
 # OpenAI's models on the Hub
 HUB_SIZES = {"gpt2": "d12", "gpt2-medium": "d24", "gpt2-large": "d36", "gpt2-xl": "d48"}
@@ -36,11 +36,12 @@ def _head_conflicts(config: Sections) -> Iterator[Problem]:
     m = config.model
     if m.head_dim is not None:
         return
-    todo = _fitting_heads(m.n_embd)
+    sizes = HEAD_SIZES[m.arch]
+    todo = _fitting_heads(m.n_embd, sizes)
     if m.n_embd % m.n_head:
         yield "model.n_head", f"{m.n_head} heads do not divide n_embd {m.n_embd}; {todo}"
-    elif m.head_size not in HEAD_SIZES:
-        wrong = f"head size n_embd / n_head is {m.head_size}, not one of {HEAD_SIZES}"
+    elif m.head_size not in sizes:
+        wrong = f"head size n_embd / n_head is {m.head_size}, not one of {sizes}"
         yield "model.n_head", f"{wrong}; {todo}"
 
 
@@ -131,12 +132,10 @@ def _llama_conflicts(config: Sections) -> Iterator[Problem]:
     m = config.model
     if m.n_head % (m.n_kv_head or m.n_head):
         yield "model.n_kv_head", f"{m.n_kv_head} does not divide model.n_head {m.n_head}; change it"
-    if m.head_size not in ROTATED_HEAD_SIZES:
-        wrong = (
-            f"head size {m.head_size} is not one of "
-            f"{ROTATED_HEAD_SIZES}, which model.arch llama has"
-        )
-        yield "model.head_dim" if m.head_dim else "model.n_head", f"{wrong}; change it"
+    sizes = HEAD_SIZES["llama"]
+    if m.head_dim and m.head_dim not in sizes:
+        wrong = f"head size {m.head_dim} is not one of {sizes}, which model.arch llama has"
+        yield "model.head_dim", f"{wrong}; change it"
     if not m.tied and config.train.precision == "fp8" and config.fp8.keep_bf16 == "none":
         yield "fp8.keep_bf16", "an untied head stays in bf16: set fp8.keep_bf16 to head"
 
@@ -162,8 +161,8 @@ def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
         yield "train.rewind_after", f"there is no checkpoint to go back to; {todo}"
 
 
-def _fitting_heads(n_embd: int) -> str:
-    fitting = [str(n_embd // size) for size in HEAD_SIZES if n_embd % size == 0]
+def _fitting_heads(n_embd: int, sizes: Sequence[int]) -> str:
+    fitting = [str(n_embd // size) for size in sizes if n_embd % size == 0]
     return (
         f"set model.n_head to {' or '.join(fitting)}"
         if fitting

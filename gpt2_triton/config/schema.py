@@ -133,11 +133,18 @@ class ModelConfig(ConfigSection):
         "gpt2", "gpt2, or llama: Llama 3 and Qwen3, without dropout", formats=("hf",)
     )
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
-    n_head: int = kept(12, "attention heads; n_embd / n_head is 64, 80, 96 or 128", ge=1, le=4096)
+    n_head: int = kept(
+        12,
+        "attention heads; n_embd / n_head is 64, 80, 96 or 128, of llama 64 or 128",
+        ge=1,
+        le=4096,
+    )
     n_kv_head: OptionalInt = kept(
         None, "heads of keys and values, which divide n_head; null is n_head", "llama", ge=1
     )
-    head_dim: OptionalInt = kept(None, "columns of a head; null is n_embd / n_head", "llama", ge=1)
+    head_dim: OptionalInt = kept(
+        None, "columns of a head, 64 or 128; null is n_embd / n_head", "llama", ge=1
+    )
     n_embd: int = kept(768, "channels of the residual stream", ge=1, le=1 << 17, multiple_of=16)
     n_inner: OptionalInt = kept(
         None, "width of the MLP; null is 4 * n_embd", "llama", ge=1, le=1 << 19, multiple_of=16

@@ -175,6 +175,12 @@ MISTAKES = [  # YAML, overrides, what the message says
         "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set",
     ),
     (
+        "model: {arch: llama, n_head: 8}",
+        {},
+        "x.yaml:1: model.n_head: head size n_embd / n_head is 96, not one of (64, 128); "
+        "set model.n_head to 12 or 6",
+    ),
+    (
         "",
         {"train.precision": "fp8", "train.dtype": "fp32"},
         "train.precision: fp8 needs train.dtype bf16, got fp32",
