@@ -14,7 +14,7 @@ def choose_precision(config: Config, architecture: str | None) -> tuple[Config, 
     )
     only_bf16 = [choice for choice in choices(config.model) if not choice.fp8]
     if config.model.arch == "llama":
-        why = "no long run of Llama in fp8 has been measured"
+        why = "too few runs bound its price in loss for Llama: docs/engineering/fp8.md"
     elif only_bf16:
         why = f"fp8 has no {only_bf16[0].key} {only_bf16[0].value}"
     elif config.train.dtype == "fp32" or config.train.seq_len % 16:
