@@ -33,6 +33,7 @@ from cyclopts import (
     UnusedCliTokensError,
     convert,
 )
+from cyclopts.help import DefaultFormatter
 from cyclopts.validators import Number
 
 from gpt2_triton.config.other_projects import counterpart
@@ -82,20 +83,20 @@ def make_app(name: str, help: str | None = None) -> App:
         name=name,
         help=help,
         help_format="plaintext",
-        help_formatter=_print_panel,
+        help_formatter=_Filled(),
         version=version_text,
         default_parameter=options,
     )
 
 
-def _print_panel(console: Any, options: Any, panel: Any) -> None:
-    """Print a panel of a help text; its lines end where the terminal's do, not a docstring's."""
-    from cyclopts.help import DefaultFormatter
+class _Filled(DefaultFormatter):
+    """Prints a help text whose lines end where the terminal's do, not a docstring's."""
 
-    for entry in panel.entries:
-        text = entry.description.primary_renderable
-        text.plain = " ".join(text.plain.split())
-    DefaultFormatter()(console, options, panel)
+    def __call__(self, console: Any, options: Any, panel: Any) -> None:
+        for entry in panel.entries:
+            text = entry.description.primary_renderable
+            text.plain = " ".join(text.plain.split())
+        super().__call__(console, options, panel)
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:

@@ -355,7 +355,9 @@ def test_help_fills_its_lines(capsys, monkeypatch):
     """Whatever lines an option has in its command's docstring."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(tools_app, ["sample", "--help"]) == 0
-    assert "the fewest that together have probability p; 1 among all." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("Usage: ")
+    assert "the fewest that together have probability p; 1 among all." in text
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
