@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.speed.sizes import Work
 
 app = make_app(
-    "benchmarks",
+    "python -m benchmarks",
     "Speed and accuracy of the kernels beside PyTorch, and the search for launch parameters.",
 )
 app.help_epilogue = (
@@ -46,7 +46,7 @@ class Runs:
     Args:
         sizes: Comma-separated sizes: d12 (124M), d24 (350M), d36 (774M), d48
             (1558M), llama:c768, llama:1b, qwen3:0.6b.
-        batch: Sequences per step; by default 64, 64, 32, 16, 64 and 8 for these sizes.
+        batch: Sequences per step; by default 64, 64, 32, 16, 64, 8 and 8 for these sizes.
         recompute: memory.recompute of gpt2_triton, such as gelu+ln:4; by default gelu for d12, none
             for llama:c768, else gelu+ln.
         precision: train.precision of gpt2_triton; bf16,fp8 runs both.

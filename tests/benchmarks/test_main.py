@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import app
-from benchmarks.speed.sizes import Work
+from benchmarks.speed.sizes import SIZES, Work
 from gpt2_triton import device
 from gpt2_triton.commands.app import main
 
@@ -29,6 +29,13 @@ def test_main_reports_a_mistake_in_one_line_with_exit_code_2(capsys, argv, messa
     assert main(app, argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
+
+
+def test_help_says_the_batch_of_each_size(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(app, ["steps", "--help"]) == 0
+    *others, last = (str(size.batch) for size in SIZES.values())
+    assert f"by default {', '.join(others)} and {last} for these" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

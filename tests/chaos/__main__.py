@@ -31,7 +31,7 @@ from tests.chaos.job import Job, build_shim
 
 TIMES = ("ms", "tok_s", "mfu")
 TINY = Path(__file__).with_name("tiny.yaml")
-app = App(name="chaos", help=__doc__, help_format="plaintext")
+app = App(name="python -m tests.chaos", help=__doc__, help_format="plaintext")
 
 
 class Chaos:

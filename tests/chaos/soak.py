@@ -22,7 +22,7 @@ from cyclopts import App, Parameter
 
 BLOCK = 15  # samples
 Sample = dict[str, float]  # by name, "seconds" among them
-app = App(name="soak", help=__doc__, help_format="plaintext")
+app = App(name="python -m tests.chaos.soak", help=__doc__, help_format="plaintext")
 
 
 def of_process(pid: int) -> dict[str, float]:
