@@ -33,6 +33,15 @@ from gpt2_triton.operands import Branch, Norm
 
 
 @triton.jit
+def _read(ptr, at, mask):
+    """Return elements in fp32, 0 where masked; None where there is no tensor."""
+    found = None
+    if ptr is not None:
+        found = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
 def _standardised(x, mean, rstd):
     """Return xhat; mean is None for RMSNorm."""
     if mean is not None:
@@ -50,6 +59,17 @@ def _normalise(x, mean, rstd, w, b):
 
 
 @triton.jit
+def _gradient(g, xhat, mean, rstd, C):
+    """Return the gradient of x, from that of xhat."""
+    if mean is not None:
+        mean_g = tl.sum(g, 1) / C
+    mean_gx = tl.sum(g * xhat, 1) / C
+    if mean is not None:
+        g -= mean_g[:, None]
+    return (g - xhat * mean_gx[:, None]) * rstd[:, None]
+
+
+@triton.jit
 def _elements(r, c, C):
     """Return the indices of rows r, columns c."""
     # a thread holds runs of at most 8 elements, 16 bytes of bf16.  Without the limit a store of
@@ -63,14 +83,12 @@ def _layernorm_fwd_kernel(
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
-    w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    b = None
-    if b_ptr is not None:
-        b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    w = _read(w_ptr, c, c < C)
+    b = _read(b_ptr, c, c < C)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = _elements(r, c, C)
     mask = (r < R)[:, None] & (c < C)[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = _read(x_ptr, at, mask)
     mean = None
     centred = x
     if mean_ptr is not None:
@@ -95,10 +113,8 @@ def _layernorm_bwd_kernel(
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
-    w = tl.load(w_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    b = None
-    if b_ptr is not None:
-        b = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    w = _read(w_ptr, c, c < C)
+    b = _read(b_ptr, c, c < C)
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -107,12 +123,10 @@ def _layernorm_bwd_kernel(
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         at = _elements(r, c, C)
         mask = (r < R)[:, None] & (c < C)[None, :]
-        dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
-        mean = None
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + r, mask=r < R, other=0.0)
+        dout = _read(dout_ptr, at, mask)
+        x = _read(x_ptr, at, mask)
+        rstd = _read(rstd_ptr, r, r < R)
+        mean = _read(mean_ptr, r, r < R)
         if ln_ptr is not None:
             ln = _normalise(x, mean, rstd, w, b)
             if ln_scale_ptr is not None:
@@ -122,14 +136,9 @@ def _layernorm_bwd_kernel(
         # the sums get nothing from there
         g = dout * w[None, :]
         xhat = _standardised(x, mean, rstd)
-        if mean_ptr is not None:
-            mean_g = tl.sum(g, 1) / C
-        mean_gx = tl.sum(g * xhat, 1) / C
-        if mean_ptr is not None:
-            g -= mean_g[:, None]
-        dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
+        dx = _gradient(g, xhat, mean, rstd, C)
         if more_ptr is not None:
-            dx += tl.load(more_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dx += _read(more_ptr, at, mask)
         tl.store(dx_ptr + at, dx, mask=mask)
         if DROPPED:
             dx = masked_rows(dx, r, C, step_key_ptr, i, DROPPED)
