@@ -49,7 +49,7 @@ LAYERS = "operands model.schedule model.launchers model.model_view model.shardin
 DECODING = "model.decoding model.launchers model.model_view"
 WITHIN = {
     "kernels.hopper": "operands kernels.hopper kernels.epilogue kernels.dw_split kernels.tiles "
-    "kernels.device_math kernels.e4m3 kernels.gate kernels.rope "
+    "kernels.device_math kernels.e4m3 kernels.rope "
     "kernels.tuning",
     "kernels.device_math": "kernels.e4m3 kernels.tuning",
     "kernels.e4m3": "kernels.tuning",

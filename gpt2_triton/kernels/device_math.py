@@ -1,4 +1,4 @@
-"""Device functions that kernels share: products, GELU, the classifier's exponential, AdamW.
+"""Device functions that kernels share: products, activations, the classifier's exponential, AdamW.
 
 Values are fp32 unless a docstring says otherwise.
 """
@@ -154,6 +154,19 @@ def dactivation(x, NAME: tl.constexpr, RESULT: tl.constexpr):
     else:
         tl.static_assert(NAME == "gelu")
         return dgelu(x, RESULT)
+
+
+@triton.jit
+def swiglu(g, u):
+    """Return SwiGLU of a gate and a value; swiglu.py has the formulas."""
+    return g * tl.sigmoid(g) * u
+
+
+@triton.jit
+def dswiglu(dh, g, u):
+    """Return the gradients of g and u, from that of swiglu."""
+    s = tl.sigmoid(g)
+    return dh * u * s * (1.0 + g * (1.0 - s)), dh * g * s
 
 
 @triton.jit

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.contract import contract
+from gpt2_triton.kernels.device_math import dswiglu as dswiglu_of
+from gpt2_triton.kernels.device_math import swiglu as swiglu_of
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored, transpose
-from gpt2_triton.kernels.gate import dswiglu as dswiglu_of
-from gpt2_triton.kernels.gate import swiglu as swiglu_of
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.tuning import flat_block
 
@@ -57,8 +57,10 @@ def swiglu_bwd(dpre: Operand, dout: Tensor, pre: Tensor) -> None:
 
 
 def _launch(out: Operand, pre: Tensor, dout: Tensor | None) -> None:
-    R, F = len(pre), pre.shape[1] // 2
-    n, (rows, scale, amax) = R * F, stored(out)
+    R = len(pre)
+    F = pre.shape[1] // 2
+    n = R * F
+    rows, scale, amax = stored(out)
     if isinstance(out, Fp8) and hopper.takes("swiglu", R, F, "fp8"):
         return hopper_swiglu.launch(rows, out.columns, out.scale, amax, pre, dout)
     block = flat_block(n, 1024)

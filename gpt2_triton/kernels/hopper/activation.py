@@ -11,8 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from gpt2_triton.kernels.device_math import dgelu_of, gelu_u
-from gpt2_triton.kernels.gate import swiglu
+from gpt2_triton.kernels.device_math import dgelu_of, gelu_u, swiglu
 from gpt2_triton.kernels.hopper.pipeline import (
     BLOCK_M,
     BLOCK_N,

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from gpt2_triton.kernels.gate import dswiglu, swiglu
+from gpt2_triton.kernels.device_math import dswiglu, swiglu
 from gpt2_triton.kernels.hopper.pipeline import (
     barriers,
     describe,
@@ -68,7 +68,8 @@ def launch(
     """Write swiglu of pre[R, 2F], or with dout[R, F], pre's gradient, in
     e4m3 to rows and columns.
     """
-    R, F = len(pre), pre.shape[1] // 2
+    R = len(pre)
+    F = pre.shape[1] // 2
     _swiglu_kernel[(triton.cdiv(R, SIDE), F // SIDE)](
         describe(rows, SIDE, SIDE), describe(columns.view(int16), SIDE, SIDE // 2), scale, amax,
         describe(dout, SIDE, SIDE), describe(pre, SIDE, SIDE), F, **OPTIONS,
