@@ -10,10 +10,12 @@ from cyclopts.validators import Number
 from gpt2_triton.commands.prepare import CPUS, Field, Strict, Workers
 from gpt2_triton.console import command_line, print_line, printable
 
+SMALLEST = 257  # tokens: the bytes and the end of text
+
 
 def tokenizer(
     *inputs: Annotated[Path, Parameter(required=True)],
-    vocab: Annotated[int, Parameter(validator=Number(gte=257, lte=1 << 18))] = 16384,
+    vocab: Annotated[int, Parameter(validator=Number(gte=SMALLEST, lte=1 << 18))] = 16384,
     out: Path = Path("tokenizer"),
     field: Field = "text",
     strict: Strict = False,

@@ -18,7 +18,6 @@ from gpt2_triton.files import new_directory
 
 HELD_OUT = 0.1  # of the characters
 HELD_OUT_CHARACTERS = 1 << 22  # most of them that are tokenised
-SMALLEST = 257  # tokens: the bytes and the end of text
 
 
 def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
