@@ -63,10 +63,8 @@ class Runs:
         """
         from benchmarks.speed.sizes import work_of
 
-        names, precisions = (
-            _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b,qwen3:0.6b"),
-            self.precision.split(","),
-        )
+        names = _sizes(self.sizes, f"{GPT2_SIZES},llama:c768,llama:1b,qwen3:0.6b")
+        precisions = self.precision.split(",")
         arms = [(precision, name, keys) for precision in precisions for name in optim.split(",")]
         found = [work_of(size, self.batch, self.recompute, *arm) for size in names for arm in arms]
         try:

@@ -91,7 +91,8 @@ def text_of(marker: str, figures: dict[str, Any]) -> str:
     if form == "pm":
         mean, half = (figures[f"{expression}.{part}"] for part in ("mean", "half_width"))
         return f"{mean:+.3f} ± {half:.3f}"
-    value, unit = value_of(expression, figures), form.lstrip("0123456789")
+    value = value_of(expression, figures)
+    unit = form.lstrip("0123456789")
     digit = form.removesuffix(unit)
     if unit in UNITS:
         factor, usual, behind = UNITS[unit]
@@ -204,7 +205,8 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
             torch = section.get(f"{kind}.{size}.torch.ms", section.get(f"steps.{size}.torch.ms"))
             if torch and "ms" in found:
                 found["speed"] = torch / found["ms"]
-            if together := section.get(f"{kind}.{size}.torch.together_ms"):
+            together = section.get(f"{kind}.{size}.torch.together_ms")
+            if together:
                 found["speed"] = together / found["together_ms"]
             if "alone_ms" in found:
                 found["of_alone"] = (
@@ -319,7 +321,8 @@ def prices(record: Record) -> str:
     """Return a row for each pair of PRICES: what fp8 adds to losses, and the share of
     tokens that makes up for it.
     """
-    figures, rows = flat(record), []
+    figures = flat(record)
+    rows = []
     for name, (arm, slope) in PRICES.items():
         train, val = (
             {k: figures.get(f"losses.pairs.{arm}.{of}.{k}") for k in ("mean", "half_width")}
@@ -336,7 +339,8 @@ def prices(record: Record) -> str:
 
 def hours(record: Record) -> str:
     """Return one GPU's hours and dollars for AdamW's tokens, and for each fast recipe's."""
-    figures, arms = flat(record), ("bf16", "fp8")
+    figures = flat(record)
+    arms = ("bf16", "fp8")
     ways = [("AdamW", ADAMW_TOKENS, "d12")]
     for recipe, size in (("gpt2_124m_fast", "d12"), ("modern_124m", "llama_c768")):
         ways.append((f"Muon, `{recipe}`", figures[f"recipe.{recipe}.tokens"], size))

@@ -222,10 +222,12 @@ def scale(_: Figures) -> Any:
     ):
         axes.set(title=title, xlabel="million tokens", xscale="log")
         finish(axes, to)
-        axes.set_xticks(at := [60, 120, 240, 1000, 10_000], [f"{x:,}" for x in at])
+        at = [60, 120, 240, 1000, 10_000]
+        axes.set_xticks(at, [f"{x:,}" for x in at])
         axes.minorticks_off()
     tokens.set(yscale="log", ylim=(0.2, 8))
-    tokens.set_yticks(at := [0.25, 0.5, 1, 2, 4, 8], at)
+    at = [0.25, 0.5, 1, 2, 4, 8]
+    tokens.set_yticks(at, at)
     tokens.minorticks_off()
     tokens.axhline(1, color="black", lw=0.8)
     return figure
@@ -267,7 +269,8 @@ def draw(record: Mapping[str, Figures], check: bool) -> list[str]:
         drawn_from += b"".join(file.read_bytes() for file in losses)
         digest = hashlib.sha256(drawn_from).hexdigest()
         file = PICTURES / f"{name}.png"
-        if file.exists() and digest.encode() in file.read_bytes():
+        drawn_before = file.read_bytes() if file.exists() else b""
+        if digest.encode() in drawn_before:
             continue
         try:
             drawn = picture(figures)

@@ -82,7 +82,8 @@ def machine(commit: str) -> tuple[str, dict[str, Any]]:
 
     from benchmarks.speed.energy import power_limit
 
-    gpu, gpus = device.name(), device.count()
+    gpu = device.name()
+    gpus = device.count()
     kinds = [
         key for key, known in device.GPUS.items() if device.is_called(gpu, *known.device_names)
     ]

@@ -114,7 +114,8 @@ def llama_loss(
     for l in range(len(p.qkvw)):
         qkv = linear("qkv", norm(x, 2 * l), p.qkvw[l], None).view(B, T, -1, HS).transpose(1, 2)
         q, k, v = qkv.split([NH, *[(qkv.shape[1] - NH) // 2] * 2], 1)
-        q, k = rotate(head_norm(q, l, 0)), rotate(head_norm(k, l, 1))
+        q = rotate(head_norm(q, l, 0))
+        k = rotate(head_norm(k, l, 1))
         att = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         att = att.transpose(1, 2).reshape(B, T, -1)
         x = x + linear("attproj", att, p.attprojw[l], None)

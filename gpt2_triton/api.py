@@ -400,7 +400,8 @@ class Model:
         with _exclusive():
             from gpt2_triton.inference import losses
 
-            model, sequences = self._open(), self._sequences(tokens, 1)
+            model = self._open()
+            sequences = self._sequences(tokens, 1)
             n = sequences.shape[1]
             if n > self.context:
                 raise DataError(
@@ -412,7 +413,8 @@ class Model:
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return int32 [sequences, n]; DataError if n < `least`, or for unknown tokens."""
-        array, vocabulary = np.asarray(tokens), self.config.model.vocab_size
+        array = np.asarray(tokens)
+        vocabulary = self.config.model.vocab_size
         if (
             array.dtype.kind not in "iu"
             or array.ndim not in (1, 2)

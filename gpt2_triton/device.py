@@ -45,7 +45,8 @@ GPUS = {
     "mi355x": Gpu(("MI355X",), "gfx950", 2516.6, 287.9),
     "7900xtx": Gpu(("RX 7900 XTX",), "gfx1100", 122.8, 23.9),
 }
-CGROUP, CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
 DEFAULT = "h100"  # in plans without a GPU: docs/results has its figures
 # in the place of a key, for any other GPU

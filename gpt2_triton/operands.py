@@ -38,7 +38,8 @@ class Fp8:
         """Return some rows, with columns to be written: their order
         depends on the number of rows.
         """
-        columns, n = self.columns, len(range(*rows.indices(self.shape[0])))
+        columns = self.columns
+        n = len(range(*rows.indices(self.shape[0])))
         if len(columns):
             columns = columns.view(-1)[: n * len(columns)].view(-1, n)
         value = None if self.value is None else self.value[rows]

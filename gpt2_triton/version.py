@@ -78,10 +78,8 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     try:
         # fails in a venv inside another checkout
         _git(directory, "ls-files", "--error-unmatch", "__init__.py")
-        commit, changes = (
-            _git(directory, "rev-parse", "HEAD"),
-            _git(directory, "status", "--porcelain", "-uno"),
-        )
+        commit = _git(directory, "rev-parse", "HEAD")
+        changes = _git(directory, "status", "--porcelain", "-uno")
         return {"commit": commit, "dirty": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
@@ -112,7 +110,8 @@ def _git(directory: Path, *words: str) -> str:
 
 def version_text() -> str:
     """Return what --version prints, a line for each package."""
-    versions, state = package_versions(), code_state()
+    versions = package_versions()
+    state = code_state()
     lines = [f"gpt2_triton {versions['gpt2_triton']}"]
     if state:
         lines.append(

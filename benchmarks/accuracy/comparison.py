@@ -13,7 +13,9 @@ from gpt2_triton.data.packing import scatter_bounds
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 STORAGE = BF16 if GPU else F32
 RATIO, FLOOR = 1.1, 1e-6
 
@@ -112,7 +114,8 @@ def compare(
     in the order of the inputs.
     """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        values, exact = run(function, inputs, dout, STORAGE), run(function, inputs, dout, F64)
+        values = run(function, inputs, dout, STORAGE)
+        exact = run(function, inputs, dout, F64)
     for (name, tensor), value, truth in zip(ours.items(), values, exact, strict=False):
         if tensor is not None:
             yield Comparison(op, name, tensor, value, truth)

@@ -57,7 +57,8 @@ def operand(
     """Return an operand full of NaN, with cells in which a kernel records its amax."""
     nan = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=DEVICE)
     cells = torch.zeros(K.AMAX_CELLS, dtype=torch.int32, device=DEVICE)
-    rows, columns = nan((R, C)).view(dtype), nan((C, R)).view(dtype)
+    rows = nan((R, C)).view(dtype)
+    columns = nan((C, R)).view(dtype)
     return fp8.Fp8(rows, columns, torch.tensor([scale], device=DEVICE), cells, transposed, value)
 
 
@@ -109,45 +110,47 @@ def of_operand(
 
 def products(R: int, C: int) -> Iterator[Comparison]:
     """Compare qkv, fcproj with its residual, and dX of fc."""
-    inp, w, b, out = activation(R, C), weight(3 * C, C, 0.02), randn(3 * C), empty(R, 3 * C)
+    inp = activation(R, C)
+    w = weight(3 * C, C, 0.02)
+    b = randn(3 * C)
+    out = empty(R, 3 * C)
     K.matmul(out, inp, Linear(w, b))
     yield Comparison(
         "fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED
     )
-    inp, w, b, res, out = (
-        activation(R, 4 * C),
-        weight(C, 4 * C, 0.02),
-        randn(C),
-        randn(R, C),
-        empty(R, C),
-    )
+    inp = activation(R, 4 * C)
+    w = weight(C, 4 * C, 0.02)
+    b = randn(C)
+    res = randn(R, C)
+    out = empty(R, C)
     K.matmul_add(out, res, inp, Linear(w, b))
     want = exact(inp) @ exact(w).T + b.double() + res.double()
     yield Comparison("fp8 matmul_add", "out", out, None, want, limit=ROUNDED)
-    dout, w = activation(R, 4 * C, 1e-3), weight(4 * C, C, 0.02)
+    dout = activation(R, 4 * C, 1e-3)
+    w = weight(4 * C, C, 0.02)
     K.matmul_dx(out, dout, Linear(w))
     yield Comparison("fp8 matmul_dx", "dinp", out, None, exact(dout) @ exact(w), limit=ROUNDED)
 
 
 def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
     for N, k in ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C)):
-        dout, inp, dw = activation(R, N, 1e-3), activation(R, k), empty32(N, k)
-        scratch, want = (
-            empty32(max(1, K.matmul_dw_scratch(R, "fp8", (N, k)))),
-            exact(dout).T @ exact(inp),
-        )
+        dout = activation(R, N, 1e-3)
+        inp = activation(R, k)
+        dw = empty32(N, k)
+        scratch = empty32(max(1, K.matmul_dw_scratch(R, "fp8", (N, k))))
+        want = exact(dout).T @ exact(inp)
         for acc in (False, True):
             K.matmul_dw(dw, scratch, dout, inp, acc)
             output = f"dw{' added' * acc}"
             yield Comparison(
                 "fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED
             )
-    pair, dout, inp = (
-        (empty32(3 * C, C), empty32(C, 4 * C)),
-        activation(R, 3 * C, 1e-3),
-        activation(R, C),
-    )
-    dout2, inp2, scratch = activation(R, C, 1e-3), activation(R, 4 * C), empty32(1 << 24)
+    pair = (empty32(3 * C, C), empty32(C, 4 * C))
+    dout = activation(R, 3 * C, 1e-3)
+    inp = activation(R, C)
+    dout2 = activation(R, C, 1e-3)
+    inp2 = activation(R, 4 * C)
+    scratch = empty32(1 << 24)
     K.matmul_dw_pair(*pair, scratch, dout, inp, dout2, inp2, False)
     for i, (dw, want) in enumerate(
         zip(pair, (exact(dout).T @ exact(inp), exact(dout2).T @ exact(inp2)))
@@ -159,15 +162,24 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
     """Compare fc with GELU, and then dX of fcproj, which uses the
     derivative of GELU that fc stored.
     """
-    op, std, N = "fp8 matmul_act", C**-0.5, 4 * C
-    inp, w, b = activation(R, C), weight(N, C, std), randn(N, scale=0.1)
-    out, slope = operand(R, N, 32.0), torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
+    op = "fp8 matmul_act"
+    std = C**-0.5
+    N = 4 * C
+    inp = activation(R, C)
+    w = weight(N, C, std)
+    b = randn(N, scale=0.1)
+    out = operand(R, N, 32.0)
+    slope = torch.zeros(R, N, device=DEVICE, dtype=torch.uint8)
     K.matmul_act(out, slope, inp, Linear(w, b), "gelu")
     pre = (exact(inp) @ exact(w).T + b.double()).requires_grad_()
     value = F.gelu(pre, approximate="tanh")
     yield from of_operand(op, "out", out, value.detach(), transposed=True)
-    op, dout, w = "fp8 matmul_dx_dact", activation(R, C, 1e-3), weight(C, N, std)
-    dpre, dbias, scratch = operand(R, N, scale_for(8e-3)), empty32(N), empty32(R * N)
+    op = "fp8 matmul_dx_dact"
+    dout = activation(R, C, 1e-3)
+    w = weight(C, N, std)
+    dpre = operand(R, N, scale_for(8e-3))
+    dbias = empty32(N)
+    scratch = empty32(R * N)
     K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w), slope, False, "gelu")
     [want] = torch.autograd.grad(value, pre, exact(dout) @ exact(w))
     yield from of_operand(op, "dpre", dpre, want, transposed=True)
@@ -175,12 +187,17 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
 
 
 def norms(R: int, C: int) -> Iterator[Comparison]:
-    x, dout, w, b = randn(R, C), randn(R, C), randn(C), randn(C)
+    x = randn(R, C)
+    dout = randn(R, C)
+    w = randn(C)
+    b = randn(C)
     mean, rstd = empty32(2, R)
     dw, db, dbias = empty32(3, C)
     norm = Norm(w, b, mean, rstd, dw, db)
     scratch = empty32(K.layernorm_bwd_scratch(R, C, storage()))
-    out, again, plain = operand(R, C, 16.0), operand(R, C, 16.0), empty(R, C)
+    out = operand(R, C, 16.0)
+    again = operand(R, C, 16.0)
+    plain = empty(R, C)
     dx = operand(R, C, 16.0, value=empty(R, C))
     K.layernorm_fwd(out, norm, x)
     K.layernorm_fwd(dataclasses.replace(operand(R, C, 16.0), value=plain), norm, x)
@@ -201,13 +218,15 @@ def attention(s: Sizes) -> Iterator[Comparison]:
     """Compare fp8 outputs with bf16 outputs; accuracy/kernels.py compares
     bf16 outputs with float64.
     """
-    C, qkv, dout, dbias = s.C, randn(s.R, 3 * s.C), randn(s.R, s.C), empty32(3 * s.C)
-    lse, delta = empty32(s.B, s.NH, s.T), empty32(s.B, s.NH, s.T)
-    out, dqkv, plain = (
-        operand(s.R, C, 32.0, value=empty(s.R, C)),
-        operand(s.R, 3 * C, 32.0),
-        empty(s.R, 3 * C),
-    )
+    C = s.C
+    qkv = randn(s.R, 3 * s.C)
+    dout = randn(s.R, s.C)
+    dbias = empty32(3 * s.C)
+    lse = empty32(s.B, s.NH, s.T)
+    delta = empty32(s.B, s.NH, s.T)
+    out = operand(s.R, C, 32.0, value=empty(s.R, C))
+    dqkv = operand(s.R, 3 * C, 32.0)
+    plain = empty(s.R, 3 * C)
     K.attention_fwd(out, lse, qkv)
     for gradient in (dqkv, plain):
         K.attention_bwd(gradient, dbias, delta, scratch(s), dout, qkv, out, lse, False)
@@ -220,10 +239,13 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     """Compare the logits' exponentials, and the head's gradients with products of the
     operands as they are stored.
     """
-    op, lnf, wte = "fp8 classifier", activation(R, C), weight(Vp, C, 2 * C**-0.5)
+    op = "fp8 classifier"
+    lnf = activation(R, C)
+    wte = weight(Vp, C, 2 * C**-0.5)
     lnf, wte = (dataclasses.replace(x, value=exact(x).to(STORAGE)) for x in (lnf, wte))
     targets = torch.randint(V, (R,), dtype=torch.int32).to(DEVICE)
-    zt, rowsum = empty32(R), empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
+    zt = empty32(R)
+    rowsum = empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
     p = dataclasses.replace(operand(R, Vp, math.nan, dtype=E5M2), amax=None)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
@@ -240,7 +262,9 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     yield Comparison(op, "p", exact(p), None, want, limit=QUANTISED_E5M2 + of_exp)
     yield same(op, "columns", p.columns.view(torch.uint8), in_pairs(p.rows))
     yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=of_exp)
-    (losses, rs, ks), dln, dw = empty32(3, R), empty(R, C), empty32(Vp, C)
+    losses, rs, ks = empty32(3, R)
+    dln = empty(R, C)
+    dw = empty32(Vp, C)
     lns = dataclasses.replace(operand(R, C, math.nan, dtype=E5M2), amax=None, rows=lnf.rows[:0])
     step_in = torch.tensor([0, 0, 0, 1 / R, 0, 0, 0, 0], dtype=F32, device=DEVICE)
     K.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, False)
@@ -271,15 +295,11 @@ def casts(N: int, C: int) -> Iterator[Comparison]:
 
 def scales(tensors: int) -> Iterator[Comparison]:
     """Compare the scales after a step, and the counts of an operand's elements."""
-    largest, history = (
-        10 * randn(tensors, K.AMAX_CELLS, dtype=F32).abs(),
-        randn(tensors, 16, dtype=F32).abs(),
-    )
-    scale, squares, step_out = (
-        empty32(tensors),
-        torch.ones(1, device=DEVICE),
-        torch.ones(6, device=DEVICE),
-    )
+    largest = 10 * randn(tensors, K.AMAX_CELLS, dtype=F32).abs()
+    history = randn(tensors, 16, dtype=F32).abs()
+    scale = empty32(tensors)
+    squares = torch.ones(1, device=DEVICE)
+    step_out = torch.ones(6, device=DEVICE)
     most = torch.cat([largest, history[:, :-1]], 1).amax(1)
     cells = largest.view(torch.int32)
     K.check_amax(squares, cells)
@@ -292,7 +312,8 @@ def scales(tensors: int) -> Iterator[Comparison]:
         torch.exp2(torch.floor(torch.log2(448 / (2 * most.double())))).float(),
     )
     yield same("fp8 roll_scales", "cleared", 1.0 + cells, torch.ones_like(largest))
-    x, counts = activation(256, 256, 4.0), empty32(2, K.stats_parts())
+    x = activation(256, 256, 4.0)
+    counts = empty32(2, K.stats_parts())
     x.rows[0] = 448.0
     K.fp8_stats(counts, x, False)
     want = torch.stack([(x.rows.float().abs() == size).sum() for size in (448, 0)]).float()

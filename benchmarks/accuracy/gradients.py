@@ -149,7 +149,8 @@ def by_kind(found: Gradients, want: Gradients) -> dict[str, Agreement]:
     """
     kinds: dict[str, list[tuple[float, ...]]] = {}
     for name, g in found.items():
-        kind, e = name.partition("[")[0], want[name]
+        kind = name.partition("[")[0]
+        e = want[name]
         parts = zip("qkv", g.chunk(3), e.chunk(3), strict=True) if kind == "qkvw" else [("", g, e)]
         for part, some, exactly in parts:
             kinds.setdefault(f"{part}w" if part else kind, []).append(products(some, exactly))

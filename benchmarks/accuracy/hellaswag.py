@@ -41,7 +41,8 @@ def torch_losses(
     for first in range(0, len(endings), SEQUENCES):
         pairs = endings[first : first + SEQUENCES]
         T = max(len(context) + len(ending) for context, ending in pairs) - 1
-        ids, targets = np.zeros((len(pairs), T), np.int64), np.full((len(pairs), T), -1, np.int64)
+        ids = np.zeros((len(pairs), T), np.int64)
+        targets = np.full((len(pairs), T), -1, np.int64)
         for row, (context, ending) in enumerate(pairs):
             whole = np.concatenate([context, ending])
             ids[row, : len(whole) - 1] = whole[:-1]
@@ -68,7 +69,8 @@ def gaps(
     """
     from gpt2_triton.inference.hellaswag import predictions
 
-    firsts, found = 4 * np.arange(len(questions.labels)), []
+    firsts = 4 * np.arange(len(questions.labels))
+    found = []
     pairs = zip(predictions(questions, losses), predictions(questions, reference))
     for (mine, theirs), scale in zip(pairs, (1.0, questions.lengths)):
         likely = reference / scale

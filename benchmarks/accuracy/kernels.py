@@ -30,7 +30,9 @@ F32 = torch.float32
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
-    (x, dout), w, b = randn(2, s.R, s.C), 1 + randn(s.C, scale=0.1), randn(s.C, scale=0.1)
+    x, dout = randn(2, s.R, s.C)
+    w = 1 + randn(s.C, scale=0.1)
+    b = randn(s.C, scale=0.1)
     out, again, dx = empty(3, s.R, s.C)
     mean, rstd = empty32(2, s.R)
     dw, db, dbias = empty32(3, s.C)
@@ -45,13 +47,13 @@ def layernorm(s: Sizes) -> Iterator[Comparison]:
 
 
 def matmul(s: Sizes) -> Iterator[Comparison]:
-    x, w, b, dout = (
-        randn(s.R, s.C),
-        randn(3 * s.C, s.C, scale=0.02),
-        randn(3 * s.C),
-        randn(s.R, 3 * s.C),
-    )
-    out, dinp, dw = empty(s.R, 3 * s.C), empty(s.R, s.C), empty32(3 * s.C, s.C)
+    x = randn(s.R, s.C)
+    w = randn(3 * s.C, s.C, scale=0.02)
+    b = randn(3 * s.C)
+    dout = randn(s.R, 3 * s.C)
+    out = empty(s.R, 3 * s.C)
+    dinp = empty(s.R, s.C)
+    dw = empty32(3 * s.C, s.C)
     K.matmul(out, x, Linear(w, b))
     K.matmul_dx(dinp, dout, Linear(w))
     K.matmul_dw(dw, scratch(s), dout, x, False)
@@ -65,14 +67,20 @@ def activations(s: Sizes) -> Iterator[Comparison]:
 
 def matmul_act(s: Sizes, act: str) -> Iterator[Comparison]:
     function = ACTIVATIONS[act]
-    x, w, b = randn(s.R, s.C), randn(4 * s.C, s.C, scale=0.04), randn(4 * s.C)
-    out, pre = empty(s.R, 4 * s.C), empty(s.R, 4 * s.C)
+    x = randn(s.R, s.C)
+    w = randn(4 * s.C, s.C, scale=0.04)
+    b = randn(4 * s.C)
+    out = empty(s.R, 4 * s.C)
+    pre = empty(s.R, 4 * s.C)
     K.matmul_act(out, pre, x, Linear(w, b), act)
     yield from compare(
         lambda x, w, b: function(F.linear(x, w, b)), (x, w, b), out, dict(out=out), f"matmul_{act}"
     )
-    w2, dout = randn(s.C, 4 * s.C, scale=0.02), randn(s.R, s.C)
-    dpre, dbias, again = empty(s.R, 4 * s.C), empty32(4 * s.C), empty(s.R, 4 * s.C)
+    w2 = randn(s.C, 4 * s.C, scale=0.02)
+    dout = randn(s.R, s.C)
+    dpre = empty(s.R, 4 * s.C)
+    dbias = empty32(4 * s.C)
+    again = empty(s.R, 4 * s.C)
     K.matmul_dx_dact(dpre, dbias, again, scratch(s), dout, Linear(w2), pre, False, act)
     ours = dict(out=None, dpre=dpre, dbias=dbias)
     op = f"matmul_dx_d{act}"
@@ -83,13 +91,11 @@ def matmul_act(s: Sizes, act: str) -> Iterator[Comparison]:
 
 
 def matmul_add(s: Sizes) -> Iterator[Comparison]:
-    res, x, w, b, out = (
-        randn(s.R, s.C),
-        randn(s.R, s.C),
-        randn(s.C, s.C, scale=0.04),
-        randn(s.C),
-        empty(s.R, s.C),
-    )
+    res = randn(s.R, s.C)
+    x = randn(s.R, s.C)
+    w = randn(s.C, s.C, scale=0.04)
+    b = randn(s.C)
+    out = empty(s.R, s.C)
     K.matmul_add(out, res, x, Linear(w, b))
     yield from compare(
         lambda r, x, w, b: r + F.linear(x, w, b), (res, x, w, b), out, dict(out=out), "matmul_add"
@@ -97,14 +103,16 @@ def matmul_add(s: Sizes) -> Iterator[Comparison]:
 
 
 def attention(s: Sizes) -> Iterator[Comparison]:
-    C, NH, HS = s.C, s.NH, s.C // s.NH
-    qkv, dout, dbias = randn(s.R, 3 * C), randn(s.R, C), empty32(3 * C)
-    out, dqkv, lse, delta = (
-        empty(s.R, C),
-        empty(s.R, 3 * C),
-        empty32(s.B, NH, s.T),
-        empty32(s.B, NH, s.T),
-    )
+    C = s.C
+    NH = s.NH
+    HS = s.C // s.NH
+    qkv = randn(s.R, 3 * C)
+    dout = randn(s.R, C)
+    dbias = empty32(3 * C)
+    out = empty(s.R, C)
+    dqkv = empty(s.R, 3 * C)
+    lse = empty32(s.B, NH, s.T)
+    delta = empty32(s.B, NH, s.T)
     K.attention_fwd(out, lse, qkv)
     K.attention_bwd(dqkv, dbias, delta, scratch(s), dout, qkv, out, lse, False)
 
@@ -134,11 +142,16 @@ def tokens(s: Sizes) -> Tensor:
 
 
 def classifier(s: Sizes) -> Iterator[Comparison]:
-    lnf, wte, targets = randn(s.R, s.C), randn(s.Vp, s.C, scale=0.1), tokens(s).flatten()
+    lnf = randn(s.R, s.C)
+    wte = randn(s.Vp, s.C, scale=0.1)
+    targets = tokens(s).flatten()
     wte[s.V :], targets[5] = 0, -1
     step_in = torch.tensor([0, 0, 0, 1 / 4, 0, 0, 0, 0], dtype=F32, device=DEVICE)
-    (zt, losses, rs, ks), dwte = empty32(4, s.R), empty32(s.Vp, s.C)
-    p, lns, dln = empty(s.R, s.Vp), empty(s.R, s.C), empty(s.R, s.C)
+    zt, losses, rs, ks = empty32(4, s.R)
+    dwte = empty32(s.Vp, s.C)
+    p = empty(s.R, s.Vp)
+    lns = empty(s.R, s.C)
+    dln = empty(s.R, s.C)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, scratch(s), lnf, wte, zt, targets, s.V)
     K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, step_in, False)
@@ -160,8 +173,13 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
 
 
 def embedding(s: Sizes) -> Iterator[Comparison]:
-    ids, wte, wpe, dx = tokens(s), randn(s.Vp, s.C), randn(s.T, s.C), randn(s.R, s.C)
-    x, dwte, dwpe = empty(s.R, s.C), torch.zeros(s.Vp, s.C, device=DEVICE), empty32(s.T, s.C)
+    ids = tokens(s)
+    wte = randn(s.Vp, s.C)
+    wpe = randn(s.T, s.C)
+    dx = randn(s.R, s.C)
+    x = empty(s.R, s.C)
+    dwte = torch.zeros(s.Vp, s.C, device=DEVICE)
+    dwpe = empty32(s.T, s.C)
     K.embedding_fwd(x, ids, wte, wpe)
     rows = token_rows(s, ids, torch.full_like(ids, -1))
     K.embedding_bwd(dwte, dwpe, scratch(s), dx, dx, torch.zeros(s.R, device=DEVICE), rows, False)
@@ -175,11 +193,14 @@ def embedding(s: Sizes) -> Iterator[Comparison]:
 
 def dropout(s: Sizes) -> Iterator[Comparison]:
     """Drop a quarter; elements of ones show which."""
-    x, res, kept = randn(s.R, s.C), randn(s.R, s.C), torch.ones_like(empty(s.R, s.C))
+    x = randn(s.R, s.C)
+    res = randn(s.R, s.C)
+    kept = torch.ones_like(empty(s.R, s.C))
     step_key = torch.tensor([3, 1, 0, 0], dtype=torch.int32, device=DEVICE)
     quarter = Dropout(step_key, 1, 0.25)
     K.dropout(kept, None, quarter)
-    out, mask = x.clone(), kept > 0
+    out = x.clone()
+    mask = kept > 0
     K.dropout(out, res, quarter)
     share = mask.double().mean()
     deviation = (0.25 / 0.75 / mask.numel()) ** 0.5  # of the share, relative

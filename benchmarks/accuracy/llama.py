@@ -26,8 +26,11 @@ NARROW, WIDE = 4, 48  # sequences: above 16 they go through tensor cores
 
 
 def rmsnorm(s: Sizes) -> Iterator[Comparison]:
-    (x, dout), w = randn(2, s.R, s.C), 1 + randn(s.C, scale=0.1)
-    (out, again, dx), rstd, dw = empty(3, s.R, s.C), empty32(s.R), empty32(s.C)
+    x, dout = randn(2, s.R, s.C)
+    w = 1 + randn(s.C, scale=0.1)
+    out, again, dx = empty(3, s.R, s.C)
+    rstd = empty32(s.R)
+    dw = empty32(s.C)
     norm = Norm(w, rstd=rstd, dw=dw, eps=EPS)
     K.layernorm_fwd(out, norm, x)
     K.layernorm_bwd(dx, norm, Branch(), again, scratch(s), dout, x, None, False)
@@ -56,7 +59,8 @@ def turned(qkv: Tensor, w: Tensor | None, table: Tensor, s: Sizes) -> Tensor:
 
 def rotated_product(s: Sizes) -> Iterator[Comparison]:
     """Compare a product whose first two thirds of columns, q and k, are rotated."""
-    x, w = randn(s.R, s.C), randn(3 * s.C, s.C, scale=0.04)
+    x = randn(s.R, s.C)
+    w = randn(3 * s.C, s.C, scale=0.04)
     out = empty(s.R, 3 * s.C)
     table = rotation(s)
     K.matmul_rope(out, x, Linear(w), Rope(table, s.T, 2 * s.C))
@@ -77,7 +81,8 @@ def head_norms(s: Sizes) -> Iterator[Comparison]:
     weights = 1 + randn(2, s.C // s.NH, scale=0.1)
     att = empty(s.R, s.C)
     qkv, dqkv = empty(2, s.R, 3 * s.C)
-    rstd, dw = empty32(s.R, 2 * s.NH), empty32(*weights.shape)
+    rstd = empty32(s.R, 2 * s.NH)
+    dw = empty32(*weights.shape)
     lse, delta = empty32(2, s.B, s.NH, s.T)
     given = Rope(table, s.T, 2 * s.C, HeadNorm(weights, rstd, dw, s.NH, EPS))
     K.matmul_rope(qkv, x, Linear(w), given)
@@ -107,8 +112,11 @@ def gated(pre: Tensor) -> Tensor:
 
 
 def swiglu(s: Sizes) -> Iterator[Comparison]:
-    x, w, dout = randn(s.R, s.C), randn(8 * s.C, s.C, scale=0.04), randn(s.R, 4 * s.C)
-    (out, again), (pre, dpre) = empty(2, s.R, 4 * s.C), empty(2, s.R, 8 * s.C)
+    x = randn(s.R, s.C)
+    w = randn(8 * s.C, s.C, scale=0.04)
+    dout = randn(s.R, 4 * s.C)
+    out, again = empty(2, s.R, 4 * s.C)
+    pre, dpre = empty(2, s.R, 8 * s.C)
     K.matmul_swiglu(out, pre, x, Linear(w))
     K.swiglu(again, pre)
     K.swiglu_bwd(dpre, dout, pre)
@@ -128,15 +136,15 @@ def sequences(count: int, row: int) -> Tensor:
 
 def decoded_rows(s: Sizes) -> Iterator[Comparison]:
     for count in (NARROW, WIDE):
-        seq, wte, wpe, x = (
-            sequences(count, s.T - 1),
-            randn(s.Vp, s.C),
-            randn(s.T, s.C),
-            empty(count, s.C),
-        )
+        seq = sequences(count, s.T - 1)
+        wte = randn(s.Vp, s.C)
+        wpe = randn(s.T, s.C)
+        x = empty(count, s.C)
         K.decode_embed(x, seq, wte, wpe)
         yield same("decode_embed", "x", x, wte[:count] + wpe[s.T - 1])
-        w, b, res = randn(4 * s.C, s.C, scale=0.04), randn(4 * s.C), randn(count, 4 * s.C)
+        w = randn(4 * s.C, s.C, scale=0.04)
+        b = randn(4 * s.C)
+        res = randn(count, 4 * s.C)
         norm = (1 + randn(s.C, scale=0.1), randn(s.C)) if count <= NARROW_ROWS else ()
         out = empty(count, 4 * s.C)
         K.decode_matmul(out, x, Linear(w, b), Norm(*norm) if norm else None, res, "gelu")
@@ -154,8 +162,11 @@ def decoded_rows(s: Sizes) -> Iterator[Comparison]:
 
 def decoded_attention(s: Sizes) -> Iterator[Comparison]:
     """Compare the last of T tokens, the others' keys and values in the cache."""
-    C, before, new = s.C, randn(s.T, 3 * s.C), randn(NARROW, 3 * s.C)
-    cache, att = empty(NARROW, s.T, 2, C), empty(NARROW, C)
+    C = s.C
+    before = randn(s.T, 3 * s.C)
+    new = randn(NARROW, 3 * s.C)
+    cache = empty(NARROW, s.T, 2, C)
+    att = empty(NARROW, C)
     K.cache_fill(cache, before, torch.ones(NARROW, dtype=torch.int32, device=cache.device))
     yield same("cache_fill", "cache", cache[-1].reshape(s.T, 2 * C), before[:, C:])
     K.decode_attention(att, cache, new, sequences(NARROW, s.T - 1), s.NH)

@@ -18,19 +18,24 @@ from benchmarks.accuracy.comparison import (
 )
 from gpt2_triton.operands import Betas, Matrices, Span, Step
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-8, 0.1
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
+BETA1 = 0.9
+BETA2 = 0.95
+EPS = 1e-8
+DECAY = 0.1
 BETAS = Betas(BETA1, BETA2, EPS)
-LR, MOMENTUM, SCALE = 1e-3, 0.95, 0.2
+LR = 1e-3
+MOMENTUM = 0.95
+SCALE = 0.2
 
 
 def reductions(s: Sizes) -> Iterator[Comparison]:
-    g, losses, stats, sumsq = (
-        randn(s.updated, dtype=F32),
-        5 + randn(s.R, dtype=F32),
-        empty32(4),
-        empty32(1),
-    )
+    g = randn(s.updated, dtype=F32)
+    losses = 5 + randn(s.R, dtype=F32)
+    stats = empty32(4)
+    sumsq = empty32(1)
     step_in = torch.tensor([0, 0, 0, 1 / s.R, 1.0, 0, 0, 0], dtype=F32, device=DEVICE)
     K.loss_sum(stats[:1], losses, step_in)
     scale = step_in[K.step_io.LOSS_SCALE.value]
@@ -62,7 +67,8 @@ def our_adamw(
     w: Tensor, low: Tensor | None, gradients: list[Tensor], lr: float
 ) -> tuple[Tensor, Tensor]:
     """Run K.adamw in place on w (and low) and return m and v."""
-    m, v = torch.zeros(w.numel(), device=DEVICE), torch.zeros(w.numel(), device=DEVICE)
+    m = torch.zeros(w.numel(), device=DEVICE)
+    v = torch.zeros(w.numel(), device=DEVICE)
     stats = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE)
     for t, g in enumerate(gradients, start=1):
         row = [lr, 1 / (1 - BETA1**t), 1 / (1 - BETA2**t), 1, 0, 0, 0, 0]
@@ -76,15 +82,15 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
     """Compare AdamW with torch: fp32, bf16 with master bits, and bf16 rounded
     stochastically (torch: to nearest).
     """
-    w, gradients = (
-        randn(s.updated, scale=0.02, dtype=BF16),
-        [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)],
-    )
-    single, exact = torch_adamw(w, gradients, 1e-3, F32), torch_adamw(w, gradients, 1e-3, F64)
+    w = randn(s.updated, scale=0.02, dtype=BF16)
+    gradients = [randn(s.updated, dtype=F32) + 0.5 for _ in range(10)]
+    single = torch_adamw(w, gradients, 1e-3, F32)
+    exact = torch_adamw(w, gradients, 1e-3, F64)
     ours = (plain := w.float(), *our_adamw(plain, None, gradients, 1e-3))
     for name, a, b, c in zip(("w", "m", "v"), ours, single, exact, strict=True):
         yield Comparison("adamw fp32", name, a, b, c)
-    high, low = w.clone(), torch.zeros(s.updated, dtype=torch.int16, device=DEVICE)
+    high = w.clone()
+    low = torch.zeros(s.updated, dtype=torch.int16, device=DEVICE)
     our_adamw(high, low, gradients, 1e-3)
     yield Comparison("adamw master", "w", master(high, low), single[0], exact[0])
     yield Comparison("adamw master", "w bf16", high, exact[0].to(BF16), exact[0])
@@ -102,15 +108,16 @@ def adamw(s: Sizes) -> Iterator[Comparison]:
 
 def muon(s: Sizes) -> Iterator[Comparison]:
     """Compare the products of Muon with torch in the same dtype, for two matrices of each shape."""
-    b, c, a = -2.5, 0.5, 3.5  # like the coefficients of POLAR_EXPRESS
+    a = 3.5  # like the coefficients of POLAR_EXPRESS
+    b = -2.5
+    c = 0.5
     for M, N in ((s.C, s.C), (4 * s.C, s.C), (s.C, 4 * s.C)):
-        op, x = f"muon {M}x{N}", randn(2, M, N)
-        normal, gram, poly, out = (
-            empty(2, M, N),
-            empty(2, s.C, s.C),
-            empty(2, s.C, s.C),
-            empty(2, M, N),
-        )
+        op = f"muon {M}x{N}"
+        x = randn(2, M, N)
+        normal = empty(2, M, N)
+        gram = empty(2, s.C, s.C)
+        poly = empty(2, s.C, s.C)
+        out = empty(2, M, N)
 
         def norms(x: Tensor) -> Tensor:
             return 1.02 * torch.linalg.matrix_norm(x)[:, None, None]
@@ -161,8 +168,10 @@ def row(*values: float) -> Tensor:
 def muon_update(s: Sizes) -> Iterator[Comparison]:
     """Compare momentum, update and statistics of the same elements of two layers, in fp32."""
     m, g, w = randn(3, 2, s.updated // 2, dtype=F32)
-    x, before = empty(2, s.updated // 2), m.clone()
-    step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, 1, 1, 1, 0, 0, 0, 0)
+    x = empty(2, s.updated // 2)
+    before = m.clone()
+    step_out = row(0, 1, 1, 1, 0, 0)
+    step_in = row(LR, 1, 1, 1, 0, 0, 0, 0)
     step_key = torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=DEVICE)
     step = Step(step_out, step_in, step_key)
     updated = Matrices(w.clone(), None, m, g, x, 0, s.updated // 2, MOMENTUM, DECAY, SCALE)
@@ -193,14 +202,13 @@ def statistics(op: str, stats: Tensor, g: Tensor, *tensors: Tensor) -> Iterator[
 
 def adamw_stats(s: Sizes) -> Iterator[Comparison]:
     w, m, g = randn(3, s.updated, dtype=F32)
-    v, stats, of_x, x = (
-        randn(s.updated, dtype=F32).square(),
-        empty32(5, K.stats_parts()),
-        empty32(3, K.stats_parts()),
-        randn(s.R, s.C),
-    )
+    v = randn(s.updated, dtype=F32).square()
+    stats = empty32(5, K.stats_parts())
+    of_x = empty32(3, K.stats_parts())
+    x = randn(s.R, s.C)
     corrections = 1 / (1 - BETA1), 1 / (1 - BETA2)
-    step_out, step_in = row(0, 1, 1, 1, 0, 0), row(LR, *corrections, 1, 0, 0, 0, 0)
+    step_out = row(0, 1, 1, 1, 0, 0)
+    step_in = row(LR, *corrections, 1, 0, 0, 0, 0)
     step = Step(step_out, step_in, row())  # the key is not read
     K.parameter_stats(stats, Span(w, m, v, None, g, 0, 1.0, DECAY), step, BETAS)
     m2 = BETA1 * m.double() + (1 - BETA1) * g.double()
@@ -212,7 +220,9 @@ def adamw_stats(s: Sizes) -> Iterator[Comparison]:
 
 
 def outliers(s: Sizes) -> Iterator[Comparison]:
-    window, step_out, z = randn(2, 129, dtype=F32), row(1.5, 2.5, 1, 1, 0, 0), empty32(2)
+    window = randn(2, 129, dtype=F32)
+    step_out = row(1.5, 2.5, 1, 1, 0, 0)
+    z = empty32(2)
     window[:, -1] = 128  # as many values were seen: the next takes the first's place
     values = window[:, :-1].clone()
     values[:, 0] = step_out[:2]
@@ -227,7 +237,8 @@ def outliers(s: Sizes) -> Iterator[Comparison]:
 
 def filled(s: Sizes) -> Iterator[Comparison]:
     """Compare what is written without an input: constants, and normal numbers by their deciles."""
-    w, parts = empty32(s.updated), randn(3, s.updated, dtype=F32)
+    w = empty32(s.updated)
+    parts = randn(3, s.updated, dtype=F32)
     K.fill(w, 0.5)
     yield same("fill", "w", w, torch.full_like(w, 0.5))
     K.add_partials(w, parts)

@@ -34,7 +34,9 @@ from benchmarks.losses.loss_compare import Result, differences, read_result
 from gpt2_triton.commands.train import parse_overrides
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
-STEPS, LAST, BOUND = 300, 100, 2.0
+STEPS = 300
+LAST = 100
+BOUND = 2.0
 KEYS = {
     "train.steps": STEPS, "train.batch_size": 32, "train.total_batch_tokens": 32_768,
     "memory.recompute": "none", "optim.warmup": 30, "eval.every": 0, "eval.hellaswag_every": 0,

@@ -88,7 +88,9 @@ def code(folders: Iterable[Path]) -> Iterator[Document]:
 
 def distinct(documents: Iterable[Document], most: float = float("inf")) -> list[Document]:
     """Return the distinct documents of SHORTEST characters or more, `most` characters in all."""
-    found, seen, characters = [], set(), 0
+    found = []
+    seen = set()
+    characters = 0
     for document in documents:
         start = _digest(document.text[:COMPARED])
         if len(document.text) < SHORTEST or start in seen:
@@ -108,7 +110,9 @@ def validation_packages(found: Iterable[Document]) -> set[str]:
     sizes: dict[str, int] = {}
     for package, text in found:
         sizes[package] = sizes.get(package, 0) + len(text)
-    total, held, chosen = sum(sizes.values()), 0, set()
+    total = sum(sizes.values())
+    held = 0
+    chosen = set()
     for package in sorted(sizes, key=_digest):
         if held < VAL_SHARE * total and sizes[package] <= LARGEST_VAL * total:
             chosen.add(package)
@@ -160,7 +164,8 @@ def build_prose(out: Path, books: str, tokenizer: str) -> None:
 
 
 def _compress(out: Path, parts: Path, name: str) -> None:
-    if not (part := parts / f"{name}.xz").exists():
+    part = parts / f"{name}.xz"
+    if not part.exists():
         write_atomic(part, lzma.compress((out / name).read_bytes()))
 
 
@@ -199,7 +204,8 @@ def join(parts: Path, out: Path) -> None:
                 data = lzma.decompress((parts / f"{name}.xz").read_bytes())
             except (OSError, lzma.LZMAError) as error:
                 raise DataError(f"{parts / name}.xz: {error}; copy this part again") from None
-            if (found := hashlib.sha256(data).hexdigest()) != row["sha256"]:
+            found = hashlib.sha256(data).hexdigest()
+            if found != row["sha256"]:
                 raise DataError(
                     f"{parts / name}.xz: sha256 {found}, not {row['sha256']}; copy this part again"
                 )

@@ -80,7 +80,9 @@ def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> st
 
 def cases(given: argparse.Namespace) -> list[Case]:
     """Return the runs that the options select."""
-    found, gpus, batch_size = [], given.gpus, given.batch_size
+    found = []
+    gpus = given.gpus
+    batch_size = given.batch_size
     if given.time:
         options = f"{gpt2(given.time, batch_size, gpus=gpus)} --model.size {given.size}"
         return [Case(f"{given.size}, batch {batch_size}, GPUs {gpus}", options, gpus)]
@@ -110,7 +112,8 @@ def cases(given: argparse.Namespace) -> list[Case]:
 
 def train(tree: Path, case: Case, work: Path) -> Result:
     """Train in a new directory under `work`, read the result and delete the directory."""
-    run_dir, processes = Path(tempfile.mkdtemp(prefix="run-", dir=work)), []
+    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=work))
+    processes = []
     try:
         with open(run_dir / "output.txt", "w+") as output:
             for command, environment in commands(tree, case, run_dir):
@@ -176,7 +179,8 @@ def read_result(run_dir: Path) -> Result:
     metrics = [
         {key: value for key, value in record.items() if key not in TIMES} for record in records
     ]
-    last, tensors = max((run_dir / "checkpoints").glob("step_*")), {}
+    last = max((run_dir / "checkpoints").glob("step_*"))
+    tensors = {}
     for path in sorted(last.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():
@@ -290,7 +294,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--time: expected more than the {WARM_STEPS} steps that are "
             f"not timed, got {given.time}"
         )
-    if unknown := [key for key in keys if key.startswith("--") and "." not in key]:
+    unknown = [key for key in keys if key.startswith("--") and "." not in key]
+    if unknown:
         parser.error(f"unknown option {unknown[0]}")
     if (given.gpu or given.time or given.gpus > 1) and device.count() < given.gpus:
         parser.exit(

@@ -106,7 +106,8 @@ def read_series(path: Path) -> Series:
     """Read the file of a series; ConfigError if it does not describe one."""
     try:
         tree = yaml.safe_load(path.read_text())
-        baseline, arms = tree.get("baseline", next(iter(tree["arms"]))), {}
+        baseline = tree.get("baseline", next(iter(tree["arms"])))
+        arms = {}
         for name, keys in tree["arms"].items():
             keys = {"seeds": tree["seeds"], "program": PROGRAM, "against": baseline} | (keys or {})
             own = [keys.pop(key) for key in ("seeds", "program", "against")]
@@ -160,9 +161,10 @@ def require_same(series: Series, rows: list[Result], data: str) -> None:
             for key in row["options"].keys() | options.keys()
         }
         keys["data"] = row.get("data", data), data
-        if wrong := [
+        wrong = [
             f"{key} {old}, now {new}" for key, (old, new) in keys.items() if not _equal(old, new)
-        ]:
+        ]
+        if wrong:
             todo = "choose another --out, or remove the line of this run"
             raise ConfigError(
                 f"{row['arm']} seed {row['seed']}: the result has {', '.join(wrong)}; {todo}"
@@ -193,7 +195,8 @@ def train(
     """Make a run in processes of its own.  If one fails, print the end of
     its output and return None.
     """
-    program, options = series.arms[arm].program, series.options(arm, seed)
+    program = series.arms[arm].program
+    options = series.options(arm, seed)
     with folder_of(f"{arm} {options} {digest}", work) as run_dir:
         for words in commands(series, arm, seed, run_dir, data):
             with subprocess.Popen(
@@ -269,7 +272,8 @@ def figures(run_dir: Path) -> Result:
     """Return the losses and speed of a run.  A loss that is not finite counts as the last
     finite loss.
     """
-    records, start = read_metrics(run_dir / METRICS), read_run(run_dir)["starts"][-1]
+    records = read_metrics(run_dir / METRICS)
+    start = read_run(run_dir)["starts"][-1]
     steps = [record for record in records if "loss" in record]
     val = [record for record in records if "val_loss" in record][-1:] or [{}]
     losses: list[float] = []
@@ -325,7 +329,8 @@ def report(series: Series, rows: list[Result]) -> str:
         mine = [row for row in rows if row["arm"] == arm]
         if not mine:
             continue
-        cells, other = [arm, str(len(mine))], series.against(arm)
+        cells = [arm, str(len(mine))]
+        other = series.against(arm)
         for key in ("train_loss", "val_loss"):
             values = [row[key] for row in mine if row[key] is not None]
             cells.append(f"{statistics.fmean(values):.4f}" if values else "")
@@ -344,7 +349,9 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     """Make the runs that have no result; return the number of runs that failed."""
     if not (a.data and any(a.data.glob("train_*.bin")) and any(a.data.glob("val_*.bin"))):
         raise ConfigError(f"--data {a.data}: expected a directory of train_*.bin and val_*.bin")
-    rows, digest, failed = read_results(a.out), data_digest(a.data), 0
+    rows = read_results(a.out)
+    digest = data_digest(a.data)
+    failed = 0
     require_same(series, rows, digest)
     done = {(row["arm"], row["seed"]) for row in rows}
     seeds = a.seeds or range(max(series.arms[name].seeds for name in names))
@@ -353,7 +360,8 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     for name in {name for name, _ in runs}:
         series.check(name)
     for number, (name, seed) in enumerate(runs, start=1):
-        if row := train(series, name, seed, a.data, digest, a.work):
+        row = train(series, name, seed, a.data, digest, a.work)
+        if row:
             with open(a.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
             losses = (

@@ -202,7 +202,8 @@ def train_steps(
     """Train, and yield every step.  `loss_of` is the model or its compiled form."""
     from gpt2_triton.training.lr_schedule import learning_rate
 
-    o, optimizers = config.optim, optimizers_of(model, config)
+    o = config.optim
+    optimizers = optimizers_of(model, config)
     for step in range(config.train.steps):
         lr = learning_rate(step, o, config.train.steps)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -222,12 +223,14 @@ def train_steps(
 
 def write_steps(config: Config, steps: Iterator[Step], file: TextIO) -> None:
     """Write the steps' records.  Each SYNC steps share their mean time in milliseconds."""
-    last, tokens = time.perf_counter(), config.train.step_tokens
+    last = time.perf_counter()
+    tokens = config.train.step_tokens
     with Progress("PyTorch", config.train.steps, "steps") as progress:
         while group := list(itertools.islice(steps, SYNC)):
             losses = [loss.item() for _, loss, _, _ in group]
             now = time.perf_counter()
-            ms, last = 1e3 * (now - last) / len(group), now
+            ms = 1e3 * (now - last) / len(group)
+            last = now
             for (i, _, norm, lr), loss in zip(group, losses, strict=True):
                 record = dict(
                     step=i + 1, loss=loss, lr=lr, norm=norm.item(), ms=ms, tokens=(i + 1) * tokens
@@ -254,11 +257,9 @@ def train(config: Config, run_dir: Path, fp32: bool, cap: float = 0) -> None:
     """Train and validate; write run.json and metrics.jsonl."""
     from gpt2_triton.training.run_info import describe_start, write_run
 
-    shape, model, fast = (
-        StepShape.of(config, 1),
-        model_like_ours(config, cap),
-        device_name() == "cuda" and not fp32,
-    )
+    shape = StepShape.of(config, 1)
+    model = model_like_ours(config, cap)
+    fast = device_name() == "cuda" and not fp32
     # a CPU would compile for longer than it trains
     loss_of = torch.compile(model) if fast else model
     run_dir.mkdir(parents=True, exist_ok=True)

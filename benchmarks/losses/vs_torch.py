@@ -46,7 +46,8 @@ def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as run_dir:
         words = [sys.executable, "-m", *program, "--run_dir", run_dir]
         words += [word for key, value in keys.items() for word in (f"--{key}", value)]
-        if code := subprocess.run(words, stdout=subprocess.DEVNULL).returncode:
+        code = subprocess.run(words, stdout=subprocess.DEVNULL).returncode
+        if code:
             sys.exit(code)
         return [record for record in read_metrics(Path(run_dir) / METRICS) if "loss" in record]
 

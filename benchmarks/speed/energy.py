@@ -68,7 +68,8 @@ def _reader(name: str) -> Callable[[], float] | None:
     try:
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        gpu, value = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), getattr(pynvml, name)
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        value = getattr(pynvml, name)
         value(gpu)
     except (AttributeError, pynvml.NVMLError):  # AttributeError: AMD's devices have no uuid
         return None

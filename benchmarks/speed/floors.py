@@ -78,7 +78,8 @@ def scaled_product_ms(M: int, N: int, K: int, fast: bool) -> float:
     sums and result are fp32: dW.
     """
     a, w = (_random(rows, K).to(torch.float8_e4m3fn) for rows in (M, N))
-    scale, dtype = torch.ones((), device="cuda"), torch.bfloat16 if fast else torch.float32
+    scale = torch.ones((), device="cuda")
+    dtype = torch.bfloat16 if fast else torch.float32
     return median_ms(
         lambda: torch._scaled_mm(a, w.t(), scale, scale, out_dtype=dtype, use_fast_accum=fast)
     )

@@ -75,7 +75,8 @@ class Pair:
         alone: Any = SimpleNamespace(
             rank=0, size=1, allocate_shared=allocate, first_on_host=group.first_on_host
         )
-        self.alone, self.packed = Model(config, K, group.device, group=alone), packed_batch(config)
+        self.alone = Model(config, K, group.device, group=alone)
+        self.packed = packed_batch(config)
         for model in (self.alone, self.together):
             compile_run(model)
         one = torch.zeros(1, device=group.device)
@@ -102,7 +103,8 @@ def pytorch(size: str) -> list[Kind]:
     """Return the kinds of PyTorch's steps."""
     model, optimizers = torch_gpt2.build(size)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    compiled, batch = torch.compile(ddp), torch_gpt2.batch_of(size, SIZES[size].batch, None)
+    compiled = torch.compile(ddp)
+    batch = torch_gpt2.batch_of(size, SIZES[size].batch, None)
 
     def together(steps: int) -> list[float]:
         return torch_gpt2.run_steps(compiled, optimizers, batch, steps)[0]
@@ -134,7 +136,8 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
         f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)
     ]
     alone, step = ([rank[kind] for rank in ranks] for kind in ("alone", "together"))
-    ms, mean = statistics.median(step), statistics.fmean(1 / a for a in alone)
+    ms = statistics.median(step)
+    mean = statistics.fmean(1 / a for a in alone)
     of = f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
     return "\n".join([*lines, f"together {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {of}"])
 
@@ -162,10 +165,8 @@ def main(config: Config, given: argparse.Namespace) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     set_env_from_slurm()
     group = Ranks("cuda", 300)
-    control, pair = (
-        group.control("multi_gpu"),
-        None if given.torch else Pair(group, config, given.zero),
-    )
+    control = group.control("multi_gpu")
+    pair = None if given.torch else Pair(group, config, given.zero)
     times = control.all_gather(
         by_turns(pair.kinds if pair else pytorch(given.size), given.steps, given.rounds)
     )

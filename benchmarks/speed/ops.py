@@ -114,7 +114,8 @@ def moved_bytes(name: str, args: tuple, acc: bool) -> int:
     updated in place or, if `acc`, added to.
     """
     contract = getattr(kernels, name).contract
-    outputs, inputs = contract.outputs(args), contract.inputs(args)
+    outputs = contract.outputs(args)
+    inputs = contract.inputs(args)
     updated = set(IN_PLACE.get(name, ()))
     updated |= ACCUMULATED if acc else set()
     total = 0
@@ -236,7 +237,8 @@ class Step(NamedTuple):
 
 def measure(work: Work, steps: int) -> tuple[list[Operation], Step]:
     """Return the operations of a step with their times, and the step's time and energy."""
-    config, timed = work.config(), Timed(on=lambda: False)
+    config = work.config()
+    timed = Timed(on=lambda: False)
     model = Model(config, timed, "cuda")
     compile_run(model)
     model.initialise(config.train.seed)
@@ -318,10 +320,8 @@ def table(rows: list[OpTime], step: Step) -> str:
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
         for line in lines
     ]
-    total, least = (
-        sum(row.calls * row.ms for row in rows),
-        sum(row.calls * row.floor for row in rows),
-    )
+    total = sum(row.calls * row.ms for row in rows)
+    least = sum(row.calls * row.floor for row in rows)
     energy = (
         "" if step.joules is None else f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
     )
@@ -334,7 +334,8 @@ def table(rows: list[OpTime], step: Step) -> str:
 
 def figures(rows: list[OpTime], step: Step) -> dict[str, Any]:
     """Return the milliseconds of a step and of each kind of operation, with their floors."""
-    ms, least = collections.Counter[str](), collections.Counter[str]()
+    ms = collections.Counter[str]()
+    least = collections.Counter[str]()
     for row in rows:
         ms[row.op.name] += row.calls * row.ms
         least[row.op.name] += row.calls * row.floor

@@ -43,7 +43,9 @@ def run_steps(
 
     The result of a step is read after the next launch, so the device never waits for the host.
     """
-    config, accumulation, in_flight = model.config, model.shape.accumulation, None
+    config = model.config
+    accumulation = model.shape.accumulation
+    in_flight = None
     for number in numbers:
         model.begin_step(step_inputs(number, config), number, config.train.seed)
         for i in range(accumulation):
@@ -109,5 +111,6 @@ if __name__ == "__main__":
     parser.add_argument("--optim", default="adamw", help="optim.name")
     known, keys = parser.parse_known_args()
     given = vars(known)
-    steps, start = given.pop("steps"), given.pop("start")
+    steps = given.pop("steps")
+    start = given.pop("start")
     main(work_of(**given, keys=tuple(keys)), steps, start)

@@ -122,7 +122,8 @@ def run_program(
     If it fails, print its stderr and raise CalledProcessError.  Raise
     TimeoutExpired after `limit` seconds.
     """
-    name, start = f"{program.name} {size} B {batch}", time.time()
+    name = f"{program.name} {size} B {batch}"
+    start = time.time()
     words = [
         *program.launcher,
         program.module,
@@ -170,7 +171,8 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
     lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
     for row in rows:
-        found, other = row["report"], torchs.get(row["size"])
+        found = row["report"]
+        other = torchs.get(row["size"])
         line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
         if found:
             config = work_of(row["size"], row["batch"], row["recompute"]).config()

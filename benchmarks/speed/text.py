@@ -135,7 +135,8 @@ def gpt2_triton(folder: Path, *words: object) -> str:
 
 def trained(folder: Path, *words: object) -> list[dict[str, Any]]:
     """Run `gpt2_triton train` in a folder, and return the records of the run."""
-    begin, run_dir = time.monotonic(), tempfile.mkdtemp(dir=folder)
+    begin = time.monotonic()
+    run_dir = tempfile.mkdtemp(dir=folder)
     gpt2_triton(folder, "train", *words, "--run_dir", run_dir)
     print(*words, f"{time.monotonic() - begin:.0f} s", flush=True)
     return read_metrics(Path(run_dir) / METRICS)
@@ -247,7 +248,8 @@ def own(
     """
     figures: dict[str, Any] = {"compared_after_s": seconds}
     with tempfile.TemporaryDirectory() as name:
-        folder, whole = Path(name), str(text.resolve())
+        folder = Path(name)
+        whole = str(text.resolve())
         for size in vocab.split(","):
             gpt2_triton(folder, "tokenizer", whole, "--vocab", size, "--out", f"own_{size}")
         arms = [*(f"{folder}/own_{size}" for size in vocab.split(",")), "gpt2", "bytes"]

@@ -40,9 +40,12 @@ class Block(nn.Module):
         super().__init__()
         self.NH = NH
         self.activation = ACTIVATIONS[act]
-        self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.qkv, self.attproj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.fc, self.fcproj = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+        self.ln_1 = nn.LayerNorm(C)
+        self.ln_2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.attproj = nn.Linear(C, C)
+        self.fc = nn.Linear(C, 4 * C)
+        self.fcproj = nn.Linear(4 * C, C)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -58,7 +61,8 @@ class GPT2(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, Vp = config.n_embd, config.padded_vocab
-        self.wte, self.wpe = nn.Embedding(Vp, C), nn.Embedding(config.block_size, C)
+        self.wte = nn.Embedding(Vp, C)
+        self.wpe = nn.Embedding(config.block_size, C)
         self.layers = nn.ModuleList(
             Block(C, config.n_head, config.activation) for _ in range(config.n_layer)
         )
@@ -73,7 +77,8 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        rows, of = self.ln_f(x).flatten(0, 1), targets.view(-1)
+        rows = self.ln_f(x).flatten(0, 1)
+        of = targets.view(-1)
         if self.chunks == 1:
             return F.cross_entropy(self.head(rows), of)
         parts = zip(rows.chunk(self.chunks), of.chunk(self.chunks))
@@ -161,7 +166,8 @@ def main(a: argparse.Namespace) -> None:
         model.float()
     if a.fp8:
         in_float8(model, a.fp8)
-    compiled, tokens = torch.compile(model), batch_of(a.size, a.batch, a.seq_len)
+    compiled = torch.compile(model)
+    tokens = batch_of(a.size, a.batch, a.seq_len)
     run = functools.partial(run_steps, compiled, optimizers, tokens, micro_steps=a.micro_steps)
     run(1)
     first_step = time.time() - a.start

@@ -14,19 +14,16 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         C, self.HS = c.n_embd, c.head_size
-        self.ln_1, self.ln_2 = nn.RMSNorm(C, c.norm_eps), nn.RMSNorm(C, c.norm_eps)
+        self.ln_1 = nn.RMSNorm(C, c.norm_eps)
+        self.ln_2 = nn.RMSNorm(C, c.norm_eps)
         self.sections = c.q_channels, c.kv_channels, c.kv_channels
-        self.qkv, self.attproj = (
-            nn.Linear(C, sum(self.sections), bias=False),
-            nn.Linear(c.q_channels, C, bias=False),
-        )
+        self.qkv = nn.Linear(C, sum(self.sections), bias=False)
+        self.attproj = nn.Linear(c.q_channels, C, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.HS, c.norm_eps) if c.qk_norm else nn.Identity() for _ in "qk"
         )
-        self.fc, self.fcproj = (
-            nn.Linear(C, 2 * c.inner, bias=False),
-            nn.Linear(c.inner, C, bias=False),
-        )
+        self.fc = nn.Linear(C, 2 * c.inner, bias=False)
+        self.fcproj = nn.Linear(c.inner, C, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, _ = x.shape

@@ -177,13 +177,16 @@ def worst(got: Tensor, want: Tensor) -> float:
     """
     wrong, size = [], []
     for a, b in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK)):
-        a, b = a.float(), b.float()
+        a = a.float()
+        b = b.float()
         neither = a.isnan() & b.isnan()
-        difference, b = (a - b).masked_fill(neither, 0.0), b.masked_fill(neither, 0.0)
+        difference = (a - b).masked_fill(neither, 0.0)
+        b = b.masked_fill(neither, 0.0)
         for numbers, norms in ((difference, wrong), (b, size)):
             padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK))
             norms.append(padded.view(-1, BLOCK).norm(dim=1))
-    difference, norm = torch.cat(wrong), torch.cat(size)
+    difference = torch.cat(wrong)
+    norm = torch.cat(size)
     floor = norm.square().mean().sqrt().clamp_min(1e-30)
     error = (difference / norm.maximum(floor)).max().item()
     return math.inf if math.isnan(error) else error

@@ -132,7 +132,9 @@ class Search:
     """
 
     def __init__(self, rows: dict[Key, Row], tries: dict[str, list[Row]], rounds: int):
-        self.rows, self.tries, self.rounds = rows, tries, rounds
+        self.rows = rows
+        self.tries = tries
+        self.rounds = rounds
         self.times: dict[str, Times] = {op: {} for op in tries}
         self.dropped: dict[tuple[str, int], str] = {}
 
@@ -161,18 +163,18 @@ class Search:
         """Compile, compare and time the candidates of `op` at this call, and add
         the times to `self.times`.
         """
-        key, choices = (
-            (op, DTYPE),
-            {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped},
-        )
+        key = (op, DTYPE)
+        choices = {i: row for i, row in enumerate(self.tries[op]) if (op, i) not in self.dropped}
         with kernels.compiling(ignore_errors=True):
             for row in choices.values():
                 with trying(self.rows, key, row), contextlib.suppress(*calls.REFUSED):
                     call()
-        trial, launches = Trial(call), {}
+        trial = Trial(call)
+        launches = {}
         for i, row in choices.items():
             with trying(self.rows, key, row):
-                if reason := trial.fault(TOLERANCE):
+                reason = trial.fault(TOLERANCE)
+                if reason:
                     self.dropped[op, i] = reason
         for i, row in choices.items():
             if (op, i) not in self.dropped:
@@ -189,11 +191,11 @@ def tune(sizes: list[str] | None, batch: int | None, only: str | None, out: Path
     """Search, print each row's old and new milliseconds, and write the table if a row
     gains or the GPU has no table.
     """
-    ops, table, gpu = select(only), tuning.table(), torch.cuda.get_device_name()
-    properties, amd = (
-        torch.cuda.get_device_properties(torch.cuda.current_device()),
-        bool(torch.version.hip),
-    )
+    ops = select(only)
+    table = tuning.table()
+    gpu = torch.cuda.get_device_name()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    amd = bool(torch.version.hip)
     shared = getattr(
         properties, "shared_memory_per_block" if amd else "shared_memory_per_block_optin"
     )

@@ -26,7 +26,9 @@ class AsyncCheckpointer:
     def __init__(
         self, directory: Path, retention: Retention, control: ControlGroup = SINGLE_PROCESS
     ):
-        self._directory, self._retention, self._control = directory, retention, control
+        self._directory = directory
+        self._retention = retention
+        self._control = control
         self._host: dict[str, Tensor] = {}
         self._step = 0  # of the last save
         # step and state of the last save that succeeded
@@ -68,7 +70,8 @@ class AsyncCheckpointer:
                 self._host[name] = torch.empty(
                     shape, dtype=pieces[0].dtype, pin_memory=pieces[0].is_cuda
                 )
-            start, flat = 0, self._host[name].view(-1)
+            start = 0
+            flat = self._host[name].view(-1)
             for piece in pieces:
                 flat[start : start + piece.numel()].copy_(piece.view(-1))
                 start += piece.numel()

@@ -78,7 +78,8 @@ def read(name: str) -> Weights:
 
     path = directory / source_files.CONFIG
     config = read_object(path)
-    if how := config.get("quantization_config"):
+    how = config.get("quantization_config")
+    if how:
         kind = how.get("quant_method", "some") if isinstance(how, dict) else how
         raise CheckpointError(
             f"{path}: the weights are quantized ({kind}); take the model that is not"
@@ -142,7 +143,8 @@ def _weight_files(directory: Path) -> list[Path]:
 def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
     """Return the sizes in config.json; CheckpointError for a model that computes something else."""
     for key, allowed in REQUIRED.items():
-        if (got := config.get(key, allowed[0])) not in allowed:
+        got = config.get(key, allowed[0])
+        if got not in allowed:
             raise CheckpointError(
                 f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported"
             )

@@ -33,11 +33,13 @@ SCALING = {
 def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     """Return the model of config.json at `path`; CheckpointError if it cannot run here."""
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
-    if absent := [key for key in KEYS.values() if key not in config]:
+    absent = [key for key in KEYS.values() if key not in config]
+    if absent:
         raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
     kind = config["model_type"]
     for key, value in REQUIRED[kind].items():
-        if (got := config.get(key)) not in (value, None):
+        got = config.get(key)
+        if got not in (value, None):
             raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
     by_default = config["hidden_size"] // config["num_attention_heads"]

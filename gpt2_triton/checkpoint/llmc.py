@@ -41,7 +41,8 @@ def read(path: str) -> Weights:
     path = f"{path}/{MODEL}" if Path(path).is_dir() else path  # an export
     where = f"llmc:{path}"
     try:
-        header, size = np.fromfile(path, "<i4", HEADER_BYTES // 4), Path(path).stat().st_size
+        header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+        size = Path(path).stat().st_size
     except OSError as error:
         raise CheckpointError(
             f"{where}: cannot be read ({error.strerror}); expected a model file of llm.c"
@@ -56,7 +57,8 @@ def read(path: str) -> Weights:
             f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}"
         )
     model = model_config_from_sizes(where, **dict(zip(HEADER_SIZES, header[2:7].tolist())))
-    rows, storage = int(header[7]), STORAGE[VERSIONS[int(header[1])]]
+    rows = int(header[7])
+    storage = STORAGE[VERSIONS[int(header[1])]]
     elements = flat_length(model) + (rows - model.padded_vocab) * model.n_embd
     expected = HEADER_BYTES + elements * np.dtype(storage).itemsize
     if rows < model.vocab_size or size != expected:
@@ -65,7 +67,9 @@ def read(path: str) -> Weights:
         )
     # "c": torch warns about read-only memory
     stored = np.memmap(path, storage, mode="c", offset=HEADER_BYTES)
-    shapes, starts, start = parameter_shapes(model), {}, 0
+    shapes = parameter_shapes(model)
+    starts = {}
+    start = 0
     for name in _order(shapes, model.n_layer):
         starts[name] = start
         start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
@@ -104,7 +108,8 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    tokens, header = tokenizer.token_bytes(), np.zeros(HEADER_BYTES // 4, "<i4")
+    tokens = tokenizer.token_bytes()
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
     longest = max(map(len, tokens))
     if longest > 255:
         raise ConfigError(

@@ -44,7 +44,8 @@ def read(
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
         todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
         raise ConfigError(f"train.steps: {counts}; {todo}")
-    files, notes = dict[str, Change](), [f"resuming after step {saved['step']} from {found}"]
+    files = dict[str, Change]()
+    notes = [f"resuming after step {saved['step']} from {found}"]
     places = {
         "data": f"data.train {config.data.train}",
         "validation_data": f"data.val {config.data.val}",

@@ -42,7 +42,8 @@ def write(directory: Path, shapes: Shapes, dtype: str, parts: Iterator[np.ndarra
 
 
 def _split(shapes: Shapes, element: int) -> list[dict[str, tuple[int, ...]]]:
-    files, size = [dict[str, tuple[int, ...]]()], 0
+    files = [dict[str, tuple[int, ...]]()]
+    size = 0
     for name, shape in shapes.items():
         size += math.prod(shape) * element
         if files[-1] and size > LARGEST:

@@ -83,7 +83,8 @@ def save_checkpoint(
     state["shares"] has the shard's spans.  If any rank fails, all raise OSError, and the
     newest intact checkpoint is still there.
     """
-    target, best = step_path(directory, step), best_step(state)
+    target = step_path(directory, step)
+    best = best_step(state)
     needed = control.size * _bytes_of(tensors)
     control.from_rank0(lambda: _make_room(directory, needed, step, best, retention))
     _write(target, tensors, {"format": FORMAT, "step": step} | state, control)
@@ -139,7 +140,8 @@ def _in_the_way(
     else the oldest of what that save supersedes, but never the newest intact checkpoint or the
     best until then: the save may fail.  OSError if this is not enough.
     """
-    free, chosen = free_space(directory), list[Path]()
+    free = free_space(directory)
+    chosen = list[Path]()
     if free >= needed:
         return []
     earlier = [path for other, path in list_steps(directory) if other <= step]
@@ -226,7 +228,8 @@ def _publish(temporary: Path, target: Path) -> None:
     if not os.path.lexists(target):
         os.rename(temporary, target)
     elif not _exchange(temporary, target):
-        os.rename(target, replaced := temporary.with_suffix(".old"))
+        replaced = temporary.with_suffix(".old")
+        os.rename(target, replaced)
         os.rename(temporary, target)
     fsync(target.parent)
     fsync(target.parent.parent)  # the first save of a run creates target.parent
@@ -247,7 +250,8 @@ def require_space(
 
     Print a warning if a first one fits, but not a second one beside it.
     """
-    size, retention = _bytes_of(tensors), Retention.of(config)
+    size = _bytes_of(tensors)
+    retention = Retention.of(config)
     try:
         _in_the_way(directory, size, step + 1, best, retention)
     except OSError as error:

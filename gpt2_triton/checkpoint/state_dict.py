@@ -106,7 +106,8 @@ def floats(
     """Return the tensor that `load` reads; CheckpointError unless it has this shape, in
     16 bits or more a number.
     """
-    is_tensor = isinstance(tensor := load(name), torch.Tensor)
+    tensor = load(name)
+    is_tensor = isinstance(tensor, torch.Tensor)
     is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
     if not is_float or tuple(tensor.shape) != shape:
         got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
@@ -125,10 +126,12 @@ def _check_names(where: str, model: ModelConfig, names: dict[str, str], needed: 
     this = f"a {'Qwen3' if model.qk_norm else NAMES[model.arch]} of {model.n_layer} layers"
     others = names.keys() - {_bare(name) for name in parameter_shapes(model)} - {HEAD}
     heads = sorted(names[bare] for bare in others if OTHER_HEADS.match(bare))
-    if unknown := sorted(names[bare] for bare in others if names[bare] not in heads):
+    unknown = sorted(names[bare] for bare in others if names[bare] not in heads)
+    if unknown:
         todo = "correct its configuration, merge its adapters, or take this tensor out of the file"
         raise CheckpointError(f"{where}: {unknown[0]} is no part of {this}; {todo}")
-    if missing := sorted(needed - names.keys()):
+    missing = sorted(needed - names.keys())
+    if missing:
         todo = "correct its configuration, or save the whole model"
         raise CheckpointError(f"{where}: has no tensor {missing[0]}, a part of {this}; {todo}")
     if heads:

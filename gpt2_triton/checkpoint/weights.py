@@ -37,7 +37,8 @@ def by_name(flat: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return views of a flat buffer of parameters by other projects' names; wte is
     without its padding rows.
     """
-    A, dims = architecture.of(model), architecture.dimensions(model)
+    A = architecture.of(model)
+    dims = architecture.dimensions(model)
     return A.by_name(param_views(A.Params, flat, dims), model.vocab_size)
 
 
@@ -152,7 +153,8 @@ def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     places = _places(config.model)
     for name, row, values in weights.read_all(f"reading {weights.where}"):
         place = places[name][row : row + len(values)]
-        values, first = np.ravel(values[: len(place)]), int(place.storage_offset())
+        values = np.ravel(values[: len(place)])
+        first = int(place.storage_offset())
         if config.train.dtype == "fp32":
             yield "params", first, torch.from_numpy(values)
         elif config.optim.master == "fp32":
@@ -168,7 +170,8 @@ def to_flat_buffers(weights: Weights, config: Config) -> dict[str, Tensor]:
     CheckpointError for other sizes.
     """
     check_sizes(weights, config)
-    n, out = flat_length(config.model), dict[str, Tensor]()
+    n = flat_length(config.model)
+    out = dict[str, Tensor]()
     for name, first, elements in flat_parts(weights, config):
         if name not in out:
             out[name] = elements.new_zeros(n)

@@ -55,7 +55,8 @@ REMOVED = {  # command: its replacement
 
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
-    words, wrong = sys.argv[1:], {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
+    words = sys.argv[1:]
+    wrong = {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
     wrong |= {
         name: f"is a recipe; use `{command_line(f'train {name}')}`" for name in recipes.names()
     }

@@ -103,7 +103,8 @@ def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
     """Return an option's value; an int may be 10B or 1e9, not 1.5, which cyclopts would round."""
     if kind is not int:
         return convert(kind, tokens)
-    if (number := whole_number(tokens[0].value)) is None:
+    number = whole_number(tokens[0].value)
+    if number is None:
         raise ValueError(f"{tokens[0].value} is no whole number such as 1000, 1e9 or 10B")
     return number
 
@@ -211,7 +212,8 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
         re.sub(r"^--[^= ]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
         for word in argv
     ]
-    home, prompts = rf"\1{os.path.expanduser('~')}", ("--prompt", "--sample.prompt")
+    home = rf"\1{os.path.expanduser('~')}"
+    prompts = ("--prompt", "--sample.prompt")
     words = [
         word if before in prompts else HOME.sub(home, word)
         for before, word in zip(["", *words], words)
@@ -251,12 +253,10 @@ def select_device(silent: bool = False) -> None:
 def _open_gpu() -> None:
     """Make this rank's CUDA context, in half a second, while the main thread imports torch."""
     with suppress(OSError, AttributeError, ZeroDivisionError):  # no driver of NVIDIA's, or no GPU
-        cuda, gpus, gpu, context = (
-            ctypes.CDLL("libcuda.so.1"),
-            ctypes.c_int(),
-            ctypes.c_int(),
-            ctypes.c_void_p(),
-        )
+        cuda = ctypes.CDLL("libcuda.so.1")
+        gpus = ctypes.c_int()
+        gpu = ctypes.c_int()
+        context = ctypes.c_void_p()
         cuda.cuInit(0)
         cuda.cuDeviceGetCount(ctypes.byref(gpus))
         cuda.cuDeviceGet(ctypes.byref(gpu), int(os.environ.get("LOCAL_RANK", "0")) % gpus.value)

@@ -234,7 +234,8 @@ def export(run_dir: Path, config: Config) -> None:
     _, newest = list_steps(run_dir / "checkpoints")[-1]
     # the export verifies it; a hash of 1B parameters' state takes 10 s
     found = best_checkpoint(newest) or newest
-    if not (out := run_dir / f"exported_{found.name}").exists():
+    out = run_dir / f"exported_{found.name}"
+    if not out.exists():
         exporting.export(str(found), out, "hf", config.train.dtype)
         print_line(f"wrote {out}, for transformers")
 

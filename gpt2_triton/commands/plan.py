@@ -129,7 +129,8 @@ def _buffers(plan: MemoryPlan) -> list[str]:
         )
     ]
     for b in plan.buffers.values():
-        dtype, size = str(b.dtype).removeprefix("torch."), b.nbytes / 2**20
+        dtype = str(b.dtype).removeprefix("torch.")
+        size = b.nbytes / 2**20
         note = f"in {b.within}" if b.within else f"{size:,.1f}"
         lines.append(
             f"{b.name:<12}{b.spec.shape:<16}{b.copies:>7}{dtype:>15}  "

@@ -197,7 +197,8 @@ def _save(figure: Any, out: Path, runs: Sequence[Curves]) -> None:
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
     """Draw training and validation loss; return their limits, without a long run's first fall."""
-    loss, val = run.points("loss"), run.points("val_loss")
+    loss = run.points("loss")
+    val = run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
     axes.plot([], [], label=run.summary(), **style)

@@ -47,12 +47,15 @@ def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: i
             key: dict(value) if isinstance(value, Mapping) else value
             for key, value in source.items()
         }
-        lines, place = dict[str, int](), "config"
+        lines = dict[str, int]()
+        place = "config"
     else:
         path = recipes.find(source)
-        (tree, lines), place = read_yaml(path), str(path)
+        tree, lines = read_yaml(path)
+        place = str(path)
         if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
-            lines, place = {}, str(source)
+            lines = {}
+            place = str(source)
     if isinstance(tree.get("model"), dict):
         tree["model"] = _without_size(tree["model"], overrides)
     for key, value in overrides.items():

@@ -28,7 +28,8 @@ def find(given: str | Path) -> Path:
     """Return the file of the recipe that `given` names, or a path itself; ConfigError
     for a name that is neither.
     """
-    path, known = Path(given), names()
+    path = Path(given)
+    known = names()
     if os.path.isfile(path):  # not Path.is_file, which raises for a name that is too long
         return path
     if path.name == str(path) and path.suffix not in (".yaml", ".yml"):

@@ -186,7 +186,8 @@ class ModelConfig(ConfigSection):
         """Replace `size` by its keys; only block_size may have another value beside it."""
         if not isinstance(values, dict) or values.get("size") in (None, "null"):
             return values
-        size, given = values["size"], {key: value for key, value in values.items() if key != "size"}
+        size = values["size"]
+        given = {key: value for key, value in values.items() if key != "size"}
         if size not in SIZES:
             raise ConflictError(
                 [("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")]

@@ -38,7 +38,8 @@ def training_hours(config: Config, figures: Figures) -> float | None:
     train.precision must be chosen.  Muon's update takes up to 1% more
     than the one that was measured.
     """
-    size, train = measured_size(config.model), config.train
+    size = measured_size(config.model)
+    train = config.train
     if size is None or train.dtype != "bf16" or train.seq_len != MEASURED_SEQ_LEN:
         return None
     arm = (

@@ -123,7 +123,8 @@ def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean NAME?": names with the same last part, a similar
     name or last part, else "".
     """
-    known, last = list(known), name.rpartition(".")[2]
+    known = list(known)
+    last = name.rpartition(".")[2]
     lasts = [one.rpartition(".")[2] for one in known]
     near = [one for one, other in zip(known, lasts) if other == last]
     near = near or difflib.get_close_matches(

@@ -89,7 +89,8 @@ def turns(parts: tuple[int, ...]) -> np.ndarray:
     After n samples each source has had its share of n, give or take less than 1 (Tijdeman 1980,
     "The chairman assignment problem").  So in any n successive samples it is within 2.
     """
-    period, slack = sum(parts), max(1, 2 * len(parts) - 2)
+    period = sum(parts)
+    slack = max(1, 2 * len(parts) - 2)
     owed = [0] * len(parts)  # share minus samples so far, in units of 1 / period
     order = np.zeros(period, np.int64)
     for n in range(period):

@@ -25,7 +25,8 @@ def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
         It is 0 without split tokens.
     """
     entries = 2 * R
-    present, split = min(vocab_size, entries), min(vocab_size, entries // (SEGMENT + 1))
+    present = min(vocab_size, entries)
+    split = min(vocab_size, entries // (SEGMENT + 1))
     return (
         present + (entries - present) // SEGMENT,
         split,
@@ -57,10 +58,8 @@ def scatter_table(
     """
     order, token, count = _sort_entries(np.concatenate([ids, targets]), vocab_size)
     max_segments, max_split, _ = scatter_bounds(len(ids), vocab_size)
-    segments, split_tokens = (
-        np.zeros((max_segments, 4), np.int32),
-        np.zeros((max_split, 4), np.int32),
-    )
+    segments = np.zeros((max_segments, 4), np.int32)
+    split_tokens = np.zeros((max_split, 4), np.int32)
     _cut_segments(token, count, segments, split_tokens)
     return order, segments, split_tokens
 
@@ -120,7 +119,8 @@ def pack_batch(
     rows = head_row + vocab_size
     if buffer is None:
         buffer = torch.empty(packed_size(ids.size, rows), dtype=torch.int32)
-    ids, targets = ids.reshape(-1), targets.reshape(-1)
+    ids = ids.reshape(-1)
+    targets = targets.reshape(-1)
     tables = scatter_table(
         ids, np.where(targets < 0, -1, targets + head_row) if head_row else targets, rows
     )

@@ -65,7 +65,8 @@ class Shard:
     """
 
     def __init__(self, path: Path | str, vocab_size: int, seq_len: int):
-        self.path, self.vocab_size = Path(path), vocab_size
+        self.path = Path(path)
+        self.vocab_size = vocab_size
         self.mixed: dict[str, Any] = {}  # of a mixture: source and share, for the fingerprint
         try:
             self.dtype, self.count, self._state = read_header(self.path)
@@ -126,10 +127,8 @@ class Shard:
     def _fingerprint(self) -> dict[str, Any]:
         if self._state.st_size <= HEADER_BYTES + 2 * EDGE_BYTES:
             return self.fingerprint_of_ends()
-        firsts, size = (
-            [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)],
-            self.dtype.itemsize,
-        )
+        firsts = [i * (self.count - BLOCK_TOKENS) // (BLOCKS - 1) for i in range(BLOCKS)]
+        size = self.dtype.itemsize
         blocks = self._hash(
             [(HEADER_BYTES + size * first, size * BLOCK_TOKENS) for first in firsts]
         )
@@ -172,7 +171,8 @@ def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
     its header or size is wrong.
     """
     with open(path, "rb", buffering=0) as file:
-        header, state = file.read(HEADER_BYTES), os.fstat(file.fileno())
+        header = file.read(HEADER_BYTES)
+        state = os.fstat(file.fileno())
     todo = "it was cut off or overwritten: copy or prepare it again (in a clone: git lfs pull)"
     if len(header) < HEADER_BYTES:
         raise DataError(f"{path}: no header in {state.st_size:,} bytes; {todo}")

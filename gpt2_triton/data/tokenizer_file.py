@@ -133,7 +133,8 @@ def byte_spelling() -> dict[int, str]:
 
 def _parse(name: str) -> tuple[Path, str]:
     """Return the file that a name means, and the token that it names as the end of a text."""
-    path, token = Path(expand(name)), ""
+    path = Path(expand(name))
+    token = ""
     if not path.exists() and "#" in name:
         where, _, token = name.rpartition("#")
         path = Path(expand(where))

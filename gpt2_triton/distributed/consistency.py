@@ -18,7 +18,8 @@ def require_equal(control: ControlGroup, **values: Any) -> None:
         found = control.all_gather(
             hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
         )
-        if others := [rank for rank, other in enumerate(found) if other != found[0]]:
+        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        if others:
             control.leave()
             raise ConfigError(
                 f"{what}: not the same on ranks {others} as on rank 0; "

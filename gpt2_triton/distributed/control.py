@@ -110,8 +110,10 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
 
     Raise TimeoutError after `seconds`; on rank 0 the error names the missing ranks.
     """
-    token, end = secrets.token_hex(8), time.monotonic() + seconds
-    others, missing = range(1, size), [0]
+    token = secrets.token_hex(8)
+    end = time.monotonic() + seconds
+    others = range(1, size)
+    missing = [0]
     if rank:
         store.set(f"token/{rank}", json.dumps(token))
     while time.monotonic() < end:

@@ -43,7 +43,8 @@ def rank_and_size() -> tuple[int, int]:
             raise ConfigError(
                 f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset {name}"
             )
-    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    rank = _number("RANK", "0")
+    size = _number("WORLD_SIZE", "1")
     missing = [name for name in NAMES if name not in os.environ]
     if (size > 1 or rank > 0) and missing:
         todo = "start with torchrun or srun, or unset RANK and WORLD_SIZE"

@@ -85,7 +85,8 @@ class ProcessGroup:
                     self.rank, self.size, self._timeout
                 )
             except AttributeError as error:  # this torch lacks a name, on every rank
-                arenas, reason = [], str(error)
+                arenas = []
+                reason = str(error)
         if reason and self.rank == 0:
             problem = f"the ranks of this host cannot read each other's memory ({reason})"
             print_line(

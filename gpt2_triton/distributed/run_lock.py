@@ -40,13 +40,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 def _take(path: Path) -> int:
     """Return the descriptor of the locked file, which now names this process."""
     try:
-        file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        is_new = True
     except FileExistsError:
         is_ours = os.access(path, os.W_OK)
-        file, is_new = (
-            os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644),
-            False,
-        )
+        file = os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644)
+        is_new = False
         _lock(file, path, is_new)
         if not is_ours:  # another user's process, which has ended
             path.unlink(missing_ok=True)

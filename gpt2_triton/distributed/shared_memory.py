@@ -21,10 +21,12 @@ def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, l
     """Allocate on each rank of a host together; return own memory, all
     ranks', and why these are none.
     """
-    buffer, own = SharedBuffer(nbytes, device), control.rank
+    buffer = SharedBuffer(nbytes, device)
+    own = control.rank
     given = [None if rank == own else buffer.handle() for rank in range(control.size)]
     handles = [row[own] for row in control.all_gather(given)]
-    opened, reason = list[Tensor](), ""
+    opened = list[Tensor]()
+    reason = ""
     try:
         opened = [
             buffer.memory if r == own else open_shared(h, nbytes, device)
@@ -102,10 +104,8 @@ class StreamBarrier:
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
-        gpu, options = (
-            torch.device("cuda", torch.cuda.current_device()),
-            dist.ProcessGroupNCCL.Options(),
-        )
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        options = dist.ProcessGroupNCCL.Options()
         # with more CTAs NCCL allocates 0.2 GiB of buffers
         options.config.max_ctas = options.config.min_ctas = 1
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]

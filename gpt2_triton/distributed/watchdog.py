@@ -147,7 +147,8 @@ class Watchdog:
         time.sleep(self._interval)
 
     def _read_all(self) -> list[Status]:
-        store, keys = self.group.store, [f"watchdog/{rank}" for rank in range(self.group.size)]
+        store = self.group.store
+        keys = [f"watchdog/{rank}" for rank in range(self.group.size)]
         return [
             Status(*json.loads(store.get(k))) if store.check([k]) else Status(0, 0, 0, STARTING)
             for k in keys

@@ -31,10 +31,8 @@ def questions_of_run(config: Config) -> Questions | None:
     """Return the questions of a run, in llm.c's style; None if eval.hellaswag_every is 0."""
     if not (e := config.eval).hellaswag_every:
         return None
-    path, tokenizer = (
-        Path(e.hellaswag_data) if e.hellaswag_data else None,
-        get_tokenizer(config.data.tokenizer),
-    )
+    path = Path(e.hellaswag_data) if e.hellaswag_data else None
+    tokenizer = get_tokenizer(config.data.tokenizer)
     return load_questions(path, tokenizer, e.hellaswag_limit, ("completion",))["completion"]
 
 
@@ -97,7 +95,8 @@ def _batch(
     questions: Questions, lengths: np.ndarray, chosen: np.ndarray, T: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, targets) of the endings `chosen`, int32 [chosen, T]; -1 is no target."""
-    ids, targets = np.zeros((len(chosen), T), np.int32), np.full((len(chosen), T), -1, np.int32)
+    ids = np.zeros((len(chosen), T), np.int32)
+    targets = np.full((len(chosen), T), -1, np.int32)
     for row, i in enumerate(chosen.tolist()):
         n, ending = lengths[i], questions.endings[i]
         ids[row, :n] = np.concatenate([questions.contexts[i], ending])[-n - 1 : -1]
@@ -115,7 +114,8 @@ def shapes(model: Model, questions: Questions) -> set[tuple[int, int]]:
 
 def require_fitting(model: Model, questions: Questions) -> None:
     """Raise DataError if an ending is longer than the model's longest input."""
-    length, longest = max(map(len, questions.endings)), _longest(model)
+    length = max(map(len, questions.endings))
+    longest = _longest(model)
     if length > longest:
         what = f"its longest ending has {length} tokens, and this model sees {longest} at once"
         raise DataError(f"HellaSwag: {what}; it needs a model.block_size of {length} or more")

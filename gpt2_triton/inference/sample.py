@@ -63,7 +63,9 @@ def sample_in_training(model: Model, config: Config, beside: Path) -> str:
     """Return one text of a model in training, by the configuration's section
     `sample`; `beside` may not exist.
     """
-    s, tokenizer, seed = config.sample, get_tokenizer(config.data.tokenizer), config.train.seed
+    s = config.sample
+    tokenizer = get_tokenizer(config.data.tokenizer)
+    seed = config.train.seed
     return s.prompt + "".join(
         stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, beside)
     )

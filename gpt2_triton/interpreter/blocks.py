@@ -61,7 +61,8 @@ class Affine(TensorHandle):
     def plus(self, other: "Affine") -> "Affine | None":
         """Return the sum, broadcast, in this block's type; None if the shapes do not fit."""
         rank = max(len(self.sizes), len(other.sizes))
-        left, right = self._padded(rank), other._padded(rank)
+        left = self._padded(rank)
+        right = other._padded(rank)
         if any(n != m and 1 not in (n, m) for (_, n), (_, m) in zip(left, right)):
             return None
         steps = tuple(s + t for (s, _), (t, _) in zip(left, right))

@@ -73,7 +73,8 @@ def replace() -> None:
     call of a device function.
     """
     _patch_language_once()
-    converted, kernels = converter(interpreter._implicit_cvt), dict[Any, _Kernel]()
+    converted = converter(interpreter._implicit_cvt)
+    kernels = dict[Any, _Kernel]()
     builder, rewritten = interpreter.interpreter_builder, InterpretedFunction.rewritten_fn
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:

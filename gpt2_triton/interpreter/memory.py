@@ -162,10 +162,8 @@ def _window(handle: Any) -> _Window:
         shape, strides = (
             tuple(int(n.data.item()) for n in numbers) for numbers in (handle.shape, handle.strides)
         )
-        in_bytes, sizes = (
-            tuple(dtype.itemsize * n for n in strides),
-            tuple(plain(n) for n in handle.block_shape),
-        )
+        in_bytes = tuple(dtype.itemsize * n for n in strides)
+        sizes = tuple(plain(n) for n in handle.block_shape)
         found = handle.window = _Window(int(handle.base.data.item()), shape, in_bytes, sizes, dtype)
     return found
 
@@ -179,7 +177,8 @@ def _replace_descriptors() -> None:
 
     def store(self: Any, offsets: Any, value: tl.tensor) -> None:
         window = _window(self.handle)
-        part, data = window.at(offsets), value.to(self.dtype).handle.data
+        part = window.at(offsets)
+        data = value.to(self.dtype).handle.data
         assert data.shape == window.block, f"a block of {data.shape}, expected {window.block}"
         part[...] = data[tuple(map(slice, part.shape))]
 
@@ -195,7 +194,8 @@ def replace() -> None:
 
     def load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any, **more: Any) -> TensorHandle:
         # Triton 3.6 may give an array's own .data
-        element, read = ptrs.get_element_ty(), np.asarray(mask.data)
+        element = ptrs.get_element_ty()
+        read = np.asarray(mask.data)
         array = _elements(interpreter._get_np_dtype(element))
         at = _places(ptrs.data, array.dtype)
         if read.all():
@@ -205,7 +205,8 @@ def replace() -> None:
         return TensorHandle(out, element)
 
     def store(self: Any, ptrs: Any, value: Any, mask: Any, *hints: Any, **more: Any) -> None:
-        array, written = _elements(value.data.dtype), np.asarray(mask.data)
+        array = _elements(value.data.dtype)
+        written = np.asarray(mask.data)
         array[_places(ptrs.data, array.dtype)[written]] = value.data[written]
 
     def cast(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:

@@ -77,7 +77,8 @@ def _operands(self: tl.tensor, other: Any, types: dict[str, np.dtype]) -> _Opera
         return (
             None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
         )
-    right, shaped = other.handle, shaped or type(other.type) is core.block_type
+    right = other.handle
+    shaped = shaped or type(other.type) is core.block_type
     if other.dtype is dtype:
         return _Operands(self.handle, right, dtype, shaped)
     if dtype.name in INTEGERS and other.dtype.name in INTEGERS:
@@ -97,7 +98,8 @@ def _binary(
     def operate(self: tl.tensor, other: Any) -> tl.tensor:
         other = plain(other)
         if of_integers and self.dtype is core.int32:  # the most frequent case first
-            left, right = _integer(self), other if type(other) is int else _integer(other)
+            left = _integer(self)
+            right = other if type(other) is int else _integer(other)
             if left is not None and right is not None:
                 found = of_integers(right, left) if swap else of_integers(left, right)
                 if type(found) is int and found in INT32:
@@ -113,10 +115,8 @@ def _binary(
                 found = _lazy_result(lazily(*reversed(terms) if swap else terms), dtype, returns)
                 if found is not None:
                     return found
-        first, second = (
-            left.data,
-            right.data if isinstance(right, TensorHandle) else number(right, types[dtype.name]),
-        )
+        first = left.data
+        second = right.data if isinstance(right, TensorHandle) else number(right, types[dtype.name])
         data = function(second, first) if swap else function(first, second)
         return block(data, returns or dtype) if shaped else scalar(data, returns or dtype)
 

@@ -77,9 +77,16 @@ def scratch_elements(
     """Return the most fp32 elements of scratch that a launch needs; `matrices`:
     (rows, columns, count) in Muon.
     """
-    R, C, Rc, Vp, products = d["R"], d["C"], d["Rc"], d["Vp"], "fp8" if d.get("Q") else dtype
+    R = d["R"]
+    C = d["C"]
+    Rc = d["Rc"]
+    Vp = d["Vp"]
+    products = "fp8" if d.get("Q") else dtype
     head = "fp8" if d.get("fp8_head") else dtype
-    qkv, attproj, fc, fcproj = (d["D"], C), (C, d["Cq"]), (d["G"], C), (C, d["F"])
+    qkv = (d["D"], C)
+    attproj = (C, d["Cq"])
+    fc = (d["G"], C)
+    fcproj = (C, d["F"])
     # singly if not on Hopper
     layer = [(qkv,), (attproj,), (fc,), (fcproj,), (fcproj, fc), (attproj, qkv)]
     return max(

@@ -87,16 +87,15 @@ def standing_in(gpu: device.Gpu) -> Iterator[None]:
     """
     architecture = show(gpu)
     memory = int(gpu.memory * 2**30)
-    torch.cuda.is_available, torch.cuda.current_device, torch.cuda.set_device = (
-        lambda: True,
-        lambda: 0,
-        lambda _: None,
-    )
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = lambda _: None
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
         multi_processor_count=gpu.multiprocessors
     )
     device._host_memory = lambda: (memory, memory)
-    driver.set_active(active := absent_driver(GPUTarget("cuda", architecture, 32)))
+    active = absent_driver(GPUTarget("cuda", architecture, 32))
+    driver.set_active(active)
     active.launcher_cls = _build_launcher
     build._load_module_from_path = lambda name, path: _NotLoaded()
     # with what Triton links its C modules, in place of the driver's

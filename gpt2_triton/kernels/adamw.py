@@ -56,7 +56,8 @@ def adamw(span: Span, step: Step, betas: Betas) -> None:
     w, m, v, low, g, first, lr_factor, decay = span
     n = w.numel()
     dtype = dtype_name(w)
-    row, stochastic = tuned("adamw", dtype, BLOCK=n), dtype == "bf16" and low is None
+    row = tuned("adamw", dtype, BLOCK=n)
+    stochastic = dtype == "bf16" and low is None
     _adamw_kernel[(triton.cdiv(n, row["BLOCK"]),)](
         w, m, v, low, g, step.out, step.inp, step.key, n, first, decay, lr_factor,
         1.0 - betas.beta1, 1.0 - betas.beta2, betas.eps, STOCHASTIC=stochastic,

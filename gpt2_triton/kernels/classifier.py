@@ -217,10 +217,14 @@ def classifier_fwd(
     If p is an Fp8, its rows, columns and scale are written, in units of
     2^peek_exponent(rowsum[2R:3R]).
     """
-    R, peek, stored_sums = len(zt), None, None
+    R = len(zt)
+    peek = None
+    stored_sums = None
     part = rowsum[R:]
     if isinstance(p, Fp8):
-        stored_sums, peek, part = rowsum[R : 2 * R], rowsum[2 * R : 3 * R], rowsum[3 * R :]
+        stored_sums = rowsum[R : 2 * R]
+        peek = rowsum[2 * R : 3 * R]
+        part = rowsum[3 * R :]
         _exponentials(None, peek, None, part, lnf, wte[:PEEK], zt, None, targets, V)
     _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, zt, peek, targets, V)
 
@@ -231,10 +235,13 @@ def _exponentials(
 ) -> None:  # fmt: skip
     """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
-    (x, x_scale, _), (w, w_scale, _) = stored(lnf), stored(wte)
+    x, x_scale, _ = stored(lnf)
+    w, w_scale, _ = stored(wte)
     plain, p_scale, _ = (None, None, None) if p is None else stored(p)
     row = _fwd_row(R, C, Vp, dtype_name(x))
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    block_m = row["BLOCK_M"]
+    block_n = row["BLOCK_N"]
+    block_k = row["BLOCK_K"]
     tiles_n = triton.cdiv(Vp, block_n)
     needed = (1 if p_scale is None else 2) * tiles_n * R
     assert part.numel() >= needed, (
@@ -270,7 +277,9 @@ def classifier_loss(
     lnf.  Without a backward pass, rs, ks and lns are None.  An fp8 lns has columns only,
     and its scale is written too.
     """
-    (R, C), x, lnf_scale = lnf.shape, full(lnf), stored(lnf)[1]
+    R, C = lnf.shape
+    x = full(lnf)
+    lnf_scale = stored(lnf)[1]
     plain, scale = (None, lns.scale) if isinstance(lns, Fp8) else (lns, None)
     row = tuned("classifier_rows", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
@@ -288,13 +297,19 @@ def classifier_dx(
     (R, Vp), C = p.shape, wte.shape[1]
     p, p_scale, _ = stored(p)
     if isinstance(wte, Fp8) and p_scale is not None:
-        w, target_rows, wte_scale = wte.columns, wte.rows, wte.scale
+        w = wte.columns
+        target_rows = wte.rows
+        wte_scale = wte.scale
     else:
-        w, target_rows, wte_scale = full(wte), full(wte), None
+        w = full(wte)
+        target_rows = full(wte)
+        wte_scale = None
     if on_hopper.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets):
         return
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    block_m = row["BLOCK_M"]
+    block_n = row["BLOCK_N"]
+    block_k = row["BLOCK_K"]
     tiles = triton.cdiv(R, block_m) * triton.cdiv(C, block_n)
     _classifier_dx_kernel[(programs(tiles),)](
         describe_halves(dln, block_m, block_n), describe(p, block_m, block_k),

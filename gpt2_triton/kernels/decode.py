@@ -211,7 +211,8 @@ def decode_matmul(
     (B, K), N = x.shape, w.shape[0]
     if B <= NARROW_ROWS:
         lnw, lnb, eps = (None, None, 0.0) if norm is None else (norm.w, norm.b, norm.eps)
-        row, block_k = tuned("decode_matvec", dtype_name(x)), next_power_of_2(K)
+        row = tuned("decode_matvec", dtype_name(x))
+        block_k = next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
         sizes = dict(ACT=act, BLOCK_N=block_n, BLOCK_K=block_k)
         _decode_matvec_kernel[(triton.cdiv(N, block_n),)](

@@ -69,13 +69,15 @@ def split_tiles(
         ]
         grids.append(min(covers, key=lambda grid: grid.tiles))
         tiles += grids[-1].tiles
-    steps, wave = triton.cdiv(R, row["BLOCK_K"]), sms * row["PER_SM"]
+    steps = triton.cdiv(R, row["BLOCK_K"])
+    wave = sms * row["PER_SM"]
     unsplit = TileSplit(grids, tiles, 0, 1, steps, steps)
     whole = tiles // wave * wave
     if whole == tiles:
         return unsplit
 
-    best, least = unsplit, time_in_steps(tiles, 0, 1, steps, wave)
+    best = unsplit
+    least = time_in_steps(tiles, 0, 1, steps, wave)
     for k_parts in range(2, MAX_K_PARTS + 1):
         part_steps = triton.cdiv(steps, k_parts)
         split = TileSplit(

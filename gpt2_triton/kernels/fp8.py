@@ -167,7 +167,8 @@ def transpose(out: Tensor, x: Tensor, pairs: bool) -> None:
     R, C = x.shape
     if pairs and hopper.takes("transpose", R, C, "fp8"):
         return hopper_transpose.transpose(out, x)
-    block_r, block_c = block(R, 128), block(C, 128)
+    block_r = block(R, 128)
+    block_c = block(C, 128)
     grid = (triton.cdiv(R, block_r), triton.cdiv(C, block_c))
     _transpose_kernel[grid](
         out.view(torch.uint8),
@@ -201,7 +202,8 @@ def cast_operand(x8: Fp8) -> None:
     R, C = x.shape
     if x8.transposed and hopper.takes("cast_weight", R, C, "fp8"):
         return hopper_cast.cast_weights([(x8.rows, x8.columns, x, x8.scale, x8.amax)])
-    block_r, block_c = block(R, 4), block(C, 256)
+    block_r = block(R, 4)
+    block_c = block(C, 256)
     _cast_kernel[(triton.cdiv(R, block_r),)](
         x8.rows, x, x8.scale, x8.amax, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4
     )

@@ -165,8 +165,12 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     """Launch a product of matmul.py; return the number of rows of tiles."""
     name, b, res, slope, _, part, _ = epilogue
     rope = RopeArguments.of(epilogue.rope)
-    a, a_scale, w, w_scale = a.rows, a.scale, w.rows if w_is_nk else w.columns, w.scale
-    (M, K), N = a.shape, w.shape[0]
+    a_scale = a.scale
+    w_scale = w.scale
+    a = a.rows
+    w = w.rows if w_is_nk else w.columns
+    M, K = a.shape
+    N = w.shape[0]
     kernel = hopper.takes(f"matmul_{name}" if name else "matmul", M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         return hopper_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, part)
@@ -174,7 +178,9 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
         return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope)
     row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     row = row_for_heads(row, rope.HS)
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    block_m = row["BLOCK_M"]
+    block_n = row["BLOCK_N"]
+    block_k = row["BLOCK_K"]
     plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
@@ -190,7 +196,8 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
 def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
     """Write zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
     R, C = lnf.shape
-    block_r, block_c = block(R, 128), block(C, 128)
+    block_r = block(R, 128)
+    block_c = block(C, 128)
     _fp8_classifier_target_kernel[(triton.cdiv(R, block_r),)](
         zt,
         lnf.rows,
@@ -211,7 +218,8 @@ def classifier_lns(lns: Fp8, lnf: Tensor, rs: Tensor) -> None:
     R, C = lnf.shape
     if hopper.takes("classifier_lns", R, C, "fp8"):
         return hopper_classifier_lns.classifier_lns(lns.columns, lnf, rs, lns.scale)
-    block_r, block_c = block(R, 128), block(C, 64)
+    block_r = block(R, 128)
+    block_c = block(C, 64)
     _classifier_lns_kernel[(triton.cdiv(R, block_r), triton.cdiv(C, block_c))](
         lns.columns, lnf, rs, lns.scale, R, C, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
     )

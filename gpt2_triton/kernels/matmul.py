@@ -273,7 +273,9 @@ def launch(
     rope = RopeArguments.of(epilogue.rope)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
     row = row_for_heads(row, rope.HS)
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    block_m = row["BLOCK_M"]
+    block_n = row["BLOCK_N"]
+    block_k = row["BLOCK_K"]
     out_desc, res_desc, pre_desc, act_desc = (
         describe_halves(t, block_m, block_n) for t in (out, res, pre, act_out)
     )
@@ -398,7 +400,9 @@ def _launch_dw(
     dw: Tensor, scratch: Tensor, dout: Tensor, inp: Tensor, dout_scale: Tensor | None,
     inp_scale: Tensor | None, split: TileSplit, acc: bool, row: dict[str, int],
 ) -> None:  # fmt: skip
-    (N, K), (block_m, block_n, _, _), block_k = dw.shape, split.grids[0], row["BLOCK_K"]
+    N, K = dw.shape
+    block_m, block_n, _, _ = split.grids[0]
+    block_k = row["BLOCK_K"]
     row = {name: value for name, value in row.items() if name != "PER_SM"} | dict(
         BLOCK_M=block_m, BLOCK_N=block_n
     )
@@ -406,9 +410,11 @@ def _launch_dw(
     if split.split_tiles:
         part = scratch[: split.scratch].view(-1, block_n)
     if dout_scale is None:
-        dout_desc, inp_desc = describe(dout, block_k, block_m), describe(inp, block_k, block_n)
+        dout_desc = describe(dout, block_k, block_m)
+        inp_desc = describe(inp, block_k, block_n)
     else:  # stored transposed
-        dout_desc, inp_desc = describe(dout, block_m, block_k), describe(inp, block_n, block_k)
+        dout_desc = describe(dout, block_m, block_k)
+        inp_desc = describe(inp, block_n, block_k)
     _matmul_dw_kernel[(programs(split.items),)](
         describe_halves(dw, block_m, block_n), describe_halves(part, block_m, block_n), dout_desc,
         inp_desc, dout_scale, inp_scale, N, K, split.whole_tiles, split.k_parts, split.steps,

@@ -75,7 +75,8 @@ def _momentum_kernel(
 @contract("c.x[L,n]~ c.m[L,n]~+ <- c.g[L,n]~ step.out[*] step.key[4]")
 def muon_momentum(c: Matrices, step: Step) -> None:
     """Update m, and write the matrices x to orthogonalise."""
-    (L, n), row = c.x.shape, _flat_row(c.x)
+    L, n = c.x.shape
+    row = _flat_row(c.x)
     _momentum_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         c.x, c.m, c.g, step.out, step.key, n, c.x.stride(0), c.m.stride(0), c.g.stride(0), c.first,
         c.distance, 1.0 - c.momentum, RANDOM=dtype_name(c.m) == "bf16", **row,
@@ -119,7 +120,8 @@ def _normalise_kernel(
 def muon_normalise(out: Tensor, scratch: Tensor, x: Tensor) -> None:
     """Write out = x / (1.02 * ||x||) for each of k matrices; a matrix of zeros stays zeros."""
     k, n = x.shape[0], x.shape[1] * x.shape[2]
-    sums, block = flat_block(n, SQUARES_BLOCK), flat_block(n, 1024)
+    sums = flat_block(n, SQUARES_BLOCK)
+    block = flat_block(n, 1024)
     parts = triton.cdiv(n, sums)
     _squares_kernel[(parts, k)](scratch, x, n, x.stride(0), BLOCK=sums, num_warps=8)
     _normalise_kernel[(triton.cdiv(n, block), k)](
@@ -203,7 +205,8 @@ def _launch_symmetric(
     row = tuned("muon_symmetric", dtype_name(x), BLOCK=C, BLOCK_K=K)
     block, block_k = row["BLOCK"], row["BLOCK_K"]
     x_desc = describe(x, 1, block_k, block) if tall else describe(x, 1, block, block_k)
-    out_desc, add_desc = describe(out, 1, block, block), describe(add, 1, block, block)
+    out_desc = describe(out, 1, block, block)
+    add_desc = describe(add, 1, block, block)
     tiles = triton.cdiv(C, block)
     _symmetric_kernel[(k * tiles * (tiles + 1) // 2,)](
         out_desc, x_desc, add_desc, C, K, add_factor, factor, TALL=tall, **row
@@ -251,7 +254,9 @@ def muon_apply(out: Tensor, x: Tensor, poly: Tensor, a: float) -> None:
     (k, M, N), C = x.shape, poly.shape[1]
     assert min(M, N) == C, f"muon_apply: poly has {C} rows, expected {min(M, N)}"
     row = tuned("muon_apply", dtype_name(x), BLOCK_M=M, BLOCK_N=N, BLOCK_K=C)
-    block_m, block_n, block_k = row["BLOCK_M"], row["BLOCK_N"], row["BLOCK_K"]
+    block_m = row["BLOCK_M"]
+    block_n = row["BLOCK_N"]
+    block_k = row["BLOCK_K"]
     left, right = (x, poly) if M > N else (poly, x)
     _apply_kernel[(k * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         describe_halves(out, 1, block_m, block_n), describe(left, 1, block_m, block_k),
@@ -284,7 +289,9 @@ def _update_kernel(
 @contract("c.w[L,n]~ c.low[L,n]~?+ <- c.x[L,n]~ step.out[*] step.inp[8] step.key[4]")
 def muon_update(c: Matrices, step: Step) -> None:
     """Update w (and low) by lr * (scale * x + decay * w)."""
-    (L, n), dtype, row = c.w.shape, dtype_name(c.w), _flat_row(c.w)
+    L, n = c.w.shape
+    dtype = dtype_name(c.w)
+    row = _flat_row(c.w)
     low_stride = 0 if c.low is None else c.low.stride(0)
     _update_kernel[(triton.cdiv(n, row["BLOCK"]), L)](
         c.w, c.low, c.x, step.out, step.inp, step.key, n, c.w.stride(0), low_stride, c.x.stride(0),

@@ -91,7 +91,8 @@ def compiling(
     With `ignore_errors`, a kernel that does not compile, or needs more than the GPU has, raises
     at its launch instead.  `report` gets two numbers: kernels compiled, and kernels to compile.
     """
-    out, began = Compiled(), time.perf_counter()
+    out = Compiled()
+    began = time.perf_counter()
     launched: dict[Any, None] = {}
     launch = JITFunction.run
     executor = _Executor()
@@ -131,7 +132,8 @@ def compiling(
     for kernel in kernels:
         with contextlib.suppress(*ignored):
             _ = kernel.run
-    out.kernels, out.from_cache = len(kernels), executor.found
+    out.kernels = len(kernels)
+    out.from_cache = executor.found
     out.seconds = time.perf_counter() - began
 
 

@@ -58,12 +58,14 @@ def column_sums(
     """out[n] (+)= sum over p of part[0, p, n], second of part[1], third of
     part[2]; only launchers call it.
     """
-    N, outs = out.numel(), 1 + (second is not None) + (third is not None)
+    N = out.numel()
+    outs = 1 + (second is not None) + (third is not None)
     block_p = min(next_power_of_2(P), 64)
     if INTERPRET:
         block_n = min(next_power_of_2(N), 1 << 18)
     elif N < 1 << 16:  # few columns: blocks of eight, one sector, keep every multiprocessor busy
-        block_p, block_n = min(next_power_of_2(P), 512), 8
+        block_p = min(next_power_of_2(P), 512)
+        block_n = 8
     else:
         block_n = max(64, 4096 // block_p)
     _column_sums_kernel[(triton.cdiv(N, block_n), outs)](
@@ -108,7 +110,8 @@ def _clip_factor_kernel(step_out_ptr, sumsq_ptr, step_in_ptr):
 @contract("out[1]+ scratch[*] <- g[n]")
 def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> None:
     """out (+)= sum of g^2, over fixed blocks in a fixed order."""
-    n, block = g.numel(), flat_block(g.numel(), SUM_BLOCK)
+    n = g.numel()
+    block = flat_block(g.numel(), SUM_BLOCK)
     blocks = triton.cdiv(n, block)
     _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
     _sum_kernel[(1,)](

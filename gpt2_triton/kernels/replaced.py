@@ -29,11 +29,9 @@ from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import DependenciesFinder
 
 LIBRARY = "triton/_C/libtriton.so"
-_hash_triton, _update_hash, _compile = (
-    cache.triton_key,
-    DependenciesFinder._update_hash,
-    JITFunction._do_compile,
-)
+_hash_triton = cache.triton_key
+_update_hash = DependenciesFinder._update_hash
+_compile = JITFunction._do_compile
 
 
 @functools.cache

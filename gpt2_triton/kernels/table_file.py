@@ -118,7 +118,8 @@ def table() -> Table:
     if file is None:
         return read_table(TABLES / f"{table_name()}.json")
     try:
-        found, gpu = read_table(file), torch.cuda.get_device_name()
+        found = read_table(file)
+        gpu = torch.cuda.get_device_name()
         if not found.names(gpu):
             raise ConfigError(f"{file} is for {found.gpu}, this GPU is {gpu}")
     except ConfigError as error:
@@ -145,8 +146,10 @@ def notice() -> str | None:
     """
     if INTERPRET or not torch.cuda.is_available():
         return None
-    gpu, found = torch.cuda.get_device_name(), table()
-    if file := given_file():
+    gpu = torch.cuda.get_device_name()
+    found = table()
+    file = given_file()
+    if file:
         return f"launch parameters of {file} ({VARIABLE}), measured on {found.date}"
     if found.names(gpu) and found.source == "measured":
         return None

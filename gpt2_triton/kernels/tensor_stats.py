@@ -136,7 +136,8 @@ def fp8_stats(out: Tensor, x: Fp8, acc: bool) -> None:
     """out (+)= partial counts of an fp8 operand's elements: saturated ones (448, e4m3's
     largest number) and zeros.
     """
-    P, n = out.shape[1], x.rows.numel()
+    P = out.shape[1]
+    n = x.rows.numel()
     block = _block(n, 8192)
     _fp8_stats_kernel[(P,)](
         out, x.rows.view(torch.uint8), n, ACC=acc, PARTS=P, BLOCK=block, num_warps=4
@@ -152,8 +153,10 @@ def parameter_stats(out: Tensor, span: Span, step: Step, betas: Betas) -> None:
     the ratio of update to weight use rounded weights.
     """
     w, m, v, _, g, _, lr_factor, decay = span
-    n, P = w.numel(), out.shape[1]
-    alphas, block = (1.0 - betas.beta1, 1.0 - betas.beta2), _block(n, 1024)
+    n = w.numel()
+    P = out.shape[1]
+    alphas = (1.0 - betas.beta1, 1.0 - betas.beta2)
+    block = _block(n, 1024)
     _parameter_stats_kernel[(P,)](
         out, w, m, v, None, g, step.out, step.inp, n, decay, lr_factor, 0.0, *alphas, betas.eps,
         PARTS=P, BLOCK=block, num_warps=4,
@@ -163,7 +166,8 @@ def parameter_stats(out: Tensor, span: Span, step: Step, betas: Betas) -> None:
 @contract("out[5,P] <- c.w[n] c.x[n] c.g[n] step.out[*] step.inp[8]")
 def muon_stats(out: Tensor, c: Matrices, step: Step) -> None:
     """out = parameter_stats of weights that Muon updates: lr * (scale * x + decay * w)."""
-    n, P = c.w.numel(), out.shape[1]
+    n = c.w.numel()
+    P = out.shape[1]
     _parameter_stats_kernel[(P,)](
         out, c.w, None, None, c.x, c.g, step.out, step.inp, n, c.decay, 1.0, c.scale, 0.0, 0.0, 0.0,
         PARTS=P, BLOCK=_block(n, 1024), num_warps=4,

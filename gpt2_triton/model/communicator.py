@@ -112,11 +112,10 @@ class BucketedCommunicator(Communicator):
         self._K = K
         self._s = state
         self._zero = dims["zero"]
-        self._buckets, self._shards = (
-            sharding.buckets(dims),
-            sharding.owned_shards(dims, group.rank),
-        )
-        self._grad_starts, self._layers = sharding.grad_offsets(dims), range(dims["L"])
+        self._buckets = sharding.buckets(dims)
+        self._shards = sharding.owned_shards(dims, group.rank)
+        self._grad_starts = sharding.grad_offsets(dims)
+        self._layers = range(dims["L"])
         self._rest = len(self._buckets) - 1
         self._schedules = {
             last: send_schedule(dims["L"], self._zero, last, self._send_from(dims))
@@ -176,7 +175,8 @@ class BucketedCommunicator(Communicator):
             self._side.join()
 
     def precompile(self) -> None:
-        n, received = self._shard_length(1), self._s.received
+        n = self._shard_length(1)
+        received = self._s.received
         for parts in {1, self._group.size - 1}:
             self._K.add_partials(received[:n], received[: parts * n].view(parts, n))
         if self._s.orth is not None:
@@ -247,7 +247,8 @@ class NcclCommunicator(BucketedCommunicator):
 
     def _reduce(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
-            whole, target = self._grads(bucket), self._reduced_shard(bucket)
+            whole = self._grads(bucket)
+            target = self._reduced_shard(bucket)
             if self._zero == 0:
                 self._group.all_reduce(whole)
             elif self._accumulates(bucket):

@@ -63,12 +63,14 @@ class ForwardPasses(Planned):
         """Return the logits of positions start to stop, fp32 [B, stop -
         start, V], a few rows at once.
         """
-        v, (B, T) = self.view(*ids.shape), ids.shape
+        v = self.view(*ids.shape)
+        B, T = ids.shape
         v.ids.copy_(torch.from_numpy(ids))
         self.A.schedule.embed(self.K, v)
         schedule.block(self.K, self.A.schedule, v)
         schedule.final_norm(self.K, v)
-        out, most = np.empty((B, stop - start, v.V), np.float32), len(self.decoding.logits)
+        out = np.empty((B, stop - start, v.V), np.float32)
+        most = len(self.decoding.logits)
         for b, t in itertools.product(range(B), range(start, stop, most)):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]

@@ -57,7 +57,8 @@ def place_operands(
     """Put Fp8 views of q into w and a, `record` their amax; return each layer's fp8
     weights, then the head's.
     """
-    L, index = dims["L"], {scale: i for i, scale in enumerate(scales(dims))}
+    L = dims["L"]
+    index = {scale: i for i, scale in enumerate(scales(dims))}
 
     def operand(
         name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None
@@ -142,10 +143,8 @@ def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the scales in a checkpoint of this configuration, on "meta";
     versions without fp8 saved none.
     """
-    precision, keep = (
-        saved["train"].get("precision", "bf16"),
-        saved.get("fp8", {}).get("keep_bf16", "head") or "none",
-    )
+    precision = saved["train"].get("precision", "bf16")
+    keep = saved.get("fp8", {}).get("keep_bf16", "head") or "none"
     if precision == "fp8" and keep not in ("head", "none"):
         raise ConfigError(
             f"fp8.keep_bf16: the run had {keep!r}, only head and none "

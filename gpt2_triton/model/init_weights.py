@@ -23,7 +23,8 @@ def init_weights(
     for flat in state_io.state_buffers(s).values():
         K.fill(flat, 0.0)
     for p, e in itertools.product(sharding.updated_shards(dims, rank), entries):
-        first, stop = max(p.first, e.offset), min(p.first + p.length, e.offset + e.used)
+        first = max(p.first, e.offset)
+        stop = min(p.first + p.length, e.offset + e.used)
         if first >= stop:
             continue
         w = s.params[p.param :][first - p.first : stop - p.first]

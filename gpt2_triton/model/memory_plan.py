@@ -107,7 +107,8 @@ def plan_memory(
     dtypes = FIXED_DTYPES | (dtypes or dict(act=DTYPES[config.train.dtype]))
     for name in ("m", "v"):
         dtypes[name] = DTYPES["bf16"] if getattr(config.optim, name) == "bf16" else dtypes["f32"]
-    levels, A = recompute_levels(config, training), architecture.of(config.model)
+    levels = recompute_levels(config, training)
+    A = architecture.of(config.model)
     buffers = [
         b
         for table in (State, A.Acts, *([A.Fp8Buffers] if dims["Q"] else []), Decoding)
@@ -124,10 +125,8 @@ def _plan_between_steps(
     table: type, plan: MemoryPlan, dims: dict[str, int], dtypes: dict[str, torch.dtype]
 ) -> MemoryPlan:
     """Return the plan of a bf16 forward pass between two fp8 steps, in free bytes."""
-    forward, names = (
-        {"embed", "block", "head"},
-        {f.name for table in (State, Decoding) for f in fields(table)},
-    )
+    forward = {"embed", "block", "head"}
+    names = {f.name for table in (State, Decoding) for f in fields(table)}
     # the latter: rope
     fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}
     levels = [FORWARD_ONLY] * dims["L"]
@@ -260,7 +259,8 @@ def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forec
     """Return the plans of a step, and which fit `budget` bytes; needs no GPU."""
     config = choose_recompute(config, K, budget, shape)
     plan, _ = plan_memory(config, K, shape)
-    taken, levels = config.memory.recompute, dict[str, tuple[int, int]]()
+    taken = config.memory.recompute
+    levels = dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
     for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
         total = functools.partial(

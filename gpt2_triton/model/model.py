@@ -101,7 +101,8 @@ class Model(ForwardPasses):
         )
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
-        self._step, self._steps = steps[-1], itertools.cycle(steps)
+        self._step = steps[-1]
+        self._steps = itertools.cycle(steps)
         # whether this step takes statistics; index of the micro-step
         self.with_stats, self._micro = False, 0
         rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims[
@@ -134,7 +135,8 @@ class Model(ForwardPasses):
             "statistics have no memory: log.stats_every is 0"
         )
         self.with_stats = with_stats
-        previous, self._step = self._step, next(self._steps)
+        previous = self._step
+        self._step = next(self._steps)
         self._step.begin(previous, step_in, [step, seed & 0x7FFFFFFF, seed >> 31, 0])
         self.state.step_in.copy_(self._step.step_in, non_blocking=True)
         io = self.K.step_io

@@ -80,17 +80,17 @@ def matrix_classes(
     directly after the one before.
     """
     L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
-    layer, before = sharding.buckets(dims)[1], 0
+    layer = sharding.buckets(dims)[1]
+    before = 0
     share = layer.padded // ranks if zero else layer.length
     states = sharding.state_starts(dims)[1]
     grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
     for rows, columns, count in matrix_shapes(table, dims):
-        size, c = rows * columns * count, min(rows, columns)
+        size = rows * columns * count
+        c = min(rows, columns)
         parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
-        part, whole = (
-            parts[rank],
-            state.orth[L * before : L * (before + size)].view(-1, rows, columns),
-        )
+        part = parts[rank]
+        whole = state.orth[L * before : L * (before + size)].view(-1, rows, columns)
         n, at = len(part), before + part.start  # in the layer's bucket
         within = at - (rank * share if zero else 0)  # in this rank's shard of it
         stride = share if zero else layer.padded

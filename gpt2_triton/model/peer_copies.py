@@ -70,7 +70,8 @@ class PeerCopyCommunicator(BucketedCommunicator):
         self._barrier()
         queue = deque(buckets)
         while queue:
-            offset, received = 0, list[tuple[int, Tensor]]()
+            offset = 0
+            received = list[tuple[int, Tensor]]()
             while queue and offset + self._shard_length(queue[0]) * len(self._peers) <= len(
                 self._s.received
             ):
@@ -95,7 +96,8 @@ class PeerCopyCommunicator(BucketedCommunicator):
         return parts
 
     def _add(self, bucket: int, parts: Tensor) -> None:
-        target, own = self._reduced_shard(bucket), self._own_shard(self._grads(bucket))
+        target = self._reduced_shard(bucket)
+        own = self._own_shard(self._grads(bucket))
         self._K.add_partials(own, parts)
         if self._accumulates(bucket):
             self._K.add_partials(target, own.view(1, -1))

@@ -27,7 +27,8 @@ class Recompute:
         """Return what a level computes again; in fp8 GELU's output is
         kept, and its input is not.
         """
-        block, parts = level == "block", level.split("+")
+        block = level == "block"
+        parts = level.split("+")
         return cls(
             gelu="gelu" in parts and not fp8,
             ln="ln" in parts or block,

@@ -62,7 +62,8 @@ def buckets(dims: dict[str, int]) -> list[Bucket]:
     L, alignment = dims["L"], 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
     lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
     padded = [-(-n // alignment) * alignment for n in lengths]
-    firsts, starts = accumulate(lengths, initial=0), accumulate(padded, initial=0)
+    firsts = accumulate(lengths, initial=0)
+    starts = accumulate(padded, initial=0)
     optimizers = [ADAMW, *[OPTIMIZERS[dims["optimizer"]]] * L, ADAMW]
     return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, optimizers)]
 
@@ -86,8 +87,10 @@ def flat_buffer_sizes(
     of the largest bucket from each other rank.
     """
     number = dict(optimizer=OPTIMIZERS.index(optimizer))
-    all_buckets, zero = buckets(dims | number), dims["zero"]
-    full, layer = sum(b.padded for b in all_buckets), all_buckets[1].padded
+    all_buckets = buckets(dims | number)
+    zero = dims["zero"]
+    full = sum(b.padded for b in all_buckets)
+    layer = all_buckets[1].padded
     own = full // dims["ranks"]
     share = dims["ranks"] if zero else 1  # of the optimizer's states
     grads = (

@@ -27,7 +27,8 @@ def update_spans(
         if p.optimizer.matrices:
             continue
         rate = rates.get(p.bucket, layers)
-        m, v = p.of(state.m, "m"), p.of(state.v, "v")
+        m = p.of(state.m, "m")
+        v = p.of(state.v, "v")
         low = None if state.master_low is None else p.of(state.master_low, "low")
         w = state.params[p.param : p.param + p.length]
         g = sharding.reduced_gradients(state)[p.grad : p.grad + p.length]

@@ -64,7 +64,8 @@ class InFlightStep:
         assert self.in_flight, "result() of a step that was not launched or has been read"
         self.ended.wait()
         self.in_flight = False
-        out, io = self.step_out.tolist(), self._io
+        out = self.step_out.tolist()
+        io = self._io
         z_loss, z_norm = self.z.tolist()
         seconds = self.ended.seconds_since(self._began)
         applied, stop = out[io.APPLY] == 1.0, out[io.STOPPING] > 0

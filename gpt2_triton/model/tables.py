@@ -175,7 +175,8 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
     for bucket, (group, layer) in enumerate(groups):
         first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
-            m, shape = field.metadata, eval_shape(field.metadata["shape"], dims)
+            m = field.metadata
+            shape = eval_shape(field.metadata["shape"], dims)
             if not math.prod(shape):
                 continue
             used = math.prod(eval_shape(m["shape"].replace("Vp", "V"), dims))

@@ -88,7 +88,8 @@ class StatsRecorder(Observer):
         """Begin a micro-step, and return self; if `acc`, its statistics are
         combined with the previous ones.
         """
-        self._acc, self._seen = acc, set[tuple[str, int]]()
+        self._acc = acc
+        self._seen = set[tuple[str, int]]()
         return self
 
     def _tensor(self, name: str, i: int) -> Any:
@@ -138,10 +139,8 @@ class StatsRecorder(Observer):
             [_combine_parts(part).tolist() for part in partials[:2]]
             + [part.numpy().sum(-1, dtype=np.float64).tolist() for part in partials[2:]]
         )
-        names, elements = (
-            [name for name, _ in self._tracked],
-            np.array(self._elements) * micro_steps * len(found),
-        )
+        names = [name for name, _ in self._tracked]
+        elements = np.array(self._elements) * micro_steps * len(found)
         columns = _combine_ranks([np.array(parts[0]) for parts in found], elements)
         _append(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
         if len(partials) > 1:

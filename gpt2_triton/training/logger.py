@@ -76,10 +76,8 @@ class Logger:
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and applied:
             return
-        lr, tokens = (
-            learning_rate(step - 1, self.config.optim, self.steps),
-            self.config.train.step_tokens,
-        )
+        lr = learning_rate(step - 1, self.config.optim, self.steps)
+        tokens = self.config.train.step_tokens
         ms, tok_s = seconds * 1e3, tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
         record = dict(

@@ -39,7 +39,8 @@ def read_metrics(path: Path) -> list[Record]:
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line for line in file if line.endswith("\n")]
     records = [_record(line) for line in lines if line.strip()]
-    if damaged := records.count(None):
+    damaged = records.count(None)
+    if damaged:
         what = f"{damaged} of {len(records):,} lines are damaged and left out, the first is line"
         print_line(f"warning: {path}: {what} {records.index(None) + 1:,}", error=True)
     return [record for record in records if record is not None]

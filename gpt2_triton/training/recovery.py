@@ -93,7 +93,8 @@ def find_non_finite_losses(
     place = ""
     for first in batches.first_samples_of_step(first_sample):
         tokens = loader.batch(first, model.B)
-        ids, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        ids = tokens[:, :-1].copy()
+        targets = tokens[:, 1:].copy()
         losses = model.evaluate(ids, targets, fp8=model.has_fp8).numpy().reshape(model.B, -1)
         wrong = ~np.isfinite(losses).all(axis=1)
         if not place and wrong.any():

@@ -103,7 +103,8 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
         return precision.choose_precision(
             config, device.architecture() if device.present() else None
         )
-    saved, notes = json.loads((found / STATE).read_text(encoding="utf-8"))["config"], []
+    saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]
+    notes = []
     if config.train.precision == "auto":
         kept = saved["train"].get("precision", "bf16")
         if kept == "fp8":
@@ -118,7 +119,8 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if data or
     configuration differ between ranks.
     """
-    T, where = config.train.seq_len, expand(config.init_from.partition(":")[2])
+    T = config.train.seq_len
+    where = expand(config.init_from.partition(":")[2])
     for directory in (run_dir, *([Path(where)] if where else [])):
         look_in(config.data.tokenizer, directory)
     with same_on_all_ranks():
@@ -137,7 +139,8 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         get_tokenizer(config.data.tokenizer)
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.shards}
-        if both := [shard.path for shard in validation.shards if shard.path.resolve() in trained]:
+        both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
+        if both:
             todo = (
                 "the validation loss will be too low; narrow data.train, "
                 "or name other files in data.val"
@@ -251,9 +254,12 @@ def open_log(
     if group.rank != 0:
         return NullLogger()
     where = device.name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
-    if (notice := table_file.notice()) and (start.checkpoint is None or table_file.given_file()):
+    notice = table_file.notice()
+    if notice and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
-    step, planned, t = start.state.step, model.plan.total, config.train
+    step = start.state.step
+    planned = model.plan.total
+    t = config.train
     calibrates = model.has_fp8 and not model.calibrated
     about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {
         "notes": start.notes

@@ -42,10 +42,12 @@ def starting(
     check_run_dir(run_dir, resume)
     if not device.present():
         cpu_time.require_time(config, run_dir)
-    if notice := triton_notice():
+    notice = triton_notice()
+    if notice:
         print_line(notice)
     project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
-    if config.log.wandb != "disabled" and (wrong := sorted({*project} & {*"/\\#?%:"})):
+    wrong = sorted({*project} & {*"/\\#?%:"})
+    if config.log.wandb != "disabled" and wrong:
         todo = "choose another name; WANDB_ENTITY names a team"
         raise ConfigError(
             "log.wandb_project or WANDB_PROJECT: "
@@ -85,7 +87,8 @@ def require_rows(config: Config, tokenizer: str) -> list[str]:
 
     if tokenizer in NAMES:
         return []
-    tokens, rows = get_tokenizer(tokenizer).vocab_size, config.model.vocab_size
+    tokens = get_tokenizer(tokenizer).vocab_size
+    rows = config.model.vocab_size
     if rows < tokens:
         has = f"the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}"
         raise ConfigError(f"model.vocab_size: {has}; set model.vocab_size to {tokens}")
@@ -114,7 +117,8 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
         raise ConfigError(
             f"--run_dir: cannot write to {there}; choose another, or correct its permissions"
         )
-    if (found := list_steps(run_dir / "checkpoints")) and not resume:
+    found = list_steps(run_dir / "checkpoints")
+    if found and not resume:
         last = found[-1][1].name
         raise ConfigError(
             f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another"

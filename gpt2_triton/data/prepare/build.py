@@ -154,7 +154,8 @@ def _build(
 
 def tokenize(tokenizer: str, special: bool, batch: Batch) -> np.ndarray:
     """Return the tokens of a batch, as its tokenizer's `encode` does."""
-    coder, parts = get_tokenizer(tokenizer), []
+    coder = get_tokenizer(tokenizer)
+    parts = []
     for piece in batch.pieces:
         tokens = piece.content
         if isinstance(tokens, str):
@@ -174,13 +175,16 @@ def _cut(
     """Yield (name, tokens, place after them) of each shard, without the first `skip` tokens."""
     for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
         # the last two are of the newest batch
-        rest, state, length = np.empty(0, np.uint16), None, 0
+        rest = np.empty(0, np.uint16)
+        state = None
+        length = 0
         while shard := source.next_shard(split, shards):
             name, size = shard
             held = [rest]
             while sum(map(len, held)) < size and (pair := next(of_split, None)):
                 batch, tokens = pair
-                state, length = batch.state, len(tokens)
+                state = batch.state
+                length = len(tokens)
                 held.append(tokens[skip:])
                 skip = max(0, skip - length)
                 progress.advance(batch.characters if source.unit == "characters" else len(held[-1]))
@@ -199,12 +203,14 @@ def _cut(
 
 def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[Place | None]]:
     """Return the finished shards, and where each and the next one begin (None: the start)."""
-    record, shards = read_record(out_dir / PROGRESS), {}
+    record = read_record(out_dir / PROGRESS)
+    shards = {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         raise directory_in_use(out_dir)
     if not record.get("shards"):
         return {}, [None]
-    found, places = record.pop("shards"), record.pop("places")
+    found = record.pop("shards")
+    places = record.pop("places")
     for key in sorted(key for key in recipe if record.get(key) != recipe[key]):
         then, now = (textwrap.shorten(str(value), 300) for value in (record.get(key), recipe[key]))
         todo = "give that again, remove the directory, or choose another --out"

@@ -40,10 +40,11 @@ def ending_of(path: Path) -> str:
 def refuse_pointer(path: Path) -> None:
     """Raise DataError for a file that Git LFS has not fetched."""
     with open(path, "rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise DataError(
-                f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it"
-            )
+        begin = file.read(len(POINTER))
+    if begin == POINTER:
+        raise DataError(
+            f"{path}: a pointer of Git LFS, not the text; `git lfs pull` in its folder gets it"
+        )
 
 
 def _open(path: Path) -> BinaryIO:

@@ -66,15 +66,11 @@ def prepare_dataset(
         tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens
     )
     recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
-    source, begun = (
-        _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe),
-        time.monotonic(),
-    )
+    source = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe)
+    begun = time.monotonic()
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
-        shards, took = (
-            read_record(out_dir / RECORD)["shards"],
-            timedelta(seconds=round(time.monotonic() - begun)),
-        )
+        shards = read_record(out_dir / RECORD)["shards"]
+        took = timedelta(seconds=round(time.monotonic() - begun))
         documents.report(source.notes, tokenizer)
         print_line(
             f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}"
@@ -105,17 +101,19 @@ class _Documents:
     unit = "tokens"
 
     def __init__(self, dataset: Dataset, how: Reading, strict: bool, recipe: dict[str, Any]):
-        self._dataset, self._how, self._strict, self._recipe = dataset, how, strict, recipe
+        self._dataset = dataset
+        self._how = how
+        self._strict = strict
+        self._recipe = recipe
         # FineWeb's have a few per cent more
         nominal = re.search(r"(\d+)BT$", dataset.version or "")
-        self.name, self.size = (
-            dataset.name,
-            recipe["tokens"] or (int(nominal[1]) * 10**9 if nominal else None),
-        )
+        self.name = dataset.name
+        self.size = recipe["tokens"] or (int(nominal[1]) * 10**9 if nominal else None)
         self.notes: documents.Notes = {}
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
-        number, left = len(shards), (self._recipe["tokens"] or 1 << 62) - count_tokens(shards)
+        number = len(shards)
+        left = (self._recipe["tokens"] or 1 << 62) - count_tokens(shards)
         name, size = ("train", "shard_tokens") if number else ("val", "val_tokens")
         return (f"{name}_{number:06d}.bin", min(left, self._recipe[size])) if left else None
 
@@ -123,10 +121,8 @@ class _Documents:
         """Yield batches of documents with BATCH_CHARS characters or more."""
         place, before = state["place"] if state else (None, 0)
         self.notes = copy.deepcopy(state["notes"]) if state else {}
-        dataset, as_is = (
-            self._open(place),
-            not self._how.endoftext and self._recipe["tokenizer"] != "bytes",
-        )
+        dataset = self._open(place)
+        as_is = not self._how.endoftext and self._recipe["tokenizer"] != "bytes"
         pieces: list[Piece] = []
         size = 0
         texts = documents.texts_of_rows(self._rows(dataset, before), self._how.field, self.notes)

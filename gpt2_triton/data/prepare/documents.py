@@ -99,22 +99,22 @@ def report(notes: Notes, tokenizer: str) -> None:
 
 def report_left_out(notes: Notes) -> None:
     """Print what was left out, if anything was."""
-    if what := left_out(notes):
+    what = left_out(notes)
+    if what:
         print_line(f"left out: {what}")
 
 
 def require_all(notes: Notes, strict: bool) -> None:
     """DataError if anything was left out and `strict` forbids it."""
-    if strict and (what := left_out(notes)):
+    what = left_out(notes)
+    if strict and what:
         raise DataError(f"--strict: would leave out {what}; correct it, or give no --strict")
 
 
 def no_text(where: object, notes: Notes) -> DataError:
     """Return the error about files without text."""
-    what, field = (
-        left_out(notes) or "nothing",
-        'name its field, as --field NAME, or write {"text": "..."} rows',
-    )
+    what = left_out(notes) or "nothing"
+    field = 'name its field, as --field NAME, or write {"text": "..."} rows'
     return DataError(
         f"{where}: no text, but {what}; "
         f"{field if 'rows without' in what else 'give files with text'}"
@@ -133,13 +133,15 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
     notes: Notes = {}
     others = []
     for given in inputs:
-        texts, found = 0, _matches(given)
+        texts = 0
+        found = _matches(given)
         for file in found:
             if not (is_text(file.path) and file.path.is_file()):
                 others.append(file.path)
                 continue
             texts += 1
-            if files.setdefault(file.path.resolve(), file) is not file:
+            first = files.setdefault(file.path.resolve(), file)
+            if first is not file:
                 note(notes, "files given twice", file.path)
         if not texts:
             what = "no text" if found or given.exists() else "no such file"
@@ -172,7 +174,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     seen = set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         ours = _is_written(root, {*names})
-        if (real := os.path.realpath(root)) in seen or (ours and root != str(folder)):
+        real = os.path.realpath(root)
+        if real in seen or (ours and root != str(folder)):
             folders.clear()
             continue
         seen.add(real)
@@ -232,7 +235,9 @@ def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
     """Yield (document, text) in order: a long document in several
     parts, an empty one not at all.
     """
-    where, document, ending = "", 0, contents.ending_of(path)
+    where = ""
+    document = 0
+    ending = contents.ending_of(path)
     if ending in (".txt", ".md"):
         texts = contents.parts(path)
     else:
@@ -261,7 +266,8 @@ def clean(where: str, text: str, how: Reading, notes: Notes) -> list[str]:
     end-of-text token of bytes.
     """
     text = text.replace("\r\n", "\n")
-    if nuls := text.count("\0"):
+    nuls = text.count("\0")
+    if nuls:
         note(notes, "NUL characters", where, nuls)
         text = text.replace("\0", "")
     if not how.endoftext:
@@ -284,7 +290,8 @@ def texts_of_rows(
         text = _text_of(row, field)
         if isinstance(text, str) and text:
             found = True
-            if halves := HALF.findall(text):
+            halves = HALF.findall(text)
+            if halves:
                 note(notes, "half characters", where, len(halves))
                 text = HALF.sub("", text)
         else:

@@ -17,7 +17,8 @@ from gpt2_triton.files import sha256
 
 def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
     """Write the tokens of folder/train.bin and folder/val.bin into out_dir."""
-    if (meta := folder / "meta.pkl").exists():
+    meta = folder / "meta.pkl"
+    if meta.exists():
         todo = f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
         raise DataError(f"{meta}: the tokens beside it are characters, not GPT-2's; {todo}")
     files = {split: folder / f"{split}.bin" for split in ("train", "val")}
@@ -55,7 +56,9 @@ class _Tokens:
     unit = "tokens"
 
     def __init__(self, name: str, size: int | None, tokens: dict[str, np.ndarray]):
-        self.name, self.size, self._tokens = name, size, tokens
+        self.name = name
+        self.size = size
+        self._tokens = tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
         return (
@@ -72,7 +75,8 @@ class _Tokens:
         ]
         for number, (split, first) in [*enumerate(places)][state or 0 :]:
             tokens = self._tokens[split][first : first + step]
-            if (largest := tokens.max()) >= GPT2Tokenizer.vocab_size:
+            largest = tokens.max()
+            if largest >= GPT2Tokenizer.vocab_size:
                 what = (
                     f"a token {largest} after the first {first:,}, "
                     f"GPT-2 has {GPT2Tokenizer.vocab_size:,}"

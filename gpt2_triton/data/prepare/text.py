@@ -188,7 +188,9 @@ class _Texts:
 
     def __init__(self, texts: Callable[[], Iterable[Text]], size: int, cut: int, shard_tokens: int):
         self.size: int | None = size
-        self._texts, self._cut, self._shard_tokens = texts, cut, shard_tokens
+        self._texts = texts
+        self._cut = cut
+        self._shard_tokens = shard_tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
         return (

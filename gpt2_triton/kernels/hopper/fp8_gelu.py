@@ -427,7 +427,10 @@ def matmul(
     With `part`, write the product times slope's gelu' instead, and its column sums to part[M / 128,
     N].  M is a multiple of 128, N of 256.  Return M / 128.
     """
-    (M, K), N, side, k = a.shape, w.shape[0], SIDE.value, BLOCK_K.value
+    M, K = a.shape
+    N = w.shape[0]
+    side = SIDE.value
+    k = BLOCK_K.value
     _fp8_gelu_kernel[(programs(M // TILE_M * (N // TILE_N)),)](
         describe(a, TILE_M, k), describe(w, TILE_N, k),
         describe(out.rows, side, side),

@@ -228,7 +228,10 @@ def matmul(
     """Write out[M, N] = a[M, K] @ w[N, K].T / (a_scale * w_scale) (+ b) (+ res), and norm and
     rotate heads as `rope` says; return the number of rows of tiles.
     """
-    (M, K), N, rows, columns = a.shape, w.shape[0], ROWS_OF_GROUP.value, HALF.value
+    M, K = a.shape
+    N = w.shape[0]
+    rows = ROWS_OF_GROUP.value
+    columns = HALF.value
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](
         describe(out, rows, columns), describe(a, TILE_M, TILE_K), describe(w, TILE_N, TILE_K), b,

@@ -148,7 +148,8 @@ def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool)
     pre_block = (SLICE_M.value, SLICE_N.value) if name == "dgelu" else (TILE_M, TILE_N)
     if name == "swiglu":  # N is 2F; a tile has 128 gates and their values
         N = 2 * N
-        w_desc, pre_block = describe(w, TILE_N // 2, TILE_K), (TILE_M, TILE_N // 2)
+        w_desc = describe(w, TILE_N // 2, TILE_K)
+        pre_block = (TILE_M, TILE_N // 2)
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b,

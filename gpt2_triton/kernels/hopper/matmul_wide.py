@@ -139,7 +139,10 @@ def _launch(
     res: Tensor | None = None, rs: Tensor | None = None, ks: Tensor | None = None,
     targets: Tensor | None = None, wte: Tensor | None = None,
 ) -> None:  # fmt: skip
-    (M, K), N, strip, k = a.shape, out.shape[1], STRIP.value, BLOCK_K.value
+    M, K = a.shape
+    N = out.shape[1]
+    strip = STRIP.value
+    k = BLOCK_K.value
     w_desc, w_strip_desc = (
         describe(w, c, k) if w_is_nk else describe(w, k, c) for c in (TILE_N, strip)
     )

@@ -37,7 +37,9 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 if not hasattr(gl.shared_memory_descriptor, "reinterpret"):
     gl.shared_memory_descriptor.reinterpret = gl.shared_memory_descriptor._reinterpret
 
-TILE_M, TILE_N, TILE_K = 128, 256, 64
+TILE_M = 128
+TILE_N = 256
+TILE_K = 64
 WIDE_N = 320  # a tile's width in matmul_wide.py
 BLOCK_M = gl.constexpr(TILE_M)
 BLOCK_N = gl.constexpr(TILE_N)

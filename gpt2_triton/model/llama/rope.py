@@ -23,7 +23,8 @@ def frequencies(HS: int, theta: float, factor: float) -> np.ndarray:
     if factor == 1:
         return inverse
     wavelength = np.float32(2 * math.pi) / inverse
-    slow, fast = wavelength > np.float32(ORIGINAL / LOW), wavelength < np.float32(ORIGINAL / HIGH)
+    slow = wavelength > np.float32(ORIGINAL / LOW)
+    fast = wavelength < np.float32(ORIGINAL / HIGH)
     stretched = np.where(slow, inverse / np.float32(factor), inverse)
     smooth = (np.float32(ORIGINAL) / wavelength - np.float32(LOW)) / np.float32(HIGH - LOW)
     between = (one - smooth) * stretched / np.float32(factor) + smooth * stretched
