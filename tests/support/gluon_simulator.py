@@ -42,7 +42,7 @@ from unittest import mock
 import torch
 import triton
 
-from gpt2_triton.kernels import device_math, e4m3, gate, hopper, rope, tiles, tuning
+from gpt2_triton.kernels import device_math, e4m3, hopper, rope, tiles, tuning
 from gpt2_triton.kernels.hopper import fp8_gelu
 
 HOPPER = [
@@ -50,7 +50,7 @@ HOPPER = [
     for found in pkgutil.iter_modules(hopper.__path__)
 ]
 KERNELS = [module for module in HOPPER if any(name.endswith("_kernel") for name in vars(module))]
-MODULES = (tiles, device_math, gate, rope, *HOPPER)
+MODULES = (tiles, device_math, rope, *HOPPER)
 local = threading.local()  # .worker: the partition of this thread
 
 
