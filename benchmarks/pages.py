@@ -111,11 +111,9 @@ def render(text: str, record: Record, page: Path) -> str:
     def filled(match: re.Match[str]) -> str:
         begin, marker, _, end = match.groups()
         kind, _, name = marker.partition(" ")
-        return (
-            f"{begin}\n{TABLES[name](record)}\n{end}"
-            if kind == "table"
-            else begin + text_of(marker, figures) + end
-        )
+        if kind == "table":
+            return f"{begin}\n{TABLES[name](record)}\n{end}"
+        return begin + text_of(marker, figures) + end
 
     def word(match: re.Match[str]) -> str:
         form = " | h" if match[3].endswith(".hours") else ""

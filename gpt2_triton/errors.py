@@ -80,6 +80,6 @@ def login_advice(error: Exception) -> str:
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if "GatedRepoError" in kinds or "gated dataset" in str(error):
         return f"accept the licence on its page at huggingface.co, then {login}"
-    return (
-        f"check the name; if it is private, {login}" if "RepositoryNotFoundError" in kinds else ""
-    )
+    if "RepositoryNotFoundError" in kinds:
+        return f"check the name; if it is private, {login}"
+    return ""

@@ -237,11 +237,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'case':<36} {'bits':<10} {'tensors':>7} {'old ms':>9} {'new ms':>9} {'new/old':>8}"]
     for row in rows:
         bits = "DIFFERENT" if row["differences"] else "equal"
-        times = (
-            f" {row['old']:>9.2f} {row['new']:>9.2f} {row['new'] / row['old']:>8.4f}"
-            if "old" in row
-            else ""
-        )
+        times = ""
+        if "old" in row:
+            times = f" {row['old']:>9.2f} {row['new']:>9.2f} {row['new'] / row['old']:>8.4f}"
         lines.append(f"{row['case']:<36} {bits:<10} {row['tensors']:>7}{times}")
         lines += [f"    {line}" for line in row["differences"]]
     return "\n".join(lines)

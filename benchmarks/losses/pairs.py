@@ -153,9 +153,10 @@ def _equal(a: Any, b: Any) -> bool:
 def require_same(series: Series, rows: list[Result], data: str) -> None:
     """Raise ConfigError if a result has other options than the series, or other data."""
     for row in rows:
-        options = (
-            series.options(row["arm"], row["seed"]) if row["arm"] in series.arms else row["options"]
-        )
+        if row["arm"] in series.arms:
+            options = series.options(row["arm"], row["seed"])
+        else:
+            options = row["options"]
         keys = {
             key: (row["options"].get(key), options.get(key))
             for key in row["options"].keys() | options.keys()

@@ -134,9 +134,10 @@ def read(source: Source, folder: Path) -> list[tuple[str, str]]:
     for path in sorted(folder.glob(source.files)):
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix in (".gz", ".dz") else data
-        package = (
-            f"books/{path.parent.name}" if source.client == "git" else source.package or source.name
-        )
+        if source.client == "git":
+            package = f"books/{path.parent.name}"
+        else:
+            package = source.package or source.name
         texts.append((package, source.read(data.decode(errors="replace").replace("\r\n", "\n"))))
     if not any(text for _, text in texts):
         raise DataError(

@@ -322,9 +322,10 @@ def table(rows: list[OpTime], step: Step) -> str:
     ]
     total = sum(row.calls * row.ms for row in rows)
     least = sum(row.calls * row.floor for row in rows)
-    energy = (
-        "" if step.joules is None else f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
-    )
+    if step.joules is None:
+        energy = ""
+    else:
+        energy = f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
     text.append(f"operations {total:.1f} ms, step {step.ms:.1f} ms{energy}")
     text.append(
         f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x"

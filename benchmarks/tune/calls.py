@@ -244,9 +244,9 @@ class Trial:
                 f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
             )
         error = max(worst(got, want) for got, want in zip(self._results(), self.want))
-        return (
-            None if error <= tolerance else f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
-        )
+        if error <= tolerance:
+            return None
+        return f"{DIFFERS} by {error:.1e}, more than {tolerance:.1e}"
 
     def graph(self) -> tuple[Any, int]:
         """Return a graph that repeats the launch for about SAMPLE_MS, and the

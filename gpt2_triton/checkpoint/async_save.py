@@ -62,11 +62,9 @@ class AsyncCheckpointer:
         """Copy each tensor to host memory, which is allocated on first use."""
         for name, pieces in shard.items():
             if name not in self._host:
-                shape = (
-                    pieces[0].shape
-                    if len(pieces) == 1
-                    else (sum(piece.numel() for piece in pieces),)
-                )
+                shape: tuple[int, ...] = (sum(piece.numel() for piece in pieces),)
+                if len(pieces) == 1:
+                    shape = pieces[0].shape
                 self._host[name] = torch.empty(
                     shape, dtype=pieces[0].dtype, pin_memory=pieces[0].is_cuda
                 )

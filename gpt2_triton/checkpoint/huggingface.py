@@ -167,11 +167,13 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
     Return the number of tokens that have a text.
     """
-    ids = (
-        {}
-        if tokenizer is None
-        else {"bos_token_id": tokenizer.begin or tokenizer.delimiter, "eos_token_id": tokenizer.eot}
-    )
+    if tokenizer is None:
+        ids = {}
+    else:
+        ids = {
+            "bos_token_id": tokenizer.begin or tokenizer.delimiter,
+            "eos_token_id": tokenizer.eot,
+        }
     ids |= source_files.ids(weights.beside)
     write_json(directory / source_files.CONFIG, config_of(weights.model, dtype) | ids)
     write_json(directory / source_files.GENERATION, {"_from_model_config": True} | ids)

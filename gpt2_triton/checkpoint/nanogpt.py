@@ -41,9 +41,10 @@ def read(path: str) -> Weights:
         with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle raises almost any
-        got = (
-            error.strerror if isinstance(error, OSError) else "it is damaged, or not of torch.save"
-        )
+        if isinstance(error, OSError):
+            got = error.strerror
+        else:
+            got = "it is damaged, or not of torch.save"
         raise CheckpointError(f"{where}: cannot be read ({got}); {expected}") from None
     content = content if isinstance(content, dict) else {}
     arguments = content.get("model_args", getattr(content.get("config"), "values", None))

@@ -150,13 +150,9 @@ def check_data(
 
 def as_text(value: Any, none: str = "null") -> str:
     """Return a value as in YAML, `none` for None."""
-    return (
-        none
-        if value is None
-        else json.dumps(value)
-        if value == "" or isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return none
+    return json.dumps(value) if value == "" or isinstance(value, bool) else str(value)
 
 
 def _by_file(rows: Rows) -> dict[str, Any]:

@@ -112,11 +112,9 @@ def floats(
     if not is_float or tuple(tensor.shape) != shape:
         got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
         wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
-        todo = (
-            "correct the sizes in its configuration"
-            if is_float
-            else "take the model that is not quantized"
-        )
+        todo = "take the model that is not quantized"
+        if is_float:
+            todo = "correct the sizes in its configuration"
         raise CheckpointError(f"{wrong}; {todo}")
     return tensor
 

@@ -140,11 +140,10 @@ def main(app: App, argv: list[str]) -> int:
             )
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             file = str(error.filename or "output")
-            todo = (
-                "set TRITON_CACHE_DIR to another place"
-                if "/.triton" in file
-                else OF_THE_USER[error.errno]
-            )
+            if "/.triton" in file:
+                todo = "set TRITON_CACHE_DIR to another place"
+            else:
+                todo = OF_THE_USER[error.errno]
             return _fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code)
         if not _is_distributed():
             raise

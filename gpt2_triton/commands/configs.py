@@ -41,11 +41,10 @@ def table() -> str:
         loaded.items(), key=lambda item: (not item[0].startswith(recipes.OWN), item[1].n_params)
     ):
         tokens = config.train.steps * config.train.step_tokens
-        sizes = (
-            ("by text", "by text")
-            if name.startswith(recipes.OWN)
-            else (format_count(config.n_params), format_count(tokens))
-        )
+        if name.startswith(recipes.OWN):
+            sizes = ("by text", "by text")
+        else:
+            sizes = (format_count(config.n_params), format_count(tokens))
         about = recipes.find(name).read_text(encoding="utf-8").partition(":")[0].removeprefix("# ")
         rows.append(f"{name:22}{sizes[0]:>10}{sizes[1]:>9}  {about}")
     return "\n".join([*rows, "", f"`{command_line('configs')} NAME` prints a recipe."])

@@ -85,9 +85,9 @@ def sample(
         print(flush=True)
         count += len([*counted])
     seconds = time.perf_counter() - start
-    slow = (
-        " (no CUDA GPU found: in Triton's interpreter)" if model.arena.device.type == "cpu" else ""
-    )
+    slow = ""
+    if model.arena.device.type == "cpu":
+        slow = " (no CUDA GPU found: in Triton's interpreter)"
     rate = count / seconds
     shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     print(f"{count} tokens in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)

@@ -272,13 +272,11 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
         )
     here = device.present() and not gpu
     named = gpu or device.DEFAULT
-    name = (
-        "this GPU"
-        if here
-        else f"the GPU {named}"
-        if gpu
-        else f"the GPU {named} (--gpu names another)"
-    )
+    name = f"the GPU {named}"
+    if here:
+        name = "this GPU"
+    elif not gpu:
+        name += " (--gpu names another)"
     architecture = device.architecture() if here else device.gpu_of(named).architecture
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
         require_fp8(name, architecture)

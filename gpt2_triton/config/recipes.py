@@ -37,11 +37,10 @@ def find(given: str | Path) -> Path:
             return directory() / f"{path}.yaml"
         if os.path.isfile(path / "config.yaml"):
             return path  # read_yaml says how to continue a run
-        todo = (
-            f"; give a folder of text to own, as --data {path}"
-            if path.is_dir()
-            else known_recipes(path.name)
-        )
+        if path.is_dir():
+            todo = f"; give a folder of text to own, as --data {path}"
+        else:
+            todo = known_recipes(path.name)
         raise ConfigError(f"{path}: neither a file nor a recipe{todo}")
     if path.stem in known and not os.path.exists(path):
         raise ConfigError(

@@ -163,8 +163,6 @@ def _schedule_conflicts(config: Sections) -> Iterator[Problem]:
 
 def _fitting_heads(n_embd: int, sizes: Sequence[int]) -> str:
     fitting = [str(n_embd // size) for size in sizes if n_embd % size == 0]
-    return (
-        f"set model.n_head to {' or '.join(fitting)}"
-        if fitting
-        else "set model.n_embd to a multiple of 64"
-    )
+    if fitting:
+        return f"set model.n_head to {' or '.join(fitting)}"
+    return "set model.n_embd to a multiple of 64"

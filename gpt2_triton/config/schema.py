@@ -196,14 +196,12 @@ class ModelConfig(ConfigSection):
         for key in (key for key in known if key != "block_size"):
             if str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
-                tokens = (
-                    "llama3" if size.startswith("llama") else "the folder of its tokenizer.json"
-                )
-                todo = (
-                    f"give data.tokenizer {tokens}, and no vocab_size"
-                    if key == "vocab_size"
-                    else "remove one"
-                )
+                tokens = "the folder of its tokenizer.json"
+                if size.startswith("llama"):
+                    tokens = "llama3"
+                todo = "remove one"
+                if key == "vocab_size":
+                    todo = f"give data.tokenizer {tokens}, and no vocab_size"
                 raise ConflictError([("model.size", f"{wrong}; {todo}")])
         return known | given
 

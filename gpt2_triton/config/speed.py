@@ -42,11 +42,10 @@ def training_hours(config: Config, figures: Figures) -> float | None:
     train = config.train
     if size is None or train.dtype != "bf16" or train.seq_len != MEASURED_SEQ_LEN:
         return None
-    arm = (
-        "fp8_head"
-        if train.precision == "fp8" and config.fp8.keep_bf16 == "head"
-        else train.precision
-    )
+    if train.precision == "fp8" and config.fp8.keep_bf16 == "head":
+        arm = "fp8_head"
+    else:
+        arm = train.precision
     ms = figures.get(f"steps.{size}.{arm}.ms")
     if ms is None:
         return None

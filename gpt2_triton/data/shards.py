@@ -221,9 +221,9 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
         if own:
             arguments = f"text YOUR_TEXT --tokenizer {own[1]} --out {shlex.quote(directory)}"
         make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
-        weights = (
-            "; of several patterns each needs its weight, as A=3,B=1" if "," in pattern else ""
-        )
+        weights = ""
+        if "," in pattern:
+            weights = "; of several patterns each needs its weight, as A=3,B=1"
         raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern{weights}")
     return [Shard(path, vocab_size, seq_len) for path in paths]
 

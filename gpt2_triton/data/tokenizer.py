@@ -127,11 +127,9 @@ class GPT2Tokenizer:
         return np.array(self._tokens(text, special), np.uint16)
 
     def _tokens(self, text: str, special: bool) -> list[int]:
-        return (
-            self._encoding.encode(text, allowed_special="all")
-            if special
-            else self._encoding.encode_ordinary(text)
-        )
+        if special:
+            return self._encoding.encode(text, allowed_special="all")
+        return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(i) for i in ids if i < self.vocab_size])

@@ -59,11 +59,10 @@ class FileTokenizer:
         special = {token.content: id for id, token in added.items() if token.special}
         self.end = token or _named_end(self.file.parent) or END_OF_TEXT
         if self.end not in vocabulary:
-            wrong = (
-                f"{self.file}: no token {self.end}"
-                if token
-                else f"{self.file}: names no end of text"
-            )
+            if token:
+                wrong = f"{self.file}: no token {self.end}"
+            else:
+                wrong = f"{self.file}: names no end of text"
             raise DataError(f"{wrong}; write {self.file}#TOKEN with the token that ends a text")
         self.eot = self.delimiter = vocabulary[self.end]
         self.special: Mapping[str, int] = special | {self.end: self.eot}

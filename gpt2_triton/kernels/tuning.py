@@ -25,11 +25,9 @@ def num_sms() -> int:
     """Return the number of programs of a persistent kernel: one per
     multiprocessor; two in the interpreter.
     """
-    return (
-        2
-        if INTERPRET
-        else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    )
+    if INTERPRET:
+        return 2
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def programs(tiles: int) -> int:

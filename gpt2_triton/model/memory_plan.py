@@ -282,9 +282,8 @@ def out_of_memory(
     memory and what would fit.
     """
     free, total = free_and_total_bytes(device)
-    owner, rest = (
-        ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
-    )
+    owner = "machine" if device == "cpu" else "GPU"
+    rest = "the interpreter" if device == "cpu" else "kernels and graphs"
     has = (
         f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, "
         f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"

@@ -60,11 +60,9 @@ def truncate(path: Path, resume_step: int) -> list[Record]:
     """
     if not path.exists():
         return []
-    kept = (
-        [record for record in read_metrics(path) if record["step"] <= resume_step]
-        if resume_step
-        else []
-    )
+    kept = []
+    if resume_step:
+        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
     lines = "".join(line_of(record) for record in kept)
     write_atomic(path, lines.encode(errors="backslashreplace"))  # half of a surrogate pair
     return kept

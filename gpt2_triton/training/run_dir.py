@@ -45,11 +45,10 @@ def _begin(run_dir: Path, resume: Resume) -> None:
             f"--run_dir: {run_dir} has metrics up to step {last}, but no checkpoint; {todo}"
         )
     if resume:
-        kept = (
-            f"; the logs of an earlier start, without a checkpoint, are now {_keep_aside(run_dir)}"
-            if logged
-            else ""
-        )
+        kept = ""
+        if logged:
+            names = _keep_aside(run_dir)
+            kept = f"; the logs of an earlier start, without a checkpoint, are now {names}"
         print_line(f"nothing to resume in {run_dir}: starting a new run{kept}")
 
 

@@ -127,11 +127,9 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         train = Mixture(
             open_sources(config, "train"), T, config.data.seed, config.data.windows == "shifted"
         )
-        validation = (
-            Validation(open_sources(config, "val"), T, config.eval.tokens)
-            if config.eval.every
-            else None
-        )
+        validation = None
+        if config.eval.every:
+            validation = Validation(open_sources(config, "val"), T, config.eval.tokens)
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
     if config.sample.every:

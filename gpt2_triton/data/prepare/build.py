@@ -297,11 +297,9 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        todo = (
-            "make room"
-            if error.errno in FULL
-            else "choose another directory, or correct its permissions"
-        )
+        todo = "choose another directory, or correct its permissions"
+        if error.errno in FULL:
+            todo = "make room"
         raise DataError(f"{out_dir}: cannot write: {error.strerror or error}; {todo}") from None
 
 

@@ -242,11 +242,10 @@ def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
         texts = contents.parts(path)
     else:
         is_parquet = ending == ".parquet"
-        rows = (
-            contents.parquet_rows(path, how.field)
-            if is_parquet
-            else contents.json_rows(path, ending == ".json")
-        )
+        if is_parquet:
+            rows = contents.parquet_rows(path, how.field)
+        else:
+            rows = contents.json_rows(path, ending == ".json")
         texts = texts_of_rows(rows, how.field, notes)
     try:
         contents.refuse_pointer(path)
@@ -296,11 +295,10 @@ def texts_of_rows(
                 text = HALF.sub("", text)
         else:
             text = ""
-            got = (
-                ""
-                if what in notes
-                else textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
-            )
+            if what in notes:
+                got = ""
+            else:
+                got = textwrap.shorten(json.dumps(row, default=str), 100, placeholder=" ...")
             note(notes, what, f"{where}: {got}")
             if number == MOST_ROWS_WITHOUT_TEXT and not found:
                 raise no_text(where, notes)
