@@ -119,14 +119,7 @@ def train(
         return _start(config, overrides, run_dir, resume, text)
     if not text:
         settings = Config.load(config, overrides, gpus or 1)
-    from gpt2_triton import device  # imports torch, which takes seconds
-
-    gpu = gpu and device.find_gpu(gpu)
-    if gpu and device.gpu_of(gpu).architecture == device.UNKNOWN:
-        print(
-            f"assumed: a GPU of {gpu} that has what the run asks for; "
-            "train.precision auto takes bf16"
-        )
+    gpu = _known(gpu) if gpu else None
     if text:
         machine = own.Machine.of(gpus or 1, gpu)
         chosen = own.settings(text, overrides, machine, run_dir if resume else None, download=False)
@@ -135,11 +128,7 @@ def train(
             chosen.describe()
             chosen.report_left_out()
     elif plan:
-        # nothing is downloaded for a plan
-        if Path(settings.init_from.removeprefix("hf:")).is_dir():
-            from gpt2_triton.checkpoint.sources import initial_weights
-
-            initial_weights(settings)  # refuses other sizes
+        _check_weights(settings)
         _check_rows(settings)
     if not plan:
         print(settings.to_yaml().rstrip())
@@ -148,6 +137,27 @@ def train(
     report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
+
+
+def _known(gpu: str) -> str:
+    """Return the key of a GPU's name; say what is assumed of one that has a size alone."""
+    from gpt2_triton import device  # imports torch, which takes seconds
+
+    key = device.find_gpu(gpu)
+    if device.gpu_of(key).architecture == device.UNKNOWN:
+        print(
+            f"assumed: a GPU of {key} that has what the run asks for; "
+            "train.precision auto takes bf16"
+        )
+    return key
+
+
+def _check_weights(config: Config) -> None:
+    """Refuse weights of other sizes, if they are here: nothing is downloaded for a plan."""
+    if Path(config.init_from.removeprefix("hf:")).is_dir():
+        from gpt2_triton.checkpoint.sources import initial_weights
+
+        initial_weights(config)
 
 
 def _check_rows(config: Config) -> None:
@@ -210,9 +220,8 @@ def _start(
         chosen.describe()
         chosen.prepare()
         if rank == 0:
-            print(
-                "\n".join(_plan(settings, StepShape.of(settings, ranks), None, picked=True).verdict)
-            )
+            plan = _plan(settings, StepShape.of(settings, ranks), None, picked=True)
+            print("\n".join(plan.verdict))
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
