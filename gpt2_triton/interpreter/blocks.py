@@ -43,9 +43,9 @@ class Affine(TensorHandle):
             shape = [1] * len(self.sizes)
             shape[axis] = size
             total = total + (np.arange(size) * step).reshape(shape)
-        if self.dtype.is_ptr():
-            return total.view(UINT64)
-        return total.astype(INTEGERS[self.dtype.name])
+        return (
+            total.view(UINT64) if self.dtype.is_ptr() else total.astype(INTEGERS[self.dtype.name])
+        )
 
     def cast(self, dtype: tl.dtype) -> "Affine":
         return Affine(self.start, self.steps, self.sizes, dtype)

@@ -211,9 +211,11 @@ def replace() -> None:
 
     def cast(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         data = operators.cast(src.data, src.dtype.scalar.name, dst_type.scalar.name)
-        if data is None:
-            return cast_by_triton(self, src, dst_type)
-        return TensorHandle(data, dst_type.scalar)
+        return (
+            cast_by_triton(self, src, dst_type)
+            if data is None
+            else TensorHandle(data, dst_type.scalar)
+        )
 
     builder.create_masked_load = load
     builder.create_masked_store = store

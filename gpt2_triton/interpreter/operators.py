@@ -74,9 +74,9 @@ def _operands(self: tl.tensor, other: Any, types: dict[str, np.dtype]) -> _Opera
         return None
     shaped = type(self.type) is core.block_type
     if type(other) is not core.tensor:
-        if number(other, known) is None:
-            return None
-        return _Operands(self.handle, other, dtype, shaped)
+        return (
+            None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
+        )
     right = other.handle
     shaped = shaped or type(other.type) is core.block_type
     if other.dtype is dtype:
@@ -206,9 +206,9 @@ def _replace_add() -> None:
         if not self.dtype.is_ptr():
             return add_numbers(self, other)
         other = plain(other)
-        offset = None
-        if type(other) is core.tensor and other.dtype.name in INTEGERS:
-            offset = other.handle
+        offset = (
+            other.handle if type(other) is core.tensor and other.dtype.name in INTEGERS else None
+        )
         if type(other) is int:
             offset = Affine(other, (), (), core.int64)
         if offset is None:
@@ -219,9 +219,11 @@ def _replace_add() -> None:
             if found is not None:
                 return lazy(found)
         data = self.handle.data + (offset.data.astype(np.int64) * size).view(np.uint64)
-        if is_block(self) or is_block(other):
-            return block(data, self.dtype)
-        return scalar(data, self.dtype)
+        return (
+            block(data, self.dtype)
+            if is_block(self) or is_block(other)
+            else scalar(data, self.dtype)
+        )
 
     core.tensor.__add__ = add
 

@@ -48,9 +48,11 @@ def full(operand: Operand) -> Tensor:
 
 def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the tensor that a kernel writes, and for fp8 its scale and the cells of its amax."""
-    if isinstance(operand, Fp8):
-        return operand.rows, operand.scale, operand.amax
-    return operand, None, None
+    return (
+        (operand.rows, operand.scale, operand.amax)
+        if isinstance(operand, Fp8)
+        else (operand, None, None)
+    )
 
 
 # ---- device functions ----

@@ -167,14 +167,12 @@ def layernorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
     value unless that is None.
     """
     R, C = x.shape
-    plain = out
-    out8 = scale = amax = None
-    if isinstance(out, Fp8):
-        plain = out.value
-        out8, scale, amax = stored(out)
+    plain, (out8, *scaling) = (
+        (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
+    )
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
-        plain, out8, norm.mean, norm.rstd, x, norm.w, norm.b, scale, amax, R, C, norm.eps,
+        plain, out8, norm.mean, norm.rstd, x, norm.w, norm.b, *scaling, R, C, norm.eps,
         BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
 

@@ -153,10 +153,11 @@ def notice() -> str | None:
         return f"launch parameters of {file} ({VARIABLE}), measured on {found.date}"
     if found.names(gpu) and found.source == "measured":
         return None
-    if found.names(gpu):
-        lacks = f"launch parameters are not measured on {gpu}"
-    else:
-        lacks = f"no launch parameters for {gpu}"
+    lacks = (
+        f"launch parameters are not measured on {gpu}"
+        if found.names(gpu)
+        else f"no launch parameters for {gpu}"
+    )
     return (
         f"{lacks}: using {table_name()}'s; `python -m benchmarks tune` "
         "in a checkout may find faster ones"

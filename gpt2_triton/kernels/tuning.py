@@ -25,9 +25,11 @@ def num_sms() -> int:
     """Return the number of programs of a persistent kernel: one per
     multiprocessor; two in the interpreter.
     """
-    if INTERPRET:
-        return 2
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return (
+        2
+        if INTERPRET
+        else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    )
 
 
 def programs(tiles: int) -> int:

@@ -14,10 +14,9 @@ class DeviceEvent:
     def __init__(self, device: str):
         # blocking: a waiting host thread sleeps, which frees its core for the
         # prefetch and checkpoint threads
-        if device == "cpu":
-            self._event = None
-        else:
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event = (
+            None if device == "cpu" else torch.cuda.Event(enable_timing=True, blocking=True)
+        )
         self._moment = 0.0
 
     def record(self) -> None:

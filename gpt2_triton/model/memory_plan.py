@@ -282,8 +282,9 @@ def out_of_memory(
     memory and what would fit.
     """
     free, total = free_and_total_bytes(device)
-    owner = "machine" if device == "cpu" else "GPU"
-    rest = "the interpreter" if device == "cpu" else "kernels and graphs"
+    owner, rest = (
+        ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
+    )
     has = (
         f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, "
         f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"

@@ -60,10 +60,11 @@ class Model(ForwardPasses):
         self.K = K
         self.A = architecture.of(config.model)
         training = batch is None
-        if batch is None:
-            self.shape = StepShape.of(config, group.size if group else None)
-        else:
-            self.shape = forward_shape(batch)
+        self.shape = (
+            StepShape.of(config, group.size if group else None)
+            if batch is None
+            else forward_shape(batch)
+        )
         self.B, self.T = self.shape.micro_batch, config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)
         self.has_fp8 = self.dims["Q"] > 0
@@ -95,9 +96,9 @@ class Model(ForwardPasses):
         self._views: dict[tuple[int, int, bool], ModelView] = {}
         self.train_view = make_view(self, self.B, self.T, self.has_fp8, train=True)
         has_stats = self.state.act_stats is not None
-        self.stats_recorder = None
-        if has_stats:
-            self.stats_recorder = StatsRecorder(K, self.A, self.train_view, self.dims)
+        self.stats_recorder = (
+            StatsRecorder(K, self.A, self.train_view, self.dims) if has_stats else None
+        )
         stats = self.stats_recorder.buffers if self.stats_recorder else ()
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step = steps[-1]

@@ -93,10 +93,11 @@ def flat_buffer_sizes(
     layer = all_buckets[1].padded
     own = full // dims["ranks"]
     share = dims["ranks"] if zero else 1  # of the optimizer's states
-    if zero < 2:
-        grads = full
-    else:
-        grads = all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
+    grads = (
+        full
+        if zero < 2
+        else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
+    )
     out = dict(Nf=full, Nm=full // share * master, Ng=grads, Nr=own * (zero == 2))
     for size, state in (("Nt", "m"), ("Nv", "v")):
         out[size] = sum(b.padded for b in all_buckets if state in b.optimizer.states) // share

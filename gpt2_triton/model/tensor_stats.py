@@ -204,11 +204,13 @@ def _append(
 ) -> None:
     for column, values in columns.items():
         for name, value in zip(names, values.tolist(), strict=True):
-            number: float | None = None
-            if column == "nonfinite":
-                number = int(value)
-            elif math.isfinite(value):
-                number = float(f"{value:.5g}")
+            number = (
+                int(value)
+                if column == "nonfinite"
+                else float(f"{value:.5g}")
+                if math.isfinite(value)
+                else None
+            )
             kind.setdefault(name, {}).setdefault(column, []).append(number)
 
 
