@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks import as_gpu, pages, pictures
 from benchmarks.as_gpu import Code
+from benchmarks.figures import Record
 from benchmarks.losses import pairs
 from benchmarks.parts import Env, Figures, Part, joint_parts, parts_as, parts_of, slug
 from benchmarks.speed.sizes import MODELS
@@ -242,7 +243,7 @@ def missing(parts: list[Part], kinds: list[str], section: Figures) -> list[Part]
 # ---- the record ----
 
 
-def read(path: Path = RECORD) -> pages.Record:
+def read(path: Path = RECORD) -> Record:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import as_gpu, pages, pictures, results
 from benchmarks.parts import Part, joint_parts, parts_as, parts_of
+from benchmarks.tables import TABLES
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
 from tests.support.elsewhere import compiled_elsewhere
@@ -75,7 +76,7 @@ def test_an_unknown_key_is_refused_with_the_page(marker):
 
 
 def test_the_table_of_operations_ends_with_the_step_and_its_share_of_the_floors():
-    *_, step, share = pages.TABLES["ops"](RECORD).splitlines()
+    *_, step, share = TABLES["ops"](RECORD).splitlines()
     assert step == "| step | 80.0 (71.0) | 80.0 (71.0) |"
     assert share == "| step / floor | 1.13 | 1.13 |"
 
