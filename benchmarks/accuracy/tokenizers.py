@@ -47,7 +47,8 @@ app = make_app("python -m benchmarks.accuracy.tokenizers", "Tokens beside transf
 def hard_texts() -> list[str]:
     """Return the texts, equal in every call."""
     draw = random.Random(0)
-    code = (ROOT / "gpt2_triton" / "data" / "tokenizer.py").read_text(encoding="utf-8").splitlines()
+    source = (ROOT / "gpt2_triton" / "data" / "tokenizer.py").read_text(encoding="utf-8")
+    code = [line for line in source.splitlines() if line]  # an empty text tells nothing
     texts = []
     for i in range(TEXTS):
         scripts = draw.sample(SCRIPTS, 3)
