@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, dict]] = {  # what each changes of WIDTH
     "Muon": dict(optim=dict(name="muon")),
 }
 # largest relative differences: five times the root of their mean square over all steps of all
-# cases in sm_80's, sm_86's and sm_89's code, rounded up.  In fp8 rounding alone, as above, has a
-# root of 3e-4 in losses and of 2e-3 in norms, in two layers with the head exact
+# cases in Hopper's, sm_80's, sm_86's and sm_89's code, rounded up.  In fp8 rounding alone, as
+# above, has a root of 3e-4 in losses and of 2e-3 in norms, in two layers with the head exact
 LOSS = {"fp32": 1e-6, "bf16": 1.5e-4, "fp8": 1.5e-3}
 NORM = {"fp32": 1e-6, "bf16": 2.5e-3, "fp8": 2e-2}
 
