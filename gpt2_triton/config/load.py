@@ -41,46 +41,51 @@ DecimalLoader.add_constructor("tag:yaml.org,2002:int", DecimalLoader.decimal)
 
 def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: int | None) -> Kind:
     """Return the configuration in a source, with `overrides` (dotted key -> value) on top."""
-    source = source.model_dump() if isinstance(source, Sections) else source
-    if isinstance(source, Mapping):
-        tree = {
-            key: dict(value) if isinstance(value, Mapping) else value
-            for key, value in source.items()
-        }
-        lines = dict[str, int]()
-        place = "config"
-    else:
-        path = recipes.find(source)
-        tree, lines = read_yaml(path)
-        place = str(path)
-        if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
-            lines = {}
-            place = str(source)
+    tree, lines, place = _tree(source)
     if isinstance(tree.get("model"), dict):
         tree["model"] = _without_size(tree["model"], overrides)
     for key, value in overrides.items():
-        section, dot, name = key.partition(".")
-        if isinstance(value, Mapping):  # a dictionary would replace the section
-            raise ConfigError(
-                f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr"
-            )
-        if not dot:
-            tree[key] = value
-        else:
-            keys = tree.setdefault(section, {})
-            if isinstance(keys, dict):  # otherwise the mistake in the file is reported below
-                keys[name] = value
+        _put(tree, key, value)
     _take_tokenizer(tree)
     try:
         return kind.model_validate(tree, context=dict(gpus=gpus) if gpus else None)
     except ValidationError as error:
-        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()} | {
-            key: key for key in overrides
-        }
+        places = {key: f"{place}:{line}: {key}" for key, line in lines.items()}
+        places |= {key: key for key in overrides}
         problems = [
             f"{places.get(key, f'{place}: {key}')}: {message}" for key, message in _problems(error)
         ]
         raise ConfigError("\n".join(problems)) from None
+
+
+def _tree(source: Source) -> tuple[dict[str, Any], dict[str, int], str]:
+    """Return a copy of a source's sections, the lines of its keys, and what an error calls it."""
+    if isinstance(source, Sections):
+        source = source.model_dump()
+    if isinstance(source, Mapping):
+        sections = source.items()
+        copy = {k: dict(v) if isinstance(v, Mapping) else v for k, v in sections}
+        return copy, {}, "config"
+    path = recipes.find(source)
+    tree, lines = read_yaml(path)
+    if path != Path(source):  # a recipe, so the mistake is in an override or the number of GPUs
+        return tree, {}, str(source)
+    return tree, lines, str(path)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put the value of a dotted key in its place."""
+    if isinstance(value, Mapping):  # a dictionary would replace the section
+        raise ConfigError(
+            f"{key}: got a dictionary, expected a value for each dotted key, such as optim.lr"
+        )
+    section, dot, name = key.partition(".")
+    if not dot:
+        tree[key] = value
+        return
+    keys = tree.setdefault(section, {})
+    if isinstance(keys, dict):  # otherwise the mistake in the file is reported later
+        keys[name] = value
 
 
 def _without_size(model: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
         return
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run_dir: {run_dir} is a file; expected a directory or a new name")
-    for directory in (real := run_dir.resolve(), *real.parents):
+    real = run_dir.resolve()
+    for directory in (real, *real.parents):
         if directory.name == "checkpoints" and list_steps(directory):
             raise ConfigError(
                 f"--run_dir: {run_dir} is inside the run {directory.parent}; "
