@@ -413,7 +413,11 @@ class Model:
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return int32 [sequences, n]; DataError if n < `least`, or for unknown tokens."""
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError:
+            wrong = "got sequences of several lengths, expected integers [sequences, n]"
+            raise DataError(f"tokens: {wrong}; give each sequence by itself") from None
         vocabulary = self.config.model.vocab_size
         if (
             array.dtype.kind not in "iu"

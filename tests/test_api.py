@@ -241,7 +241,7 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
     with pytest.raises(DataError, match=f"^{missing}"):
         gpt2_triton.train(tiny_config(data=dict(train=missing, val=missing)), tmp_path / "run")
     # nor has it the data
-    with pytest.raises(CheckpointError, match="of another run; restore these keys"):
+    with pytest.raises(CheckpointError, match="restore these keys, as in its config.yaml,"):
         gpt2_triton.train(
             tiny_config(data=dict(train=missing, val=missing)), run.directory, resume=True
         )
@@ -468,6 +468,11 @@ def test_a_run_with_fp32_masters_has_the_loss_of_its_export(tmp_path):
     ("call", "error", "message"),
     [
         (lambda m: m.loss([1]), DataError, "tokens: got int64 [1], expected integers [n]"),
+        (
+            lambda m: m.loss([[1, 2], [3]]),
+            DataError,
+            "tokens: got sequences of several lengths, expected integers [sequences, n]; give each",
+        ),
         (lambda m: m.loss([1, 256]), DataError, "tokens: 1 to 256, but the vocabulary is 0 to 255"),
         (
             lambda m: m.logits([1] * 17),

@@ -120,7 +120,7 @@ def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Ch
     if fatal:
         wrong = (
             "the checkpoint in --run_dir is of another run; "
-            "restore these keys or choose another --run_dir"
+            "restore these keys, as in its config.yaml, or choose another --run_dir"
         )
         if not any(map(decides_weights, fatal)):
             wrong += ", there with init_from checkpoint:RUN to begin with this run's weights"
