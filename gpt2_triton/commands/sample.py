@@ -35,7 +35,8 @@ def sample(
 
     Args:
         prompt: Text to continue; empty starts at the end-of-text token. May be given several times.
-        prompt_file: File in UTF-8 with a further prompt on each line; - reads stdin.
+        prompt_file: File in UTF-8 with a further prompt on each line that is not empty; - reads
+            stdin.
         tokens: Largest number of tokens of each text, without the prompt.
         temperature: Softmax temperature; 0 takes the most likely token.
         top_k: Sample among the k most likely tokens; 0 among all.
