@@ -88,6 +88,7 @@ def keep(source: Path | None, run_dir: Path, name: str) -> None:
         with new_directory(kept) as directory:
             if source:
                 copy(source, directory)
-                shutil.copyfile(source / CONFIG, directory / CONFIG)
+                if (source / CONFIG).is_file():  # a run from scratch has a tokenizer alone
+                    shutil.copyfile(source / CONFIG, directory / CONFIG)
             if is_file:
                 tokenizer.keep(name, directory)

@@ -10,8 +10,10 @@ import pytest
 from gpt2_triton.checkpoint import source_files
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import load_weights
+from gpt2_triton.data.tokenizer import identity
 from tests.support.foreign import checkpoint_of, config_of, random_params
 from tests.support.loop import train
+from tests.support.tokenizer_files import byte_level
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PAD = {"pad_token": "A", "eos_token": "B"}
@@ -71,6 +73,15 @@ def test_a_new_run_has_no_files_of_an_earlier_start(theirs, tmp_path):
     assert (tmp_path / "run" / "source" / "config.json").exists()
     source_files.keep(None, tmp_path / "run", "gpt2")
     assert not (tmp_path / "run" / "source").exists()
+
+
+def test_a_run_begins_from_a_run_that_has_a_tokenizer_alone(tmp_path):
+    """A run from scratch keeps its tokenizer.json, and has no config.json to pass on."""
+    tokenizer = byte_level(tmp_path / "tok")
+    source_files.keep(None, tmp_path / "first", str(tokenizer))
+    first = tmp_path / "first" / "source"
+    source_files.keep(first, tmp_path / "second", str(first))
+    assert identity(str(tmp_path / "second" / "source")) == identity(str(tokenizer))
 
 
 def test_one_line_names_what_an_export_loses(theirs, tmp_path, capsys):
