@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import torch_reference
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.rates import bucket_rates
 from tests.model.test_lifetimes import poison, recorded_step, violations
-from tests.model.test_llama import llama
+from tests.model.test_llama import llama, require_autograd_s_step
 from tests.model.test_muon import MUON
-from tests.support.helpers import max_error
 from tests.support.models import (
-    batches,
     exact_model,
     kernel_model,
     require_decoding_equals_the_forward,
@@ -42,16 +39,7 @@ def make_exact(rope: torch.Tensor) -> None:
 def test_loss_and_gradients_equal_autograd(NH, NKV, HS, C, level):
     model = exact_model(level, **normed(NH, NKV, HS, C=C))
     make_exact(model.train_view.a.rope)
-    params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
-    [(ids, targets)] = batches(model.config, 1)
-    words = ids, targets, 300, NH, model.train_view.a.rope, 1e-6
-    want = torch_reference.llama_loss(params, *words)
-    want.backward()
-    train_steps(model, 1)
-    assert max_error(model.state.step_out[0], want.detach()) < 1e-12
-    got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
-    for name, leaf, _ in torch_reference.tensors(params, model.dims):
-        assert max_error(got[name], leaf.grad) < 1e-11, name
+    require_autograd_s_step(model)
 
 
 @pytest.mark.parametrize("level", ["none", "gelu+ln+qkv", "block"])

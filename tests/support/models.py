@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import torch_reference
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
@@ -13,6 +14,7 @@ from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import reference
+from tests.support.helpers import max_error
 from tests.support.tiny import merged, tiny_config, tiny_model
 
 F64 = dict(act=torch.float64, f32=torch.float64, i32=torch.int32, i16=torch.int16)
@@ -62,6 +64,13 @@ def randomise(model: Model) -> None:
         w.qknormw.add_(1.0)
     for rows in (w.wte, model.train_view.net.head.w):
         rows[model.dims["V"] :] = 0
+
+
+def require_gradients(model: Model, params: object) -> None:
+    """Compare a step's gradients with autograd's, of the leaves `params`."""
+    got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+    for name, leaf, _ in torch_reference.tensors(params, model.dims):
+        assert max_error(got[name], leaf.grad) < 1e-11, name
 
 
 def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
