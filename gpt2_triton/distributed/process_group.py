@@ -26,7 +26,8 @@ from gpt2_triton.errors import PeerLostError
 def connect(rank: int, size: int, seconds: float) -> Any:
     """Return this start's key-value store; PeerLostError unless all ranks join within `seconds`."""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))  # type: ignore[attr-defined]
+        limit = timedelta(seconds=seconds)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
         session = agree_on_session(store, rank, size, seconds)
         return dist.PrefixStore(session, store)  # type: ignore[attr-defined]
     except (RuntimeError, TimeoutError) as error:

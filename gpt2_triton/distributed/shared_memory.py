@@ -105,10 +105,11 @@ class StreamBarrier:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         gpu = torch.device("cuda", torch.cuda.current_device())
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
         # with more CTAs NCCL allocates 0.2 GiB of buffers
         options.config.max_ctas = options.config.min_ctas = 1
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
         self.group: Any = dist.new_group(timeout=timeout, pg_options=options, device_id=gpu)
         self._backend = self.group._get_backend(gpu)
         self._pool: Any = torch.cuda.MemPool(self._backend.mem_allocator)
