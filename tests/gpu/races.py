@@ -1,13 +1,15 @@
 """Sorts the reports of compute-sanitizer's racecheck on the kernels of tests/gpu/sanitize.py:
 
-    compute-sanitizer --tool racecheck --print-limit 1000000 --log-file LOG python -m
-    tests.gpu.sanitize 7 python -m tests.gpu.races LOG ...
+    compute-sanitizer --tool racecheck --racecheck-report hazard --print-limit 1000000
+    --log-file LOG python -m tests.gpu.sanitize 7
+    python -m tests.gpu.races LOG ...
 
 Triton starts the warps of a `warp_specialize` partition through a word in shared memory: the first
 warps write the number of the partition, and waiting warps read it after a barrier that racecheck
 does not see.  The reading code is the compiler's, at the line of the kernel's `def`, where no code
 of ours reads shared memory.  Such reports are counted; any other is printed, and the exit code is
-1.  A log without racecheck's summary is one of a check that did not finish.
+1.  A log without racecheck's summary is one of a check that did not finish.  Reports by
+instruction, --racecheck-report analysis, lack the words' values: they are refused.
 """
 
 import inspect
@@ -25,7 +27,7 @@ REPORT = re.compile(
     r".*Read Thread .* at \w+\+0x[0-9a-f]+ in (?P<read>\S+)\n"
     r".*Current Value : (?P<value>\d+)"
 )
-SUMMARY = "RACECHECK SUMMARY"
+SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 
 def entries() -> dict[str, str]:
@@ -56,10 +58,14 @@ def sort(log: str) -> tuple[Counter[str], list[str]]:
             others.append(
                 f"{r['kernel']}: {r['address']} written in {r['write']}, read in {r['read']}"
             )
-    if unread := log.count("hazard detected") - len(reports):
-        others.append(f"{unread} reports in a form that is not known")
-    if SUMMARY not in log:
+    summary = SUMMARY.search(log)
+    if summary is None:
         others.append("no summary: racecheck did not finish")
+    unread = log.count("hazard detected") - len(reports)
+    if not reports and summary is not None:
+        unread = int(summary[1])
+    if unread:
+        others.append(f"{unread} reports in a form that is not known; see --racecheck-report")
     return dispatch, others
 
 

@@ -4,7 +4,12 @@ import pytest
 
 from tests.gpu import races
 
+CLEAN = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
 SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+BY_INSTRUCTION = (
+    "========= Error: Race reported between Read access at _matmul_kernel+0x120 in matmul.py:67\n"
+    "=========     and Write access at _matmul_kernel+0x11c0 in matmul.py:67 [1 hazards]\n"
+)
 
 
 def report(kernel, read, value=2):
@@ -29,7 +34,8 @@ def test_the_line_of_each_kernel_with_partitions_is_known():
 @pytest.mark.parametrize(
     "log, dispatch, others",
     [
-        (SUMMARY, 0, 0),
+        (CLEAN, 0, 0),
+        (BY_INSTRUCTION + SUMMARY, 0, 1),
         (report("_matmul_kernel", "ENTRY") * 3 + SUMMARY, 3, 0),
         (report("_matmul_kernel", "ENTRY"), 1, 1),  # without a summary
         (report("_matmul_kernel", "matmul.py:1") + SUMMARY, 0, 1),
