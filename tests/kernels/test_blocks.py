@@ -16,7 +16,7 @@ from gpt2_triton.kernels.table_file import TABLES, read_table
 from gpt2_triton.kernels.tuning import INTERPRET, has_tma, table
 from gpt2_triton.model import state_io
 from tests.kernels import test_attention, test_matmul
-from tests.support.helpers import Guarded, dtypes, error, poisoned
+from tests.support.helpers import EPS, Guarded, dtypes, error, poisoned
 from tests.support.models import calibrate, train_steps
 from tests.support.tiny import merged, tiny_model
 
@@ -166,16 +166,17 @@ def test_a_step_by_pointers_is_a_step_by_tma(monkeypatch, run):
 @pytest.mark.gpu
 @pytest.mark.parametrize("R,N,K", [(32768, 3072, 768), (8192 + 40, 1600, 6400)])
 def test_products_by_pointers_are_those_by_tma_on_gpu(monkeypatch, R, N, K):
-    """In the portable kernels, compiled for this GPU.  By pointers gelu' rounds its product before
-    it multiplies: dpre, the sixth, differs as often as a number is rounded otherwise.
-    """
+    """In the portable kernels, compiled for this GPU."""
     monkeypatch.setattr(test_matmul.hopper, "takes", lambda *_: None)
     by_tma = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
     monkeypatch.setattr(tuning, "has_tma", lambda: False)
     by_pointers = test_matmul.run_all(R, N, K, torch.bfloat16, poisoned)
-    errors = [error(b, a) for a, b in zip(by_tma, by_pointers, strict=True)]
-    assert errors.pop(5) < 3e-3
-    assert all(e < 1e-3 for e in errors)
+    # by pointers a product is rounded before gelu' multiplies it: dpre differs as often as its own
+    # rounding falls otherwise, too, and dbias sums such terms.  In torch: 2.8e-3, 1.7e-3
+    limits = {"dpre": 3e-3, "dbias": EPS[torch.bfloat16]}
+    names = "y g z a dx dpre again dbias dw".split()
+    for name, a, b in zip(names, by_tma, by_pointers, strict=True):
+        assert error(b, a) < limits.get(name, 1e-3), name
 
 
 @pytest.mark.gpu
