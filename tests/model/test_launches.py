@@ -24,7 +24,7 @@ class SideBySide(WrappedKernels):
     def __init__(self, tolerance: float):
         self.tolerance, self.workspace, self.launched = (
             tolerance,
-            torch.empty(64, dtype=torch.float64),
+            torch.empty(64, dtype=torch.float64, device=DEVICE),
             [],
         )
 

@@ -103,7 +103,7 @@ def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied,
     assert abs(loss - want.item()) < 1e-6 * loss
     grads = {name: p.grad for name, p in reference.named_parameters()}
     for name, got in by_name(model.state.grads, model.config.model).items():
-        assert error(got, grads[name]) < 1e-5, name
+        assert error(got.cpu(), grads[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("C", WIDTHS)
