@@ -87,7 +87,8 @@ def check_tokenizer(value: str) -> str:
     if os.path.exists(value.partition("#")[0]):
         return f"./{value}"
     guess = closest(value, TOKENIZERS)
-    raise ValueError(f"must be {', '.join(TOKENIZERS)}, or a tokenizer.json or its folder{guess}")
+    known = f"{', '.join(TOKENIZERS)}, or an existing tokenizer.json or its folder"
+    raise ValueError(f"must be {known}{guess}")
 
 
 def check_mixture(value: Any) -> Any:

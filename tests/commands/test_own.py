@@ -87,7 +87,7 @@ def files(root):
         (["own", "--data", "my.txt", "--model.n_embd", "100"], "error: model.n_embd: "),
         (
             ["own", "--data", "my.txt", "--data.tokenizer", "gpt5"],
-            "error: data.tokenizer: must be gpt2, llama3, bytes, or a tokenizer.json",
+            "error: data.tokenizer: must be gpt2, llama3, bytes, or an existing tokenizer.json",
         ),
     ],
 )

@@ -175,6 +175,11 @@ MISTAKES = [  # YAML, overrides, what the message says
         "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set",
     ),
     (
+        "data: {tokenizer: nowhere}",
+        {},
+        "x.yaml:1: data.tokenizer: must be gpt2, llama3, bytes, or an existing tokenizer.json or",
+    ),
+    (
         "model: {arch: llama, n_head: 8}",
         {},
         "x.yaml:1: model.n_head: head size n_embd / n_head is 96, not one of (64, 128); "
