@@ -142,9 +142,9 @@ def _groups(shards: Sequence[str], config: Config) -> list[Group]:
     from gpt2_triton.data.mixture import names, sources
     from gpt2_triton.data.prepare.builtin import pattern_of
 
-    if len(shards) > 1:
+    found = sources(",".join(shards) or config.data.val)
+    if len(found) == 1 and len(shards) > 1:
         return [Group("", Fraction(1), shards)]
-    found = sources(shards[0] if shards else config.data.val)
     patterns = [pattern_of(each.pattern, "val", config.data.tokenizer) for each in found]
     if not shards:
         print_line(f"data.val of the run: {' '.join(patterns)}")

@@ -123,8 +123,8 @@ def test_perplexity_of_a_run_has_a_line_for_each_source(data, tmp_path, capsys):
     train(mixed(), tmp_path / "run")
     capsys.readouterr()
     [*_, logged] = [record for record in records(tmp_path / "run") if "val_loss" in record]
-    weighted = "a/val_*.bin=6,b/val_*.bin=2"
-    for shards in ([], [weighted]):
+    weighted = ["a/val_*.bin=6", "b/val_*.bin=2"]
+    for shards in ([], [",".join(weighted)], weighted):
         words = ["perplexity", "run", *shards, "--tokens", "256", "--json", "found.json"]
         assert main(tools, words) == 0
         lines = capsys.readouterr().out.splitlines()[-3:]
