@@ -150,6 +150,10 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes())
     except OSError as error:
         todo = f"give gpt2, llama3, bytes, or a {FILE} or its folder"
+        if (file.parent / "tokenizer.model").is_file():
+            folder = str(file.parent)
+            save = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+            todo = f"transformers makes it of tokenizer.model: {save}"
         raise DataError(f"tokenizer {file}: cannot read: {error.strerror}; {todo}") from None
     except ValueError as error:
         raise DataError(f"{file}: not JSON: {error}; copy it again") from None

@@ -152,3 +152,10 @@ def test_a_bad_file_is_one_line(tmp_path, content, told):
     with pytest.raises(DataError, match=told) as error:
         FileTokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_model_alone_is_told_what_makes_the_file(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    made = "transformers makes it of tokenizer.model: AutoTokenizer.from_pretrained"
+    with pytest.raises(DataError, match=made):
+        FileTokenizer(str(tmp_path))
