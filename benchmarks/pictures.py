@@ -90,7 +90,7 @@ def operations(figures: Figures) -> Any:
     axes.set_yticks(range(len(names)), [name.removesuffix(".ms") for name in names])
     axes.set(
         xlabel="ms per step",
-        title="124M, a step of 65,536 tokens",
+        title=f"124M on one {MACHINE.upper()}, a step of 65,536 tokens",
         xlim=(0, 1.15 * max(most.values())),
     )
     finish(axes, "lower right")
