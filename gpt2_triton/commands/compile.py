@@ -59,20 +59,24 @@ def compile_kernels(
 
     with standing_in(found):
         settings = choose_recompute(settings, K, free_bytes("cpu") - CONTEXT_BYTES, shape)
-        ranks: Any = SimpleNamespace(
-            size=gpus,
-            rank=0,
-            device="cpu",
-            allocate_shared=_address_space,
-            first_on_host=lambda make: make(),
-        )
-        model = Model(settings, K, "cpu", group=ranks)
+        model = Model(settings, K, "cpu", group=absent_ranks(gpus))
         made = compile_run(model, {(model.B, model.T)} if settings.eval.every else ())
     for note in notes:
         print_line(note)
     there = f", of which {made.from_cache} were there" if made.from_cache else ""
     print_line(
         f"{made.kernels} kernels for {gpu} are in {knobs.cache.dir}{there}; {made.seconds:.0f} s"
+    )
+
+
+def absent_ranks(gpus: int) -> Any:
+    """Return what stands for the process group of a model that computes nothing."""
+    return SimpleNamespace(
+        size=gpus,
+        rank=0,
+        device="cpu",
+        allocate_shared=_address_space,
+        first_on_host=lambda make: make(),
     )
 
 

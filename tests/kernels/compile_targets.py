@@ -230,6 +230,7 @@ def compile_for(
     from triton.runtime.cache import FileCacheManager
 
     import gpt2_triton.kernels as K
+    from gpt2_triton.commands.compile import absent_ranks
     from gpt2_triton.config.config import Config
     from gpt2_triton.kernels import table_file, tuning
     from gpt2_triton.model.compiling import compile_decoding, compile_run
@@ -257,7 +258,8 @@ def compile_for(
         sections = {
             key: BF16.get(key, {}) | changes.get(key, {}) for key in BF16.keys() | changes.keys()
         }
-        return Model(Config.model_validate(sections), K, "cpu", **options)
+        ranks = absent_ranks(1)  # the largest arenas do not fit a laptop
+        return Model(Config.model_validate(sections), K, "cpu", group=ranks, **options)
 
     def decode(dtype: str, sequences: int) -> None:
         train = {"train": {"dtype": dtype}, "optim": {"master": "none"}}
