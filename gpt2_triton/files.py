@@ -89,13 +89,18 @@ def make_directory(path: Path, exist_ok: bool = True) -> None:
         ) from None
 
 
+def require_new(path: Path) -> None:
+    """Raise FileError if `path` is a file, or a directory with content."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise FileError(f"{path} is there already; choose another, or remove it")
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a hidden directory, which one rename makes `path` at the end;
     FileError if `path` has content.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise FileError(f"{path} is there already; choose another, or remove it")
+    require_new(path)
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     make_directory(hidden, exist_ok=False)
     try:

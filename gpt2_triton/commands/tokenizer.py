@@ -9,6 +9,7 @@ from cyclopts.validators import Number
 
 from gpt2_triton.commands.prepare import CPUS, Field, Strict, Workers
 from gpt2_triton.console import command_line, print_line, printable
+from gpt2_triton.files import require_new
 
 SMALLEST = 257  # tokens: the bytes and the end of text
 
@@ -33,6 +34,7 @@ def tokenizer(
     from gpt2_triton.data.prepare import documents, text
     from gpt2_triton.data.prepare.train_tokenizer import train_tokenizer
 
+    require_new(out)  # before the text is read
     measured = text.measure_text(inputs, workers, documents.Reading(field))
     documents.require_all(measured.notes, strict)
     documents.report_left_out(measured.notes)

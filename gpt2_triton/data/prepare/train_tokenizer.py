@@ -43,7 +43,7 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
     )
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    with new_directory(out) as directory:  # before the long work, to refuse one that is there
+    with new_directory(out) as directory:
         trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
         trained.save(str(directory / FILE))
         (directory / CONFIG).write_text(json.dumps(config | names, indent=2) + "\n")
