@@ -91,13 +91,22 @@ def build(
     recipe = recipe | record_of(tokenizer)
     with disk_errors(out_dir):
         if not is_done(out_dir, recipe):
-            with _locked(out_dir):
+            with _locked(out_dir), _saying_how_to_go_on():
                 if not is_done(out_dir, recipe):  # by a process that held the lock
                     _build(source, tokenizer, recipe, out_dir, expected_tokens, workers)
                     return True
                 _remove(out_dir, LOCK)
         print_line(f"{out_dir} is prepared already")
         return False
+
+
+@contextmanager
+def _saying_how_to_go_on() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_line("stopped: the same command goes on after the finished shards", error=True)
+        raise
 
 
 def build_splits(

@@ -38,6 +38,7 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
     monkeypatch.setattr(build, "write_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare_nanogpt(folder, out)
+    assert "stopped: the same command goes on" in capsys.readouterr().err
     monkeypatch.setattr(build, "write_shard", write)
     assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
     said = (
