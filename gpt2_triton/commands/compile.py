@@ -59,6 +59,7 @@ def compile_kernels(
 
     with standing_in(found):
         settings = choose_recompute(settings, K, free_bytes("cpu") - CONTEXT_BYTES, shape)
+        print_line(f"compiling for {gpu}")  # a minute without a cache, where no progress is shown
         model = Model(settings, K, "cpu", group=absent_ranks(gpus))
         made = compile_run(model, {(model.B, model.T)} if settings.eval.every else ())
     for note in notes:
