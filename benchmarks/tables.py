@@ -1,7 +1,13 @@
-"""Tables of the record, by the name that a page's marker gives."""
+"""Tables of the record, by the name that a page's marker gives.
+
+tables.yaml has the tables whose rows are chosen by hand.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.figures import Record, flat, value_of
 from benchmarks.losses import pairs, ratio
@@ -239,6 +245,25 @@ def hours(record: Record) -> str:
     return markdown(["", "tokens", *(f"{MACHINE.upper()}, {arm}" for arm in arms)], rows)
 
 
+def chosen(spec: dict[str, list[Any]]) -> Table:
+    """Return a function that renders a table of tables.yaml, which explains its parts."""
+    heads = [head.split(" | ") for head in spec["head"]]
+
+    def table(record: Record) -> str:
+        figures = flat(record)
+
+        def text(cell: str, head: list[str]) -> str:
+            if not cell.startswith("="):
+                return cell
+            _, formula, form = head
+            return f"{value_of(formula.replace('{}', cell[1:]), figures):{form}}"
+
+        rows = [[*map(text, row, heads)] for row in spec["rows"]]
+        return markdown([head[0] for head in heads], rows)
+
+    return table
+
+
 def beside(*programs: str) -> dict[str, tuple[str, str]]:
     """Return the columns of tokens/s of one sequence, then of 32, of programs."""
     return {f"{p}_{n}": (f"{p}, {n}", ",.0f") for n in (1, 32) for p in programs}
@@ -303,3 +328,5 @@ TABLES: dict[str, Table] = {
     "ratio": lambda _: ratio.table(ratio.sizes_of(pairs.read_results(SCALE))),
     "hours": hours,
 }
+CHOSEN = yaml.load(Path(__file__).with_name("tables.yaml").read_text(), yaml.BaseLoader)
+TABLES |= {name: chosen(spec) for name, spec in CHOSEN.items()}

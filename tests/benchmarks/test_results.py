@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import as_gpu, pages, pictures, results
 from benchmarks.parts import Part, joint_parts, parts_as, parts_of
-from benchmarks.tables import TABLES
+from benchmarks.tables import TABLES, chosen
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
 from tests.support.elsewhere import compiled_elsewhere
@@ -79,6 +79,17 @@ def test_the_table_of_operations_ends_with_the_step_and_its_share_of_the_floors(
     *_, step, share = TABLES["ops"](RECORD).splitlines()
     assert step == "| step | 80.0 (71.0) | 80.0 (71.0) |"
     assert share == "| step / floor | 1.13 | 1.13 |"
+
+
+def test_a_table_chosen_by_hand_computes_the_cells_that_begin_with_an_equals_sign():
+    spec = dict(
+        head=["program", "ms | h200.steps.d12.{}.ms | .1f"],
+        rows=[["ours", "=fp8"], ["over ours", "=torch.ms / h200.steps.d12.fp8"], ["theirs", ""]],
+    )
+    _, _, *rows = chosen(spec)(RECORD).splitlines()
+    assert rows == ["| ours | 80.0 |", "| over ours | 1.5 |", "| theirs |  |"]
+    with pytest.raises(KeyError, match="steps.d12.fp16.ms"):
+        chosen(dict(spec, rows=[["ours", "=fp16"]]))(RECORD)
 
 
 # ---- no figure outside markers ----
