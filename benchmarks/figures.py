@@ -1,7 +1,6 @@
-"""Figures by their keys: those of the record, and three that are computed.
+"""Figures by their keys: those of the record, and two that are computed.
 
-recipe.NAME.tokens and recipe.NAME.hours are of a recipe's run, on one GPU of pictures.MACHINE;
-plan.outside_gib is the memory that --plan adds to the arena.
+recipe.NAME.tokens and recipe.NAME.hours are of a recipe's run, on one GPU of pictures.MACHINE.
 """
 
 import functools
@@ -14,8 +13,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.speed import training_hours
 from gpt2_triton.device import GPUS
-from gpt2_triton.model.arena import GIB
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
@@ -29,10 +26,9 @@ def recipes() -> dict[str, Config]:
 
 
 def flat(record: Record) -> dict[str, Any]:
-    """Return every figure and every meta field by its key, and the computed figures."""
-    found: dict[str, Any] = {"plan.outside_gib": (CONTEXT_BYTES + MODULE_BYTES) / GIB}
+    """Return every figure by its key SECTION.FIGURE, and the computed figures."""
+    found = dict[str, Any]()
     for name, section in record.items():
-        found |= {f"{name}.meta.{key}": value for key, value in section["meta"].items()}
         found |= {f"{name}.{key}": value for key, value in section.items()}
     for name, config in recipes().items():
         found[f"recipe.{name}.tokens"] = config.train.steps * config.train.step_tokens
