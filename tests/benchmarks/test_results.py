@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks import as_gpu, pages, pictures, results
+from benchmarks.figures import flat, value_of
 from benchmarks.parts import Part, joint_parts, parts_as, parts_of
 from benchmarks.tables import TABLES, chosen
 from gpt2_triton.commands.app import main
@@ -110,6 +112,19 @@ def test_figures_of_pages_stand_between_markers():
         if page.suffix == ".md"
     }
     assert not {page.name: lines for page, lines in found.items() if lines}
+
+
+SENTENCES = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text())
+
+
+@pytest.mark.parametrize("page", SENTENCES)
+def test_rounded_figures_of_sentences_are_the_record_s(page):
+    text = " ".join((pages.ROOT / page).read_text(encoding="utf-8").split())
+    figures = flat(results.read())
+    for words, expression, least, most in SENTENCES[page]:
+        assert words in text, f"{page} no longer says: {words}"
+        value = value_of(expression, figures)
+        assert least <= value <= most, f"{page}: {words}: {value:.4g}"
 
 
 # ---- measuring ----
