@@ -102,16 +102,11 @@ def strays(text: str) -> list[str]:
 
 
 def test_figures_of_pages_stand_between_markers():
-    assert strays("a step takes 80.8 ms\n1.52x as fast\n<!-- r: table a -->80.8 ms<!-- /r -->") == [
-        "a step takes 80.8 ms",
-        "1.52x as fast",
-    ]
-    found = {
-        page: strays(page.read_text(encoding="utf-8"))
-        for page in pages.files()
-        if page.suffix == ".md"
-    }
-    assert not {page.name: lines for page, lines in found.items() if lines}
+    text = "takes 80.8 ms\n1.52x as fast\n<!-- r: table a -->80.8 ms<!-- /r -->"
+    assert strays(text) == ["takes 80.8 ms", "1.52x as fast"]
+    documents = [page for page in pages.files() if page.suffix == ".md"]
+    found = {page.name: strays(page.read_text(encoding="utf-8")) for page in documents}
+    assert not {name: lines for name, lines in found.items() if lines}
 
 
 SENTENCES = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text())
@@ -132,22 +127,17 @@ def test_rounded_figures_of_sentences_are_the_record_s(page):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """measured(groups, joint, *words) runs parts on two GPUs, and returns the
-    exit code and the record.
-    """
+    """measured(groups, joint, *words) runs parts on two GPUs, and returns exit code and record."""
     out = tmp_path / "record.json"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
 
     def run(groups, joint, *words, **meta):
-        monkeypatch.setattr(
-            results, "machine", lambda commit: ("h100", META | dict(commit="one", gpus=2) | meta)
-        )
+        meta = META | dict(commit="one", gpus=2) | meta
+        monkeypatch.setattr(results, "machine", lambda commit: ("h100", meta))
         monkeypatch.setattr(results, "parts_of", lambda sizes, gpu: groups)
         monkeypatch.setattr(results, "joint_parts", lambda sizes, gpus: joint)
-        code = main(
-            results.app, ["run", "--out", str(out), "--seconds", "500", "--commit", "one", *words]
-        )
-        return code, json.loads(out.read_text()) if out.exists() else None
+        given = ["--out", str(out), "--seconds", "500", "--commit", "one", *words]
+        return main(results.app, ["run", *given]), json.loads(out.read_text())
 
     return run
 
@@ -157,7 +147,7 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
 
     def part(key, seconds=1, fails=False):
         def measure(limit, env):
-            calls.append((key, env.get("CUDA_VISIBLE_DEVICES")))
+            calls.append((key, env.get("CUDA_VISIBLE_DEVICES"), env["TRITON_CACHE_DIR"]))
             if fails:
                 raise OSError("no memory left")
             return dict(ms=80.123456, recompute="gelu")
@@ -165,78 +155,44 @@ def test_run_measures_what_is_missing_and_begins_again_at_a_new_commit(measured,
         return Part(key, seconds, measure)
 
     def keys():
-        found = [key for key, _ in calls]
+        found = sorted(key for key, *_ in calls)
         calls.clear()
-        return sorted(found)
+        return found
 
     bf16, fp8, ops, two = "steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16", "multi.d12.fp8"
     groups, joint = [[part(bf16), part(fp8, fails=True)], [part(ops, 450)]], [part(two, 60)]
-    assert measured(groups, joint, "--plan") == (0, None) and keys() == []
-    assert "steps.d12.bf16 1 s, steps.d12.fp8 1 s" in capsys.readouterr().out
     code, record = measured(groups, joint)
-    assert code == 1 and {gpu for key, gpu in calls if key.startswith("steps")} < {"4", "5"}
-    assert (two, None) == calls[-1] and keys() == [two, bf16, fp8]
+    gpus = {key: gpu for key, gpu, _ in calls}
+    assert code == 1 and keys() == [two, bf16, fp8]  # `two` needs the time of `ops`
+    assert gpus[two] is None and {gpus[bf16], gpus[fp8]} < {"4", "5"}
     found = {f"{bf16}.ms": 80.123, f"{bf16}.recompute": "gelu"}
     assert record["h100"] == {"meta": META | dict(commit="one", gpus=1)} | found
     assert record["h100x2"][f"{two}.ms"] == 80.123 and record["h100x2"]["meta"]["gpus"] == 2
     text, err = capsys.readouterr()
-    # `two` needs the time
     assert f"{ops}: left for another run" in text and f"{fp8}: failed: no memory left" in err
     groups = [[part(bf16), part(fp8)], [part(ops)]]
     assert measured(groups, joint, "--parts", "steps")[0] == 0 and keys() == [fp8]
     code, record = measured(groups, joint, commit="two")
-    assert (
-        code == 0
-        and keys() == sorted([two, ops, bf16, fp8])
-        and record["h100"]["meta"]["commit"] == "two"
-    )
+    assert code == 0 and record["h100"]["meta"]["commit"] == "two"
+    assert keys() == [two, ops, bf16, fp8]
     code, record = measured(groups, [part(two, 60, fails=True)], commit="two", torch="2.12")
-    assert code == 1 and keys() == sorted([two, ops, bf16, fp8]) and record.keys() == {"h100"}
-    assert (
-        measured(groups, joint, "--parts", "step")[0]
-        == main(results.app, ["run", "--out", "no/r.json"])
-        == 2
-    )
-
-
-def test_a_first_step_has_caches_of_its_own_and_no_joint_part_no_section(measured):
-    caches = dict.fromkeys(
-        ("first_step.d12.fp8", "first_step.d12.bf16", "steps.d12.bf16", "ops.d12.fp8"), ""
-    )
-    measures = {
-        key: lambda _, env, key=key: dict(ms=caches.update({key: env["TRITON_CACHE_DIR"]}))
-        for key in caches
-    }
-    groups = [[Part(key, 1, measures[key]) for key in caches]]
-    _, record = measured(groups, [], "--parts", "first_step,steps,ops")
-    first, second, steps, ops = caches.values()
-    assert len({first, second, steps}) == 3 and steps == ops and record.keys() == {"h100"}
+    assert code == 1 and keys() == [two, ops, bf16, fp8] and record.keys() == {"h100"}
+    first = [part("first_step.d12.fp8"), part("first_step.d12.bf16"), part(bf16), part(ops)]
+    measured([first], [], commit="three")
+    assert len({folder for *_, folder in calls}) == 3  # a first step has a cache of its own
 
 
 def test_another_gpu_s_code_has_a_section_named_by_the_code(measured, monkeypatch):
-    """Of one GPU, without PyTorch's figures; fp8 has products on Hopper
-    in the portable code alone.
-    """
+    """fp8 has products on Hopper in the portable code alone."""
     monkeypatch.setattr(as_gpu, "require_hopper", lambda: None)
-    found = {}
-    for code in ("a100", "h100-portable"):
-        found[code] = [part.key for group in parts_as(code, ["d12", "d48"]) for part in group]
-    assert found["a100"] == ["steps.d12.bf16", "ops.d12.bf16", "steps.d48.bf16", "ops.d48.bf16"]
-    assert found["h100-portable"][:3] == ["steps.d12.bf16", "steps.d12.fp8", "ops.d12.bf16"]
+    [a100], [portable] = (parts_as(code, ["d12"]) for code in ("a100", "h100-portable"))
+    assert [part.key for part in a100] == ["steps.d12.bf16", "ops.d12.bf16"]
+    assert [part.key for part in portable][:2] == ["steps.d12.bf16", "steps.d12.fp8"]
     part = Part("steps.d12.bf16", 1, lambda limit, env: dict(ms=5.0))
     monkeypatch.setattr(results, "parts_as", lambda code, sizes: [[part]])
-    code, record = measured([], [], "--as", "a100", gpu="NVIDIA H100 80GB HBM3", command="run")
-    assert (
-        code == 0
-        and [*record] == ["h100_sm_80_code"]
-        and record["h100_sm_80_code"]["steps.d12.bf16.ms"] == 5.0
-    )
-    meta = record["h100_sm_80_code"]["meta"]
-    assert (meta["gpu"], meta["gpus"], meta["command"]) == (
-        "sm_80 code on NVIDIA H100 80GB HBM3",
-        1,
-        "run --as a100",
-    )
+    _, record = measured([], [], "--as", "a100", gpu="NVIDIA H100", command="run")
+    assert [*record] == ["h100_sm_80_code"]
+    assert record["h100_sm_80_code"]["meta"]["gpu"] == "sm_80 code on NVIDIA H100"
 
 
 STANDIN = """
@@ -245,8 +201,8 @@ words = sys.argv[1:]
 if "rowwise" in words:
     sys.exit("no torchao")
 if "--json" in words:
-    ranks = [dict([("alone", [ms - 2] * 3), ("in step", [12.0]), ("together", \
-[ms])]) for ms in (12.0, 13.0)]
+    alone = [dict(alone=[ms - 2] * 3) for ms in (12.0, 13.0)]
+    ranks = [{**times, "in step": [12.0], "together": [12.5]} for times in alone]
     operation = dict(name="matmul", ms=5.0, floor_ms=4.0)
     step = dict(step_ms=9.0, floors_ms=8.0, joules=6.0, operations=[operation])
     found = [step] if "ops" in words else dict(ranks=ranks)
@@ -258,61 +214,42 @@ print(json.dumps(dict(ms=100.0, joules=None, gib=2.0, planned=1.5, first_step=3.
 def test_parts_keep_what_the_programs_report(monkeypatch, tmp_path):
     """Each program is replaced by one that reports at once."""
     (tmp_path / "standin.py").write_text(STANDIN)
-    calls, run, env = list[list[str]](), subprocess.run, {"TRITON_CACHE_DIR": "x"}
+    run = subprocess.run
 
     def replaced(command, **more):
-        calls.append(command)
         return run([sys.executable, str(tmp_path / "standin.py"), *command[2:]], **more)
 
     monkeypatch.setattr(subprocess, "run", replaced)
     groups = [*parts_of(["d12", "d48"], "h100"), joint_parts(["d12", "d48"], 2)]
-    found = {part.key: part.measure(60.0, env) for group in groups for part in group}
+    parts = {part.key: part for group in groups for part in group}
+
+    def found(key):
+        return parts[key].measure(60.0, {"TRITON_CACHE_DIR": "x"})
+
     step = dict(ms=100.0, gib=2.0, planned=1.5, tok_s=655_360.0, recompute="gelu")
-    assert found["steps.d12.bf16"] == step and found["steps.d48.torch"]["tok_s"] == 163_840
-    assert {found[f"muon.d12.{arm}"]["tok_s"] for arm in ("bf16", "fp8", "torch")} == {1_310_720.0}
-    assert found["first_step.d12.torch"] == dict(cold_s=3.0, warm_s=3.0)
-    for arm in ("fp8", "bf16"):
-        own = found[f"first_step.d12.{arm}"]
-        assert own.pop("compile_s") < 60.0 and own == dict(cold_s=3.0, warm_s=3.0, compiled_s=3.0)
-    assert found["peer.d12.torchao_rowwise"] == dict(absent="exit code 1")
-    assert found["ops.d12.fp8"] == {
-        "ms": 9.0,
-        "floor_ms": 8.0,
-        "joules": 6.0,
-        "matmul.ms": 5.0,
-        "matmul.floor_ms": 4.0,
-    }
-    two = dict(
-        batch=64,
-        alone_ms=10.5,
-        in_step_ms=12.0,
-        together_ms=12.5,
-        slowest_ms=11.0,
-        each_ms=[10.0, 11.0],
-    )
-    assert found["multi.d12.fp8_muon"] == two | dict(tok_s=2 * 65_536 / 12.5e-3)
-    assert [" ".join(call[-2:]) for call in calls].count("--fp8.keep_bf16 head") == 2
-    assert (
-        sum("--torch" in call for call in calls) == 2 and found["multi.llama_1b.fp8"]["batch"] == 8
-    )
+    assert found("steps.d12.bf16") == step and found("steps.d48.torch")["tok_s"] == 163_840
+    assert {found(f"muon.d12.{arm}")["tok_s"] for arm in ("fp8", "torch")} == {1_310_720.0}
+    assert found("first_step.d12.torch") == dict(cold_s=3.0, warm_s=3.0)
+    own = found("first_step.d12.fp8")
+    assert own.pop("compile_s") < 60.0 and own == dict(cold_s=3.0, warm_s=3.0, compiled_s=3.0)
+    assert found("peer.d12.torchao_rowwise") == dict(absent="exit code 1")
+    ops = {"ms": 9.0, "floor_ms": 8.0, "joules": 6.0, "matmul.ms": 5.0, "matmul.floor_ms": 4.0}
+    assert found("ops.d12.fp8") == ops
+    two = dict(alone_ms=10.5, in_step_ms=12.0, together_ms=12.5, slowest_ms=11.0)
+    two |= dict(each_ms=[10.0, 11.0], batch=64, tok_s=2 * 65_536 / 12.5e-3)
+    assert found("multi.d12.fp8_muon") == two
 
 
-def test_parts_have_different_keys_and_kinds_that_can_be_named():
+def test_parts_have_keys_that_are_unlike_and_can_be_named():
     groups = [[part.key for part in group] for group in parts_of(["d12", "d48", "d24"], "h100")]
     keys = [*sum(groups, []), *(part.key for part in joint_parts(["d12"], 2))]
-    peers = [
-        (key.split(".")[1], group)
-        for group in groups
-        for key in group
-        if key.startswith(("peer", "levels"))
-    ]
-    # `speed` compares them
-    assert len(peers) == 10 and all(f"steps.{size}.torch" in group for size, group in peers)
-    assert len(set(keys)) == len(keys) and {key.partition(".")[0] for key in keys} == {
-        *results.KINDS.split(",")
-    }
+    assert len(set(keys)) == len(keys)
+    assert {key.partition(".")[0] for key in keys} == {*results.KINDS.split(",")}
     assert not [key for key in keys for other in keys if key.startswith(f"{other}.")]
     assert all(arm in pictures.NAMES for key in keys for arm in key.split(".")[2:])
+    for group in groups:  # PyTorch's step, with which they are compared, is of the same minute
+        compared = {key.split(".")[1] for key in group if key.startswith(("peer", "levels"))}
+        assert {f"steps.{size}.torch" for size in compared} <= {*group}
 
 
 # ---- pictures ----
@@ -320,12 +257,13 @@ def test_parts_have_different_keys_and_kinds_that_can_be_named():
 
 def test_a_picture_of_other_figures_is_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
-    monkeypatch.setitem(
-        pictures.DRAWN, "scale", ("none", lambda _: pictures.new_figure(2, 2), (pictures.SCALE,))
-    )
-    names = [f"docs/pictures/{name}.png: drawn again" for name in pictures.DRAWN]
-    assert pictures.draw({}, check=True) == names[2:]  # the others are not measured
-    assert pictures.draw(RECORD, check=True) == names == pictures.draw(RECORD, check=False)
+    (tmp_path / "runs.jsonl").write_text("one")
+    one = ("steps", lambda _: pictures.new_figure(2, 2), (tmp_path / "runs.jsonl",))
+    monkeypatch.setattr(pictures, "DRAWN", {"one": one})
+    drawn = ["docs/pictures/one.png: drawn again"]
+    assert pictures.draw(RECORD, check=False) == drawn
     assert pictures.draw(RECORD, check=True) == []
     slower = RECORD["h200"] | {"steps.d12.fp8.tok_s": 1.0}
-    assert pictures.draw({"h200": slower}, check=True) == names[:1]
+    assert pictures.draw({"h200": slower}, check=True) == drawn
+    (tmp_path / "runs.jsonl").write_text("two")
+    assert pictures.draw(RECORD, check=True) == drawn
