@@ -8,15 +8,7 @@ from benchmarks.losses import ratio
 from benchmarks.losses.ratio import Fit, Run, noise_of
 
 E, LAWS = 0.9, {"adamw": (8.2, 0.45), "muon": (5.8, 0.43)}  # E, A and a
-# runs
-POINTS = {
-    ("d6", 60): 8,
-    ("d6", 120): 1,
-    ("d6", 240): 3,
-    ("d12", 60): 3,
-    ("d12", 120): 1,
-    ("d12", 240): 2,
-}
+RUNS = {"d6": {60: 8, 120: 1, 240: 3}, "d12": {60: 3, 120: 1, 240: 2}}  # of each budget
 SD = {"adamw": {"d6": 0.003, "d12": 0.02}, "muon": {"d6": 0.003, "d12": 0.003}}
 
 
@@ -33,15 +25,14 @@ def runs(seed, scale=1):
     rng = np.random.default_rng(seed)
     return [
         Run(size, name, tokens, loss(name, tokens) + rng.normal(0, scale * SD[name][size]), True)
-        for (size, tokens), n in POINTS.items() for name in LAWS for _ in range(n)
+        for size, budgets in RUNS.items() for tokens, n in budgets.items()
+        for name in LAWS for _ in range(n)
     ]  # fmt: skip
 
 
 def fit(found):
-    return Fit(
-        [run for run in found if run.size == "d12"],
-        {name: noise_of(found, name, "d12") for name in LAWS},
-    )
+    large = [run for run in found if run.size == "d12"]
+    return Fit(large, {name: noise_of(found, name, "d12") for name in LAWS})
 
 
 def test_runs_with_little_noise_give_the_ratio_of_their_law():
@@ -65,26 +56,18 @@ def test_intervals_cover_the_truth_and_widen_with_the_distance():
 def test_noise_belongs_to_a_size_and_is_the_largest_for_a_size_without_seeds():
     losses = {"d6": (1.0, 1.2), "d8": (3.0,), "d12": (5.0, 5.0, 5.3)}
     found = [Run(size, "muon", 60, x, True) for size, all in losses.items() for x in all]
-    noise = {size: noise_of(found, "muon", size) for size in losses}
-    assert [(one.freedom, one.size) for one in noise.values()] == [
-        (1, "d6"),
-        (2, "d12"),
-        (2, "d12"),
-    ]
-    assert np.allclose([one.sd for one in noise.values()], [0.02**0.5, 0.03**0.5, 0.03**0.5])
+    noise = [noise_of(found, "muon", size) for size in losses]
+    assert [(one.freedom, one.size) for one in noise] == [(1, "d6"), (2, "d12"), (2, "d12")]
+    assert np.allclose([one.sd for one in noise], [0.02**0.5, 0.03**0.5, 0.03**0.5])
     assert noise_of(found, "adamw", "d6") is None
 
 
 def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss():
-    l1 = [
-        Run("d12", of, D, loss(of, D), False)
-        for of, D in (("adamw", 1000), ("muon", 770), ("muon", 1000))
-    ]
+    runs = [("adamw", 1000), ("muon", 770), ("muon", 1000)]
+    l1 = [Run("d12", of, D, loss(of, D), False) for of, D in runs]
     noise = {name: ratio.Noise(0.003, 3, "d12") for name in LAWS}
     middle, low, high = ratio.measured(l1, noise)
     A, a = LAWS["muon"]
-    assert (
-        abs(middle / (1000 / (A / (loss("adamw", 1000) - E)) ** (1 / a)) - 1) < 0.03
-        and low < middle < high
-    )
+    expected = 1000 / (A / (loss("adamw", 1000) - E)) ** (1 / a)
+    assert abs(middle / expected - 1) < 0.03 and low < middle < high
     assert ratio.measured(l1[:2], noise) is None
