@@ -32,10 +32,8 @@ def test_verify_fails_on_a_wrong_kernel_and_names_it(monkeypatch, capsys):
     monkeypatch.setattr(gpt2_triton.kernels, "matmul_add", wrong)
     monkeypatch.setattr(verify, "comparisons", lambda: kernels.matmul_add(Sizes(B=2, T=32, C=64)))
     assert verify.verify() == 1
-    assert any(
-        line.startswith("matmul_add") and line.endswith("FAIL")
-        for line in capsys.readouterr().out.splitlines()
-    )
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("matmul_add") and line.endswith("FAIL") for line in lines)
 
 
 def test_verdict_is_by_the_limit_without_a_counterpart_and_fails_for_nan():

@@ -49,25 +49,11 @@ def calls(operations, name):
 def test_timed_records_every_launcher_of_a_step(record, monkeypatch):
     monkeypatch.setattr(contract, "LAUNCHED", set())
     _, operations = record()
-    launched = contract.LAUNCHED
     no_step = {"column_sums", "fill", "normal_init"}  # of other launchers, and of first weights
-    assert {op.name for op in operations} == launched - no_step
-    with_products = {
-        "matmul",
-        "matmul_add",
-        "matmul_act",
-        "matmul_dx",
-        "matmul_dx_dact",
-        "matmul_dw",
-    }
-    with_products |= {
-        "matmul_dw_pair",
-        "classifier_fwd",
-        "classifier_dx",
-        "attention_fwd",
-        "attention_bwd",
-    }
-    assert {op.name for op in operations if op.flops} == with_products
+    assert {op.name for op in operations} == contract.LAUNCHED - no_step
+    with_products = "matmul matmul_add matmul_act matmul_dx matmul_dx_dact matmul_dw matmul_dw_pair"
+    with_products += " classifier_fwd classifier_dx attention_fwd attention_bwd"
+    assert {op.name for op in operations if op.flops} == {*with_products.split()}
 
 
 @pytest.mark.parametrize("level", ["gelu", "block"])
@@ -86,10 +72,8 @@ def test_flops_of_llama_count_shared_keys_and_the_gate(record):
     d, operations = record(model=dict(arch="llama", n_head=2, n_kv_head=1, n_embd=128, n_inner=96))
     matrices = d.L * 128 * (128 + 2 * 64 + 128 + 3 * 96) + d.Vp * 128
     attention = d.B * d.T * d.T * 128
-    assert (
-        sum(op.flops * len(op.spans) for op in operations)
-        == 6 * d.R * matrices + 7 * d.L * attention
-    )
+    total = sum(op.flops * len(op.spans) for op in operations)
+    assert total == 6 * d.R * matrices + 7 * d.L * attention
     assert {op.attention for op in operations} == {None, (d.B, 2, 1, d.T, 64)}
 
 
@@ -105,12 +89,9 @@ def test_moved_bytes_of_a_step(record):
     assert calls(operations, "layernorm_fwd") == [(2 * rows + stats + 2 * row, 2 * d.L + 1)]
     # dout, x and dx, which is also read except by the head's call; layer
     # 0 has no bias in front of it
-    head, first, others = (
-        3 * rows + stats + 5 * row,
-        4 * rows + stats + 4 * row,
-        4 * rows + stats + 5 * row,
-    )
-    assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (others, 2 * d.L - 1)]
+    head, first = 3 * rows + stats + 5 * row, 4 * rows + stats + 4 * row
+    others = 2 * d.L - 1
+    assert calls(operations, "layernorm_bwd") == [(head, 1), (first, 1), (first + row, others)]
     assert calls(operations, "matmul_act") == [(rows + 4 * square + wide + 2 * 4 * rows, d.L)]
     # dout, w, pre in; dpre, dbias and, at `gelu`, gelu_out
     assert calls(operations, "matmul_dx_dact") == [(rows + 4 * square + 3 * 4 * rows + wide, d.L)]
@@ -119,10 +100,8 @@ def test_moved_bytes_of_a_step(record):
     assert calls(operations, "matmul_dw") == sorted((chunk, 1) for chunk in chunks)
     # fcproj and fc: x or dx and a tensor four times as wide each;
     # attproj and qkv: dx, att, dqkv, ln
-    assert calls(operations, "matmul_dw_pair") == [
-        (6 * rows + 4 * square, d.L),
-        (10 * rows + 8 * square, d.L),
-    ]
+    narrow, broad = 6 * rows + 4 * square, 10 * rows + 8 * square
+    assert calls(operations, "matmul_dw_pair") == [(narrow, d.L), (broad, d.L)]
     # x, ids, the tokens' rows of wte, all of wpe
     assert calls(operations, "embedding_fwd") == [(2 * rows + 4 * d.R + d.Tmax * row, 1)]
     # w, m, v read and written, g read; embedding, layers, norms and biases
@@ -137,10 +116,8 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     """
     d, operations = record(train=dict(dtype="bf16", precision="fp8"), fp8=dict(keep_bf16="none"))
     x, square, stats = d.R * d.C, d.C * d.C, 2 * 4 * d.R
-    assert calls(operations, "layernorm_fwd") == [
-        (3 * x + stats + 4 * d.C, 2 * d.L),
-        (5 * x + stats + 4 * d.C, 1),
-    ]
+    norms, last = 3 * x + stats + 4 * d.C, 5 * x + stats + 4 * d.C
+    assert calls(operations, "layernorm_fwd") == [(norms, 2 * d.L), (last, 1)]
     # inp, w, bias; rows, columns, and a byte of the slope
     assert calls(operations, "matmul_act") == [(x + 4 * square + 2 * 4 * d.C + 3 * 4 * x, d.L)]
     # read in bf16, written in both orders
@@ -150,19 +127,10 @@ def test_bytes_and_products_of_a_step_in_fp8(record):
     assert calls(operations, "classifier_fwd") == [(2 * exponentials + x + wte + 2 * 4 * d.R, 1)]
     assert calls(operations, "classifier_dx") == [(exponentials + wte + 2 * x + 3 * 4 * d.R, 1)]
     assert (exponentials + x + 4 * wte, 1) in calls(operations, "matmul_dw")
-    in_fp8 = {op.name for op in operations if op.fp8}
-    assert {
-        "matmul",
-        "matmul_add",
-        "matmul_act",
-        "matmul_dx",
-        "matmul_dx_dact",
-        "classifier_fwd",
-    } <= in_fp8
-    assert {"classifier_dx", "matmul_dw", "matmul_dw_pair"} <= in_fp8 and not {
-        "attention_bwd",
-        "adamw",
-    } & in_fp8
+    in_fp8 = "matmul matmul_add matmul_act matmul_dx matmul_dx_dact matmul_dw matmul_dw_pair"
+    in_fp8 += " classifier_fwd classifier_dx"
+    found = {op.name for op in operations if op.fp8}
+    assert {*in_fp8.split()} <= found and not {"attention_bwd", "adamw"} & found
 
 
 # ---- floors and tables ----
@@ -181,10 +149,8 @@ def test_floor_is_the_longest_time_with_its_name(monkeypatch):
     assert ops.floor(operation()) == (0.5, "cuBLAS")
     assert ops.floor(operation(products=())) == (0.001, "copy")
     for layout, ms in (("forward", 0.3), ("dx", 0.3), ("dw", 0.35)):
-        assert ops.floor(operation(products=((layout, 128, 64, 32),), fp8=True)) == (
-            ms,
-            "cuBLAS fp8",
-        )
+        found = operation(products=((layout, 128, 64, 32),), fp8=True)
+        assert ops.floor(found) == (ms, "cuBLAS fp8")
     assert ops.floor(operation("attention_fwd", (), (2, 1, 1, 16, 64))) == (0.25, "cuDNN")
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e9)
     assert ops.floor(operation()) == (1.0, "copy")

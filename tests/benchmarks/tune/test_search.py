@@ -2,25 +2,35 @@
 
 import contextlib
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.tune import calls, candidates, search
-from gpt2_triton import __version__
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.table_file import read_table
-from tests.benchmarks.tune.test_tables import TRAINING
-from tests.support.models import require_equal_states
+from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support.tiny import packed_batch, tiny_model
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter's table")
 
-# ---- the choice of a row ----
+def test_space_has_every_row_of_a_step_but_wide_heads():
+    no_step = {"decode_matmul", "decode_matvec", "decode_attention", "cache_fill"}
+    no_step |= {"sample_keep", "sample_token"}
+    no_step |= {"muon_symmetric", "muon_apply"}  # tune trains with AdamW
+    wide = {"attention_fwd_wide", "attention_bwd_dq_wide", "attention_bwd_dkdv_wide"}
+    rows = {op for op, _ in read_table(TABLES / "h200.json").rows}
+    assert rows - no_step - wide == set(candidates.SPACE)
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200"])
+def test_candidates_begin_with_the_current_row(name):
+    """And are unlike each other."""
+    for (op, dtype), current in read_table(TABLES / f"{name}.json").rows.items():
+        if op in candidates.SPACE and dtype == "bf16":
+            rows = candidates.candidates(op, current, 99 << 10)
+            assert rows[0] == current and len(rows) > 2
+            assert len({tuple(sorted(row.items())) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +47,6 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpr
 def test_winner_gains_2_percent_and_loses_2_percent_at_no_size(times, keep):
     rows = [{}] * len(next(iter(times.values()), [0]))
     assert search.winner(rows, times) == keep
-    assert search.gain({"d12": [2.0, 1.0], "d24": [8.0, 8.0]}, 1) == pytest.approx(math.sqrt(2))
 
 
 def test_worst_is_the_error_of_the_worst_256_numbers():
@@ -54,13 +63,10 @@ def test_worst_is_the_error_of_the_worst_256_numbers():
     assert calls.worst(got, want) == 0.0
 
 
-# ---- a search, on a step of the tiny model ----
-
-
 @pytest.fixture
-def tiny(monkeypatch):
-    """tiny(ops, clock): a model of one layer, nothing compiled; a recorded launch takes
-    clock(rows) milliseconds.
+def tune(monkeypatch, tmp_path):
+    """tune(spaces, clock): tune a model of one layer, nothing compiled, and return the table; a
+    recorded launch takes clock(rows) milliseconds.
     """
 
     @contextlib.contextmanager
@@ -69,65 +75,40 @@ def tiny(monkeypatch):
             patch.setattr(calls.Call, "__call__", lambda self: None)
             yield
 
-    def made(spaces, clock=lambda rows: 1.0):
-        monkeypatch.setattr(candidates, "SPACE", spaces)
-        monkeypatch.setattr(search, "SPACE", spaces)
+    def model_of(config, K):
+        model, config = tiny_model(K, model=dict(n_layer=1), train=dict(dtype="bf16"))
+        model.eager = True
+        return model, packed_batch(config)
+
+    def made(spaces, clock):
+        def timed(graphs, _):
+            return {i: clock(rows) for i, rows in graphs.items()}
+
+        for module in (candidates, search):
+            monkeypatch.setattr(module, "SPACE", spaces)
         monkeypatch.setattr(candidates, "FITS", {})
         monkeypatch.setattr(gpt2_triton.kernels, "compiling", compiling)
         monkeypatch.setattr(calls.Trial, "_launches", lambda self: 1)
         monkeypatch.setattr(calls.Trial, "graph", lambda self: dict(tuning.table().rows))
-        monkeypatch.setattr(
-            calls, "interleaved", lambda graphs, _: {i: clock(rows) for i, rows in graphs.items()}
-        )
-        monkeypatch.setattr(calls, "model_of", lambda config, K: small_model(K, n_layer=1))
+        monkeypatch.setattr(calls, "interleaved", timed)
+        monkeypatch.setattr(calls, "model_of", model_of)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX 9 Ada")
         properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        out = tmp_path / "new.json"
+        assert search.tune(["d12", "d24"], None, None, out) == 0
+        # read as a GPU's: rows of the interpreter have no options
+        out.write_text(out.read_text().replace('"NVIDIA RTX 9 Ada"', '"interpreter"'))
+        return read_table(out)
 
     return made
 
 
-def small_model(K=None, n_layer=2):
-    model, config = tiny_model(K, model=dict(n_layer=n_layer), train=dict(dtype="bf16"))
-    model.eager = True
-    return model, packed_batch(config)
-
-
-@no_gpu
 @pytest.mark.slow
-def test_tune_writes_only_the_row_that_gains(tiny, tmp_path, capsys):
-    """adamw is fastest with BLOCK 32768; layernorm gains only 1%."""
-
-    def clock(rows):
-        adamw, norm = rows["adamw", "bf16"]["BLOCK"], rows["layernorm_fwd", "bf16"]["ROWS"]
-        return (0.5 if adamw == 32768 else 1.0) * (0.99 if norm == 64 else 1.0)
-
-    tiny(dict(adamw=dict(BLOCK=(32768, 65536)), layernorm_fwd=dict(ROWS=(64, 128))), clock)
-    out, before = tmp_path / "new.json", tuning.table()
-    assert search.tune(["d12", "d24"], None, None, out) == 0
-    assert tuning.table() is before and before.rows["adamw", "bf16"]["BLOCK"] == 1 << 18
-    text = capsys.readouterr().out
-    adamw = next(line for line in text.splitlines() if line.startswith("adamw"))
-    assert "+100.0%  BLOCK 262144 -> 32768" in adamw
-    assert "+1.0%  unchanged (ROWS 512 -> 64)" in text
-    assert f"wrote {out}: 1 rows changed" in text
-    new = read_table_of(out)
-    assert new.gpu == "NVIDIA RTX 9 Ada" and new.capabilities == [] and new.source == "measured"
-    changed = {key for key in new.rows if new.rows[key] != before.rows[key]}
-    assert changed == {("adamw", "bf16")} and new.version == __version__
-    assert "tuning for NVIDIA RTX 9 Ada, some minutes: d12 B 64, d24 B 64" in text
-    assert f"GPT2_TRITON_TABLE={out}" in text and list(tmp_path.iterdir()) == [out]
-
-
-def read_table_of(file: Path):
-    """Read a GPU's table with rows of the interpreter, which have no options."""
-    file.write_text(file.read_text().replace('"NVIDIA RTX 9 Ada"', '"interpreter"'))
-    return read_table(file)._replace(gpu="NVIDIA RTX 9 Ada")
-
-
-@no_gpu
-def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter's table")
+def test_tune_writes_only_the_row_that_gains_and_is_right(tune, monkeypatch, capsys):
+    """layernorm gains with ROWS 64; adamw would, but fails or is wrong; embedding_fwd gains 1%."""
     right = gpt2_triton.kernels.adamw
 
     def adamw(*args):
@@ -142,39 +123,19 @@ def test_tune_drops_candidates_that_fail_or_are_wrong(tiny, tmp_path, monkeypatc
     adamw.__wrapped__ = right
     adamw.__name__ = "adamw"
     monkeypatch.setattr(gpt2_triton.kernels, "adamw", adamw)
-    tiny(dict(adamw=dict(BLOCK=(32768, 65536))), lambda rows: rows["adamw", "bf16"]["BLOCK"])
-    assert search.tune(["d12"], None, None, tmp_path / "new.json") == 0
+
+    def clock(rows):
+        norm, wte = rows["layernorm_fwd", "bf16"]["ROWS"], rows["embedding_fwd", "bf16"]["BLOCK_C"]
+        faster = rows["adamw", "bf16"]["BLOCK"] / (1 << 18)
+        return faster * (0.5 if norm == 64 else 1.0) * (0.99 if wte == 512 else 1.0)
+
+    before = tuning.table()
+    spaces = dict(adamw=dict(BLOCK=(32768, 65536)), layernorm_fwd=dict(ROWS=(64, 128)))
+    new = tune(spaces | dict(embedding_fwd=dict(BLOCK_C=(512,))), clock)
     text = capsys.readouterr().out
     assert "1 candidates need more than this GPU has" in text
     assert "WRONG: adamw {'BLOCK': 65536}: its numbers differ from the current row's by" in text
-    assert "0 rows changed" in text
-
-
-@no_gpu
-@pytest.mark.slow
-def test_intercepted_step_has_the_bytes_of_a_plain_step(tiny):
-    """Each row is tried at each launcher, and everything written is restored."""
-    stopped = {}
-    tiny({})
-    model, packed = small_model()
-    list(run_steps(model, packed, range(2)))
-
-    def model_of(config, K):
-        stopped["model"], batch = small_model(K)
-        return stopped["model"], batch
-
-    calls.model_of = model_of  # `tiny` restores it
-    with calls.recorded_rows() as rows:
-        tries = {op: [rows[op, "bf16"], dict(rows[op, "bf16"])] for op in TRAINING}
-
-        def step(size, on_call):
-            calls.intercepted_step(size, 2, rows, on_call)
-
-        found = search.Search(rows, tries, 1)
-        found.run(["d12"], step, lambda *measured: None)
-    assert not found.dropped
-    assert {op for op, times in found.times.items() if not times} == {
-        op for op in TRAINING if "wide" in op
-    }
-    require_equal_states(model, stopped["model"])
-    assert torch.equal(model.state.step_out, stopped["model"].state.step_out)
+    assert "+100.0%  ROWS 512 -> 64" in text and tuning.table() is before
+    changed = {key for key in new.rows if new.rows[key] != before.rows[key]}
+    assert changed == {("layernorm_fwd", "bf16")}
+    assert new.capabilities == [] and new.source == "measured"
