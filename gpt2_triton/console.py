@@ -170,6 +170,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 class Progress(tqdm):
     """Shows how much is done, the rate and the time left, from DELAY seconds on,
     on rank 0, on a terminal.

@@ -15,7 +15,7 @@ from gpt2_triton.commands.app import (
     select_device,
 )
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import print_line
+from gpt2_triton.console import counted, print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_json
 
@@ -63,7 +63,8 @@ def hellaswag(
     for questions in asked.values():
         require_fitting(model, questions)
     results = {style: evaluate(model, questions) for style, questions in asked.items()}
-    print(f"HellaSwag, {len(next(iter(asked.values())).labels):,} questions")
+    number = len(next(iter(asked.values())).labels)
+    print(f"HellaSwag, {counted(number, 'question')}")
     print(format_table(results))
     if json:
         write_json(json, {"checkpoint": checkpoint, "data": str(data or URL)} | results)

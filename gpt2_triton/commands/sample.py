@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
-from gpt2_triton.console import print_line, printable
+from gpt2_triton.console import counted, print_line, printable
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.inference.sampling import Sampling
 
@@ -79,19 +79,20 @@ def sample(
     count = 0
     drawn_texts = draw(model, all_ids, tokens, how, seeds, ends_of_text(tokenizer, beside))
     for n, ((text, ids, _), drawn) in enumerate(zip(texts, drawn_texts, strict=True)):
-        printed, counted = itertools.tee(drawn)
+        printed, again = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)
         for piece in stream_text(tokenizer, printed, ids):
             print(shown(piece), end="", flush=True)
         print(flush=True)
-        count += len([*counted])
+        count += len([*again])
     seconds = time.perf_counter() - start
     slow = ""
     if model.arena.device.type == "cpu":
         slow = " (no CUDA GPU found: in Triton's interpreter)"
     rate = count / seconds
     shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    print(f"{count} tokens in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
+    drawn = counted(count, "token")
+    print(f"{drawn} in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
 
 
 def _lines(file: Path) -> list[str]:

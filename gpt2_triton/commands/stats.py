@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.console import printable
+from gpt2_triton.console import counted, printable
 from gpt2_triton.errors import ConfigError
 
 
@@ -24,6 +24,6 @@ def stats(run: Path, /, *, step: int | None = None) -> None:
         raise ConfigError(f"{path}: holds no statistics yet; train to step log.stats_every")
     chosen = max(records) if step is None else step
     if chosen not in records:
-        having = f"{len(records)} steps from {min(records)} to {max(records)} have them"
-        raise ConfigError(f"--step: no statistics of step {step}; {having}")
+        having = f"{counted(len(records), 'step')}, from {min(records)} to {max(records)}"
+        raise ConfigError(f"--step: no statistics of step {step}; take one of {having}")
     print(printable(f"step {chosen}\n{format_table(records[chosen])}"))

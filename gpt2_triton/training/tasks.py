@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint import source_files
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import counted
 from gpt2_triton.errors import ReplicaMismatchError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.losses import Stopped, validation_loss
@@ -82,7 +83,8 @@ def answer_hellaswag(run: Run, step: int) -> None:
     questions = run.data.hellaswag
     assert questions
     if run.group.device == "cpu":
-        run.log.info(f"answering {len(questions.labels):,} questions of HellaSwag")
+        number = counted(len(questions.labels), "question")
+        run.log.info(f"answering {number} of HellaSwag")
     with run.watchdog.phase("answering HellaSwag"):
         scores = hellaswag.evaluate(run.model, questions, run.control, run.signals.is_requested)
     run.log.hellaswag(step, scores["acc"], scores["acc_norm"])

@@ -126,7 +126,7 @@ def test_text_is_prepared_trained_on_and_sampled(run):
     assert "\nstep" in run("train", "quickstart", *SMALL, *data, "--run_dir", "run")
     assert "To be" in run("sample", "run", "--prompt", "To be", "--tokens", "2")
     assert "bits per byte" in run("perplexity", "run", "shards/val_*.bin", "--tokens", "64")
-    assert "HellaSwag, 1 questions" in run("hellaswag", "run", "--data", "questions.jsonl")
+    assert "HellaSwag, 1 question\n" in run("hellaswag", "run", "--data", "questions.jsonl")
     assert "step 2" in run("stats", "run")
     run("plot", "run", "-o", "loss.png")
     run("export", "run", "--out", "exported")

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gpt2_triton import console
-from gpt2_triton.console import LogFile, Progress, format_bytes, print_line, printable
+from gpt2_triton.console import LogFile, Progress, counted, format_bytes, print_line, printable
 
 
 class SmallDisk:
@@ -134,6 +134,10 @@ def test_printed_lines_have_no_control_characters(capsys):
 
 def test_format_bytes_has_digits_for_small_sizes():
     assert [format_bytes(n) for n in (0, 5_300_000, 2**30)] == ["0.0 MiB", "5.1 MiB", "1.00 GiB"]
+
+
+def test_a_count_of_one_has_a_noun_without_s():
+    assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
 
 
 def test_messages_name_commands_as_the_user_called_one(monkeypatch):

@@ -257,7 +257,7 @@ def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
     names = [line.split()[0] for line in shown if line]
     assert {"x[0]", "x[2]", "fch", "dx[2]", "wte", "qkvw"} <= set(names)
     assert main(app, ["stats", str(tmp_path), "--step", "7"]) == 2
-    assert "no statistics of step 7; 2 steps from 2 to 3 have them" in capsys.readouterr().err
+    assert "no statistics of step 7; take one of 2 steps, from 2 to 3" in capsys.readouterr().err
 
 
 def causes(config, run, capsys):

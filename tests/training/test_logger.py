@@ -199,8 +199,7 @@ def test_read_metrics_leaves_out_damaged_lines_with_a_warning(tmp_path, capsys):
         8,
     ]
     warning = (
-        f"warning: {tmp_path / METRICS}: 2 of 10 lines are damaged and "
-        "left out, the first is line 2\n"
+        f"warning: {tmp_path / METRICS}: damaged lines left out: 2 of 10, the first is line 2\n"
     )
     assert capsys.readouterr().err == warning
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gpt2_triton.console import Progress, print_line
+from gpt2_triton.console import Progress, counted, print_line
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import (
     RECORD,
@@ -232,7 +232,8 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
                 break
             shards[name] = row
             progress.advance(row["tokens"])
-    print_line(f"resuming after {len(shards)} finished shards, {count_tokens(shards):,} tokens")
+    finished = counted(len(shards), "finished shard")
+    print_line(f"resuming after {finished}, {count_tokens(shards):,} tokens")
     return shards, places[: len(shards) + 1]
 
 

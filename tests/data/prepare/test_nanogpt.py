@@ -42,7 +42,7 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
     monkeypatch.setattr(build, "write_shard", write)
     assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
     said = (
-        f"resuming after 1 finished shards, 1,000 tokens\nprepared {out}: "
+        f"resuming after 1 finished shard, 1,000 tokens\nprepared {out}: "
         "4 shards, 2,500 tokens to train on, 300 "
     )
     assert capsys.readouterr().out.startswith(said)

@@ -19,6 +19,7 @@ import pytest
 
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
+from gpt2_triton.console import counted
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import build, documents, text
 from gpt2_triton.data.prepare.workers import paired_map
@@ -228,10 +229,8 @@ def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(
             prepare_many(directory, out)
         assert not (out / "shards.json").exists()
     assert contents(prepare_many(directory, out, workers=2)) == unbroken
-    assert (
-        f"resuming after {len(unbroken) - 2 - (not after)} finished shards, "
-        in capsys.readouterr().out
-    )
+    finished = counted(len(unbroken) - 2 - (not after), "finished shard")
+    assert f"resuming after {finished}, " in capsys.readouterr().out
 
 
 def test_text_that_was_begun_is_not_continued_with_other_text(many, tmp_path, monkeypatch):
