@@ -139,8 +139,16 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
             f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}"
         )
     what = f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported"
-    todo = f", unless you put its tokenizer.json into {weights.beside}" if weights.beside else ""
-    return CheckpointError(what + todo)
+    if weights.beside:
+        what += f", unless you put its tokenizer.json into {weights.beside}"
+    elif not _has_few_rows(weights):
+        what += ", unless a run's data.tokenizer names its tokenizer"
+    return CheckpointError(what)
+
+
+def _has_few_rows(weights: Weights) -> bool:
+    """Return whether no tokenizer here is small enough for the weights."""
+    return weights.model.vocab_size < min(TOKENIZER_SIZES.values())
 
 
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
@@ -189,9 +197,7 @@ def _sizes(m: ModelConfig) -> dict[str, Any]:
 
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
-    # no run can have these sizes
-    too_small = weights.model.vocab_size < min(TOKENIZER_SIZES.values())
-    if too_small or (weights.tokenizer is None and has_tokenizer(weights.beside)):
+    if _has_few_rows(weights) or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
     theirs, now = (
         _sizes(m) | {"tokenizer": identity(tokenizer or config.data.tokenizer)}

@@ -128,7 +128,7 @@ def settings(
         measured = _measure(own)
         if run_dir and (run_dir / "config.yaml").is_file():
             return _continued(own, measured, given, machine, run_dir)
-        weights = _weights(given.get("init_from", ""), download)
+        weights = _weights(given, download)
         choice = own_text.choice_for(measured.characters, machine.gpu_gib, given)
         tokenizer = _tokenizer(choice, given, weights)
         tokens = measured.count_tokens(tokenizer)
@@ -208,17 +208,18 @@ def _patterns(shards: Path) -> dict[str, str]:
     return {"data.train": f"{shards}/train_*.bin", "data.val": f"{shards}/val_*.bin"}
 
 
-def _weights(init_from: str, download: bool) -> "Weights | None":
+def _weights(given: Mapping[str, str], download: bool) -> "Weights | None":
     """Return the weights of init_from; None for scratch, or for OpenAI's without `download`."""
     from gpt2_triton.checkpoint.sources import open_weights
     from gpt2_triton.checkpoint.weights import no_tokenizer
 
+    init_from = given.get("init_from", "")
     kind, _, where = init_from.partition(":")
     named = kind == "hf" and where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()
     if kind not in INIT_SOURCES or named and not download:
         return None
     weights = open_weights(init_from)
-    if weights.tokenizer is None:
+    if weights.tokenizer is None and "data.tokenizer" not in given:
         raise no_tokenizer(weights)
     return weights
 

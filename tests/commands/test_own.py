@@ -54,9 +54,9 @@ def trained(monkeypatch):
     return configs
 
 
-def export_weights(model, config, directory):
+def export_weights(model, config, directory, kind="hf"):
     weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
-    export(weights, directory, "hf", "fp32")
+    export(weights, directory, kind, "fp32")
 
 
 def files(root):
@@ -242,6 +242,22 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
         yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again")
     )
     assert again["model"] == first["model"] and again["optim"] == first["optim"]
+
+
+def test_weights_without_files_are_finetuned_with_the_tokenizer_that_is_given(
+    here, trained, capsys
+):
+    byte_level(here / "tok")
+    model, config = tiny_model(model=dict(vocab_size=345, block_size=32))
+    export_weights(model, config, here / "theirs", "llmc")
+    words = ["own", "--data", "my.txt", "--init_from", "llmc:theirs"]
+    assert main(app, words) == 4
+    said = "can only be exported, unless a run's data.tokenizer names its tokenizer\n"
+    assert capsys.readouterr().err.endswith(said) and not (here / "data").exists()
+    for tokenizer, code in (("bytes", 0), ("tok", 0), ("gpt2", 2)):
+        assert main(app, [*words, "--data.tokenizer", tokenizer]) == code, tokenizer
+    assert [config.model.vocab_size for config in trained] == [345, 345]
+    assert [config.data.tokenizer for config in trained] == ["bytes", "./tok"]
 
 
 def test_one_rank_exports(here, trained, monkeypatch):
