@@ -56,13 +56,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError of the block that names no file, as a full disk's does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
+
+
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file so that a crash leaves the old one or the new one: hidden file,
     fsync, rename, fsync directory.
     """
     hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(hidden, "wb") as file:
+        with naming(path), open(hidden, "wb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
@@ -104,9 +115,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     make_directory(hidden, exist_ok=False)
     try:
-        yield hidden
-        for file in (*hidden.iterdir(), hidden):
-            fsync(file)
+        with naming(path):
+            yield hidden
+            for file in (*hidden.iterdir(), hidden):
+                fsync(file)
         os.rename(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

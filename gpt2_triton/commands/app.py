@@ -139,7 +139,7 @@ def main(app: App, argv: list[str]) -> int:
                 "TMPDIR: no directory for temporary files can be written; set TMPDIR to one", 2
             )
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
-            file = str(error.filename or "output")
+            file = str(error.filename or _writer(error))
             if "/.triton" in file:
                 todo = "set TRITON_CACHE_DIR to another place"
             else:
@@ -149,6 +149,15 @@ def main(app: App, argv: list[str]) -> int:
             raise
         traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error}", 1)
+
+
+def _writer(error: OSError) -> str:
+    """Return what an error that names no file is about: stdout, if that refuses a line's end."""
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        return "standard output"
+    return f"a file that {traceback.extract_tb(error.__traceback__)[-1].filename} writes"
 
 
 def call(app: App, words: Iterable[str]) -> int:

@@ -4,6 +4,7 @@ metrics.jsonl, as one picture.
 Okabe and Ito's colours remain distinct to colour-blind readers.
 """
 
+import io
 import json
 import os
 import textwrap
@@ -17,6 +18,7 @@ from cyclopts import Parameter
 
 from gpt2_triton.console import format_count, print_line, printable
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.files import write_atomic
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -187,8 +189,10 @@ def _cut_spikes(axes: Any, runs: Sequence[Curves]) -> None:
 def _save(figure: Any, out: Path, runs: Sequence[Curves]) -> None:
     """Write the picture; a line says if no font has a name's characters."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
     with warnings.catch_warnings(record=True) as caught:
-        figure.savefig(out, dpi=150)
+        figure.savefig(picture, format=out.suffix[1:], dpi=150)
+    write_atomic(out, picture.getbuffer())
     if any("missing from font" in str(warning.message) for warning in caught):
         names = ", ".join(run.name for run in runs if not run.name.isascii())
         todo = "install Noto Sans CJK, or set font.family in matplotlibrc"

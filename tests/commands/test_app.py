@@ -312,6 +312,9 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
     assert "RUN/metrics.jsonl: Permission denied; " in capsys.readouterr().err
+    assert run(lambda: command(OSError(28, "No space left on device"))) == 2
+    said = f"error: a file that {__file__} writes: No space left on device; make room\n"
+    assert capsys.readouterr().err == said
     # HOME=/, as in a container
     assert run(lambda: command(PermissionError(13, "Permission denied", "/.triton"))) == 2
     assert "Permission denied; set TRITON_CACHE_DIR" in capsys.readouterr().err

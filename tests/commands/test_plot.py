@@ -1,5 +1,6 @@
 """`python -m gpt2_triton plot`: the panels and the legend show the values in metrics.jsonl."""
 
+import errno
 import json
 import os
 import subprocess
@@ -182,6 +183,18 @@ def test_the_first_fall_of_a_long_run_does_not_flatten_the_rest(panels, tmp_path
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_full_disk_is_named_and_leaves_no_picture(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = write_run(tmp_path / "run", 3)
+    out = tmp_path / "loss.svg"
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert main(tools, ["plot", str(run), "-o", str(out)]) == 2
+    assert capsys.readouterr().err == f"error: {out}: No space left on device; make room\n"
+    assert os.listdir(tmp_path) == ["run"]
+
+
 def test_a_run_that_has_only_begun_is_drawn(panels, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 3.0, "tokens": 100, "tok_s": 0.0, "norm": 0.0}\n'

@@ -1,5 +1,6 @@
 """A crash leaves the old file or the new one."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -38,6 +39,19 @@ def test_write_atomic_failure_keeps_the_old_file(tmp_path, monkeypatch, call):
     with pytest.raises(OSError, match="no space"):
         write_atomic(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_full_disks_error_names_what_was_written(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError) as of_file:
+        write_atomic(tmp_path / "x", b"new")
+    with pytest.raises(OSError) as of_directory, new_directory(tmp_path / "new"):
+        pass
+    found = [error.value.filename for error in (of_file, of_directory)]
+    assert found == [str(tmp_path / "x"), str(tmp_path / "new")]
 
 
 def test_new_directory_appears_at_the_end(tmp_path):

@@ -45,7 +45,7 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     with new_directory(out) as directory:
         trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
-        trained.save(str(directory / FILE))
+        (directory / FILE).write_text(trained.to_str(pretty=True), encoding="utf-8")
         (directory / CONFIG).write_text(json.dumps(config | names, indent=2) + "\n")
     return _compared(FileTokenizer(str(out)), vocab, held_out)
 

@@ -1,9 +1,12 @@
 """The command `tokenizer`: a byte-level BPE of one's own text."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +69,16 @@ def test_a_directory_that_is_there_is_kept(greek, capsys):
     assert main(tools, ["tokenizer", "missing.txt", "--out", "tok"]) == 2
     # before a text is read
     assert "tok is there already; choose another" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_that_names_the_directory(greek, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 2
+    assert capsys.readouterr().err == "error: tok: No space left on device; make room\n"
+    assert os.listdir(greek) == ["my.txt"]
 
 
 @pytest.mark.slow
