@@ -111,7 +111,7 @@ def try_to_save(directory: Path, control: ControlGroup = SINGLE_PROCESS) -> None
             directory.rmdir()
     if failure:
         control.leave()
-        todo = "choose a --run_dir that every rank sees and may write to, or correct this one"
+        todo = "choose a --run_dir with room that every rank sees and may write to"
         with same_on_all_ranks():
             raise CheckpointError(
                 f"{directory}: no checkpoint can be saved there ({failure}); {todo}"
@@ -128,6 +128,10 @@ def _make_room(
     directory: Path, needed: int, step: int, best: int | None, retention: Retention
 ) -> None:
     """Remove what killed saves left, and what has to go before `needed` bytes fit."""
+    run_dir = directory.parent
+    if not run_dir.is_dir():  # the save makes it again: an error would lose more
+        todo = "checkpoints go to a new one, logs and earlier checkpoints stay with the other"
+        print_line(f"warning: {run_dir}: moved or removed during the run; {todo}", error=True)
     _remove_leftovers(directory)
     for path in _in_the_way(directory, needed, step, best, retention):
         _discard(path)

@@ -33,6 +33,19 @@ from tests.support.checkpoints import (
 )
 
 
+def test_run_directory_that_was_moved_is_made_again_with_one_warning(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (10, 20, 30):
+        if step == 20:
+            run.rename(tmp_path / "moved")
+        assert verify(write(run / "checkpoints", step)) == ""
+        err = capsys.readouterr().err
+        assert (f"warning: {run}: moved or removed during the run; " in err) == (step == 20), step
+    assert names(tmp_path / "moved" / "checkpoints") == [STEP_10]
+    assert names(run / "checkpoints") == [STEP_20, STEP_30]
+
+
 def test_step_is_replaced_whatever_is_there(newest):
     """As after a rewind to it, which moves on in the data; the other steps stay."""
     save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
