@@ -91,8 +91,8 @@ def sample(
         slow = " (no CUDA GPU found: in Triton's interpreter)"
     rate = count / seconds
     shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    drawn = counted(count, "token")
-    print(f"{drawn} in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
+    made = counted(count, "token")
+    print(f"{made} in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
 
 
 def _lines(file: Path) -> list[str]:
