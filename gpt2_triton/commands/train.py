@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from gpt2_triton.checkpoint.format import STATE, list_steps
 from gpt2_triton.commands import own
 from gpt2_triton.commands.app import AT_LEAST_1, Special, call, make_app, select_device
 from gpt2_triton.commands.prepare import Field, Strict
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
+from gpt2_triton.config.precision import keep_precision
 from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line, discard_unwritten, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError, OutOfMemoryError
+from gpt2_triton.files import read_json
 from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, require_rows, starting
 
@@ -130,6 +133,8 @@ def train(
     elif plan:
         _check_weights(settings)
         _check_rows(settings)
+        if resume and run_dir:
+            settings = _with_precision_of(run_dir, settings)
     if not plan:
         print(settings.to_yaml().rstrip())
         _print_sources(settings)
@@ -140,13 +145,13 @@ def train(
 
 
 def _known(gpu: str) -> str:
-    """Return the key of a GPU's name; say what is assumed of one that has a size alone."""
+    """Return the key of a GPU's name; say what is assumed of one with only its memory given."""
     from gpt2_triton import device  # imports torch, which takes seconds
 
     key = device.find_gpu(gpu)
     if device.gpu_of(key).architecture == device.UNKNOWN:
         print(
-            f"assumed: a GPU of {key} that has what the run asks for; "
+            f"given: a GPU of {key}; assumed: it has what the run asks for; "
             "train.precision auto takes bf16"
         )
     return key
@@ -158,6 +163,19 @@ def _check_weights(config: Config) -> None:
         from gpt2_triton.checkpoint.sources import initial_weights
 
         initial_weights(config)
+
+
+def _with_precision_of(run_dir: Path, config: Config) -> Config:
+    """Return `config` with the precision that a resume of run_dir takes, which keeps what it has,
+    and print it.
+    """
+    steps = list_steps(run_dir / "checkpoints")
+    if not steps:
+        return config
+    config, notes = keep_precision(config, read_json(steps[-1][1] / STATE)["config"])
+    for note in notes:
+        print_line(note)
+    return config
 
 
 def _check_rows(config: Config) -> None:

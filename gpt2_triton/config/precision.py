@@ -1,5 +1,7 @@
 """What train.precision `auto` chooses."""
 
+from typing import Any
+
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import choices
 
@@ -27,3 +29,14 @@ def choose_precision(config: Config, architecture: str | None) -> tuple[Config, 
     return config.replace(train={"precision": precision}), [
         f"train.precision auto: {precision} ({why})"
     ]
+
+
+def keep_precision(config: Config, saved: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Replace train.precision `auto` by what a run with the configuration `saved` has, and say so:
+    a resume on another kind of GPU keeps it.
+    """
+    if config.train.precision != "auto":
+        return config, []
+    kept = saved["train"].get("precision", "bf16")
+    note = f"train.precision auto: {kept} (of the run so far)"
+    return config.replace(train={"precision": kept}), [note]

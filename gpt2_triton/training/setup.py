@@ -104,13 +104,9 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
             config, device.architecture() if device.present() else None
         )
     saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]
-    notes = []
-    if config.train.precision == "auto":
-        kept = saved["train"].get("precision", "bf16")
-        if kept == "fp8":
-            require_own_fp8()
-        config = config.replace(train={"precision": kept})
-        notes = [f"train.precision auto: {kept} (of the run so far)"]
+    config, notes = precision.keep_precision(config, saved)
+    if config.train.precision == "fp8":
+        require_own_fp8()
     resume.check_config(saved, _explicit(config))
     return config, notes
 

@@ -2,6 +2,7 @@
 functions behind the commands.
 """
 
+import json
 import os
 import re
 import signal
@@ -431,6 +432,21 @@ def test_plan_says_what_the_precision_auto_is(here, capsys):
         assert ("amax" in text) == (chosen == "fp8")
 
 
+def test_plan_of_a_resume_keeps_the_runs_precision(here, capsys):
+    words = ["x.yaml", "--plan", "--buffers", "--train.precision", "auto", "--train.dtype", "bf16"]
+    for had, gpu in (("fp8", "4090"), ("bf16", "h100"), ("", "h100")):
+        step = here / f"run_{had}" / "checkpoints" / "step_00000007"
+        if had:
+            step.mkdir(parents=True)
+            (step / "state.json").write_text(json.dumps({"config": {"train": {"precision": had}}}))
+        resume = ["--gpu", gpu, "--run_dir", f"run_{had}", "--resume"]
+        assert main(train_app, [*words, *resume]) == 0
+        text = capsys.readouterr().out
+        note = f"train.precision auto: {had} (of the run so far)\n"
+        assert text.startswith(note) == bool(had), had
+        assert ("amax" in text) == (had != "bf16"), had
+
+
 def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
     for precision in ("auto", "fp8"):
         words = [
@@ -446,7 +462,7 @@ def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
         assert main(train_app, words) == 0
         first, second, *rest = capsys.readouterr().out.splitlines()
         assert (
-            first.startswith("assumed: a GPU of 24gib")
+            first.startswith("given: a GPU of 24gib; assumed: it has what the run asks for; ")
             and second == "fits the GPU 24gib of 24.00 GiB"
         )
         assert any(line.startswith("train.precision auto: bf16") for line in rest) == (
