@@ -49,7 +49,7 @@ CEILINGS = {
     "tests/distributed": 5_100,
     "tests/gpu": 8_100,
     "tests/ground": 4_550,
-    "tests/inference": 8_400,
+    "tests/inference": 8_600,
     "tests/kernels": 64_500,
     "tests/model": 30_250,
     "tests/support": 21_950,
