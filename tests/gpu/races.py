@@ -5,11 +5,12 @@
     python -m tests.gpu.races LOG ...
 
 Triton starts the warps of a `warp_specialize` partition through a word in shared memory: the first
-warps write the number of the partition, and waiting warps read it after a barrier that racecheck
-does not see.  The reading code is the compiler's, at the line of the kernel's `def`, where no code
-of ours reads shared memory.  Such reports are counted; any other is printed, and the exit code is
-1.  A log without racecheck's summary is one of a check that did not finish.  Reports by
-instruction, --racecheck-report analysis, lack the words' values: they are refused.
+warps write the number of the partition, and waiting warps read it.  A barrier of all warps lies
+between, which racecheck does not see: tests/kernels/test_hopper.py finds it in every kernel's
+code.  The read is the only one at the line of the kernel's `def`.  Such reports are counted; any
+other is printed, and the exit code is 1.  A log without racecheck's summary is one of a check that
+did not finish.  Reports by instruction, --racecheck-report analysis, lack the words' values: they
+are refused.
 """
 
 import inspect
@@ -20,6 +21,10 @@ from pathlib import Path
 
 from tests.support.gluon_simulator import KERNELS as MODULES
 
+# then a file for the log, and the program
+RACECHECK = (
+    "compute-sanitizer --tool racecheck --racecheck-report hazard --print-limit 1000000 --log-file"
+).split()
 PARTITIONS = 8  # of a kernel at most
 REPORT = re.compile(
     r"hazard detected at __shared__ (?P<address>0x[0-9a-f]+) in block.*\n"

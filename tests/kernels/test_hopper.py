@@ -230,6 +230,23 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
+def dispatch(ptx: str) -> str:
+    """Count what starts partitions: reads of shared memory at a kernel's own line, those after a
+    barrier of all warps, writes, and writes before such a barrier.  races.py relies on it.
+    """
+    barrier = r"barrier\.sync\s+1;\n"
+    parts = re.split(r"^\s*\.loc\s+", ptx, flags=re.MULTILINE)
+    own = [part for part in parts if not re.match(r".*(@\[|inlined_at)", part)]
+    reads = sum(part.count("ld.shared") for part in own)
+    after = re.findall(rf"{barrier}(?:\s+(?:mov|add)\..*\n)*\s+ld\.shared\.[bu]8", ptx)
+    write = r"st\.shared(?:\.v\d)?\.b\d+\s+\[global_smem\+\d+\], [{}, \d]+;\n"
+    writes = len(re.findall(write, ptx))
+    before = len(re.findall(rf"{write}\s+{barrier}", ptx))
+    return (
+        f"dispatch: {reads} reads, {len(after)} after a barrier; {writes} writes, {before} before"
+    )
+
+
 def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     """Compile a kernel; print ptxas' log, the bytes of shared memory and the barriers."""
     import triton
@@ -275,6 +292,7 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
         f"barriers: {len(made)} made in {len({*made})} places, "
         f"{ptx.count('mbarrier.inval')} invalidated"
     )
+    print(dispatch(ptx))
 
 
 NAMES = [*cases()]
@@ -286,7 +304,7 @@ NAMES = [*cases()]
 def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
     """Compiled in another process: in this one the kernels may belong to the interpreter.  One
     process compiles several kernels, as its imports take as long as a kernel.  A kernel without
-    partitions invalidates its barriers.
+    partitions invalidates its barriers; one with partitions reads at its own line their number.
     """
     printed = compiled_elsewhere("-m", "tests.kernels.test_hopper", *names)
     logs = re.split(r"^kernel: ", printed, flags=re.MULTILINE)[1:]
@@ -304,6 +322,7 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         without_partitions = ("attention", "transpose", "cast", "classifier_lns", "fp8 swiglu")
         alone = any(word in log.splitlines()[0] for word in without_partitions)
         assert made == places != "0" and ended == (made if alone else "0"), log
+        assert alone or "dispatch: 1 reads, 1 after a barrier; 2 writes, 2 before" in log, log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 
