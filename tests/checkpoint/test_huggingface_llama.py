@@ -34,7 +34,7 @@ def exported(tmp_path, **more):
     model = kernel_model(model=SIZES | more, sample=dict(every=1))
     model.initialise(seed=1)
     weights = from_checkpoint(
-        "ours", whole_tensors("", {"params": model.state.params.clone()}), model.config
+        "ours", whole_tensors("", {"params": model.state.params.to("cpu", copy=True)}), model.config
     )
     export(weights, tmp_path / "out", "hf", "fp32")
     return model, weights, tmp_path / "out"
@@ -54,19 +54,20 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     assert json.loads((out / "config.json").read_text())["transformers_version"] >= "5"
     found = huggingface.read(str(out))
     assert found.model == model.config.model
-    assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
+    assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params.cpu())
     LlamaForCausalLM.from_pretrained(out).save_pretrained(
         tmp_path / "again", max_shard_size="100KB"
     )
     assert len([*(tmp_path / "again").glob("*.safetensors")]) > 2
     again = huggingface.read(str(tmp_path / "again"))
-    assert torch.equal(to_flat_buffers(again, model.config)["params"], model.state.params)
+    assert torch.equal(to_flat_buffers(again, model.config)["params"], model.state.params.cpu())
 
 
 def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
     model, _, out = exported(tmp_path, n_kv_head=None, n_inner=None)
     assert torch.equal(
-        to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params
+        to_flat_buffers(huggingface.read(str(out)), model.config)["params"],
+        model.state.params.cpu(),
     )
     with pytest.raises(CheckpointError, match="; set model.n_kv_head to 3"):
         to_flat_buffers(huggingface.read(str(out)), model.config.replace(model=dict(n_kv_head=1)))
@@ -91,7 +92,7 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
         (out / "config.json").write_text(json.dumps(form))
         found = huggingface.read(str(out))
         assert (found.model.rope_theta, found.model.rope_factor) == (theta, factor)
-        assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params)
+        assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params.cpu())
 
 
 def edit(out, change):
@@ -101,7 +102,8 @@ def edit(out, change):
 
 def is_read(out, model):
     return torch.equal(
-        to_flat_buffers(huggingface.read(str(out)), model.config)["params"], model.state.params
+        to_flat_buffers(huggingface.read(str(out)), model.config)["params"],
+        model.state.params.cpu(),
     )
 
 

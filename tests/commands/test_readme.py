@@ -128,7 +128,9 @@ def workplace(tmp_path_factory):
     }
     for name, sizes in sources.items():
         model, config = tiny_model(model=sizes)
-        weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
+        weights = from_checkpoint(
+            "", whole_tensors("", {"params": model.state.params.cpu()}), config
+        )
         export(weights, directory / name, "hf", "bf16")
     for name in ("models/SmolLM2-135M", "tok"):
         byte_level(directory / name)

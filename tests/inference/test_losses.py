@@ -21,6 +21,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference import losses
 from gpt2_triton.inference.load import load_for_losses
+from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
 from tests.support.loop import records, train
@@ -165,20 +166,14 @@ def test_perplexity_takes_windows_of_another_length(trained, tmp_path, capsys):
     """
     directory, _ = trained
     assert main(app, ["export", str(directory / "run"), "--out", str(tmp_path / "out")]) == 0
-    for source, seq_len, tokens in (
-        ("run", 8, 192),
-        ("run", 100, 100),
-        (tmp_path / "out", 100, 100),
+    for source, seq_len, tokens, dtype in (
+        ("run", 8, 192, "fp32"),
+        ("run", 100, 100, "fp32"),
+        (tmp_path / "out", 100, 100, "fp32" if DEVICE == "cpu" else "bf16"),
     ):
-        words = [
-            "perplexity",
-            str(directory / source),
-            str(directory / "val_0.bin"),
-            "--seq_len",
-            str(seq_len),
-        ]
-        assert main(app, [*words, "--batch_tokens", "200"]) == 0
-        assert f"{tokens} tokens in fp32 | loss " in capsys.readouterr().out
+        words = f"{directory / source} {directory}/val_0.bin --seq_len {seq_len}".split()
+        assert main(app, ["perplexity", *words, "--batch_tokens", "200"]) == 0
+        assert f"{tokens} tokens in {dtype} | loss " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied,
     model = kernel_model(**llama(NH, NKV, HS, factor, tied, C, sample=dict(every=1)))
     model.initialise(seed=1)
     lnw = model.train_view.w.lnw
-    lnw.add_(0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)))
+    lnw.add_(
+        0.2 * torch.randn(lnw.shape, generator=torch.Generator().manual_seed(0)).to(lnw.device)
+    )
     reference, (ids, targets) = theirs(model.config), batches(model.config, 1)[0]
     weights = by_name(model.state.params, model.config.model)
     assert (

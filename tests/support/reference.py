@@ -402,7 +402,7 @@ def roll_scales(scale, history, amax, step_out):
 def fp8_stats(out, x, acc):
     rows = x.rows.float()
     found = torch.stack([(rows.abs() == 448).sum(), (rows == 0).sum()])
-    previous = out.sum(1) if acc else torch.zeros(2)
+    previous = out.sum(1) if acc else torch.zeros(2, device=out.device)
     out.zero_()
     out[:, 0] = previous + found
 

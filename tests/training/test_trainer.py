@@ -130,10 +130,12 @@ def signal_within_validation(patch, step):
     """Raise SIGTERM in the first of the two batches of the validation after `step`."""
     evaluate, calls = Model.evaluate, itertools.count()
 
-    def interrupted(self, *given):
-        if next(calls) == 2 * -(-step // 2):  # a validation after steps 0, 2, 4 and 5
+    def interrupted(self, ids, *given):
+        # text, not the zeros for which kernels are compiled
+        call = next(calls) if ids.any() else None
+        if call == 2 * -(-step // 2):  # a validation after steps 0, 2, 4 and 5
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(self, *given)
+        return evaluate(self, ids, *given)
 
     patch.setattr(Model, "evaluate", interrupted)
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.speed import epilogues, text
 from gpt2_triton.data.shards import write_shard
+from tests.conftest import DEVICE
 
 
 def test_losses_of_tokens_become_nats_per_byte(tmp_path):
@@ -23,7 +24,7 @@ def test_losses_of_tokens_become_nats_per_byte(tmp_path):
 
 def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, monkeypatch):
     shape = epilogues.Shape(32, 16, 16, (40, 48))
-    pairs = epilogues.pairs(shape, "cpu")
+    pairs = epilogues.pairs(shape, DEVICE)
     calls = [call for pair in pairs.values() for call in pair]
     times = {call: 3.0 if i % 2 == 0 else 2.0 for i, call in enumerate(calls)}
     monkeypatch.setattr(epilogues, "SHAPES", {"d12": shape})
