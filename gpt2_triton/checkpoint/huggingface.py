@@ -119,10 +119,8 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / MODEL).is_file():
         return [directory / MODEL]
     for index in sorted(directory.glob(INDEX))[:1]:
-        return [
-            directory / Path(part).name
-            for part in sorted(set(read_object(index).get("weight_map", {}).values()))
-        ]
+        files_of = read_object(index).get("weight_map", {})
+        return [directory / Path(part).name for part in sorted(set(files_of.values()))]
     if (directory / ADAPTER).is_file():
         raise CheckpointError(
             f"{directory}: is a LoRA adapter; "
@@ -167,14 +165,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
     Return the number of tokens that have a text.
     """
-    if tokenizer is None:
-        ids = {}
-    else:
-        ids = {
-            "bos_token_id": tokenizer.begin or tokenizer.delimiter,
-            "eos_token_id": tokenizer.eot,
-        }
-    ids |= source_files.ids(weights.beside)
+    ids = source_files.ids(weights.beside)
+    if tokenizer:
+        begin = tokenizer.begin or tokenizer.delimiter
+        ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eot} | ids
     write_json(directory / source_files.CONFIG, config_of(weights.model, dtype) | ids)
     write_json(directory / source_files.GENERATION, {"_from_model_config": True} | ids)
     prefix = "" if weights.model.arch == "llama" else "transformer."

@@ -49,8 +49,10 @@ def verify(step_dir: Path) -> str:
             for name in names:
                 if fingerprint(step_dir / name, progress.advance) != manifest[name]:
                     return f"{name}: damaged, its size or sha256 is not that of {MANIFEST}"
-    except (OSError, CheckpointError) as error:
-        return str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read ({error})"
     return ""
 
 
@@ -90,12 +92,9 @@ def find_checkpoint(path: Path) -> Path:
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():
         problem = verify(path)
         if problem:
-            others = ", ".join(
-                str(step) for step, other in list_steps(path.parent) if other.name != path.name
-            )
-            raise CheckpointError(
-                f"{path}: {problem}; choose another step{others and ': '}{others}"
-            )
+            steps = [str(n) for n, step in list_steps(path.parent) if step.name != path.name]
+            others = f": {', '.join(steps)}" if steps else ""
+            raise CheckpointError(f"{path}: {problem}; choose another step{others}")
         return path
     found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():

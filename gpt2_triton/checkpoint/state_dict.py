@@ -20,10 +20,8 @@ from gpt2_triton.errors import CheckpointError
 
 # in names by models with a head, DDP, torch.compile, Lightning, PEFT, FSDP
 WRAPPERS = set(
-    (
-        "transformer module _orig_mod model base_model "
-        "_fsdp_wrapped_module _checkpoint_wrapped_module"
-    ).split()
+    "transformer module _orig_mod model base_model "
+    "_fsdp_wrapped_module _checkpoint_wrapped_module".split()
 )
 # causal masks and rotations in older files, computed here
 COMPUTED = re.compile(

@@ -76,11 +76,10 @@ def _is_finite(elements: Tensor) -> bool:
 
 def whole_tensors(where: str, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Return tensors that are in one file or in memory."""
-    return {name: _whole(f"{where}: {name}", tensor) for name, tensor in tensors.items()}
-
-
-def _whole(where: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(where, tuple(tensor.shape), [Piece(0, tensor.view(-1))])
+    return {
+        name: StoredTensor(f"{where}: {name}", tuple(tensor.shape), [Piece(0, tensor.view(-1))])
+        for name, tensor in tensors.items()
+    }
 
 
 def join_shards(

@@ -199,20 +199,19 @@ def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
     if _has_few_rows(weights) or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
-    theirs, now = (
-        _sizes(m) | {"tokenizer": identity(tokenizer or config.data.tokenizer)}
-        for m, tokenizer in ((weights.model, weights.tokenizer), (config.model, None))
-    )
-    wrong = [k for k in now if (theirs[k] < now[k] if k == "block_size" else theirs[k] != now[k])]
+    usual = config.data.tokenizer
+    theirs = _sizes(weights.model) | {"tokenizer": identity(weights.tokenizer or usual)}
+    ours = _sizes(config.model) | {"tokenizer": identity(usual)}
+    theirs["block_size"] = min(theirs["block_size"], ours["block_size"])  # positions are left out
+    wrong = [key for key in ours if theirs[key] != ours[key]]
     if wrong:
-        has, needs = (", ".join(f"{k} {sizes[k]}" for k in wrong) for sizes in (theirs, now))
-        todo = " and ".join(
-            f"data.tokenizer to {weights.tokenizer}"
-            if k == "tokenizer"
-            else f"model.{k} to {theirs[k]}"
-            for k in wrong
+        has, needs = (", ".join(f"{key} {of[key]}" for key in wrong) for of in (theirs, ours))
+        todo = [f"model.{key} to {theirs[key]}" for key in wrong if key != "tokenizer"]
+        if "tokenizer" in wrong:
+            todo.append(f"data.tokenizer to {weights.tokenizer}")
+        raise CheckpointError(
+            f"init_from: {weights.where} has {has}, this run {needs}; set {' and '.join(todo)}"
         )
-        raise CheckpointError(f"init_from: {weights.where} has {has}, this run {needs}; set {todo}")
 
 
 def from_checkpoint(
