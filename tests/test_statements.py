@@ -35,7 +35,6 @@ OWN_SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lam
 TRITON = {"tl", "gl"}  # what they load has no effect
 
 ALLOWED = {
-    "gpt2_triton/commands/plot.py": 1,
     "gpt2_triton/kernels/hopper/attention_dkdv.py": 1,
     "gpt2_triton/kernels/tensor_stats.py": 1,
     "gpt2_triton/kernels/tiles.py": 2,

@@ -62,6 +62,8 @@ Special = Annotated[
 ]
 # an empty path would be "."
 PATHS = ("--run_dir", "--run-dir", "--data", "--source", "--out", "-o", "--json")
+OPTION = re.compile(r"(?<=^--)[^= ]+(?==|$)")  # its name
+PROMPTS = ("--prompt", "--sample.prompt")
 # the beginning of a path before ~/, which a shell expands only at a word's beginning,
 # unquoted; a prompt is no path
 HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")
@@ -209,27 +211,25 @@ def _fail(message: str, code: int, on_every_rank: bool = False) -> int:
 
 def _spelled_out(argv: Iterable[str]) -> list[str]:
     """Return the words with ~/ expanded, --run_dir for --run-dir, and a value for --resume."""
-    argv = [*argv]
-    for before, word in zip(["the command", *argv], argv):
+    home = rf"\1{os.path.expanduser('~')}"
+    words = list[str]()
+    before = "the command"
+    for word in argv:
         is_path = not before.startswith("-") or before in PATHS
         if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
             raise ConfigError(
                 f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path"
             )
-    words = [
-        re.sub(r"^--[^= ]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), word)
-        for word in argv
-    ]
-    home = rf"\1{os.path.expanduser('~')}"
-    prompts = ("--prompt", "--sample.prompt")
-    words = [
-        word if before in prompts else HOME.sub(home, word)
-        for before, word in zip(["", *words], words)
-    ]
-    for at in reversed(range(len(words))):
-        if words[at] == "--resume":
-            must = words[at + 1 : at + 2] == ["must"]
-            words[at : at + 1 + must] = ["--resume=must" if must else "--resume=true"]
+        if before in PROMPTS:
+            words.append(word)
+        elif word == "--resume":
+            words.append("--resume=true")
+        elif (before, word) == ("--resume", "must"):
+            words[-1] = "--resume=must"
+        else:
+            with_underscores = OPTION.sub(lambda name: name[0].replace("-", "_"), word)
+            words.append(HOME.sub(home, with_underscores))
+        before = word
     return words
 
 

@@ -44,7 +44,8 @@ def compile_kernels(
     from gpt2_triton import device  # imports torch
 
     known = {name: found for name, found in device.GPUS.items() if found.multiprocessors}
-    found = known[gpu := device.find_gpu(gpu, known)]
+    gpu = device.find_gpu(gpu, known)
+    found = known[gpu]
     settings, notes = choose_precision(settings, found.architecture)
     if settings.train.precision == "fp8":
         require_fp8(gpu, found.architecture)

@@ -82,12 +82,8 @@ def _time(config: Config, gpu: Gpu, shape: StepShape) -> list[str]:
     if hours is None:
         return []
     gpus = f", an {gpu.key}'s divided by {shape.gpus}" if shape.gpus > 1 else ""
-    return [
-        (
-            f"time about {duration(3600 * hours / shape.gpus)} by measured "
-            f"speed{gpus}, without validations"
-        )
-    ]
+    about = duration(3600 * hours / shape.gpus)
+    return [f"time about {about} by measured speed{gpus}, without validations"]
 
 
 def _largest_batch(found: Forecast) -> list[str]:
@@ -108,26 +104,17 @@ def _choices(found: Forecast) -> list[str]:
     if found.stages:
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {found.shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
-        lines.append(
-            f"{stage:<16}{format_bytes(nbytes):>12}{'  <-' if stage == found.shape.zero else ''}"
-        )
+        arrow = "  <-" if stage == found.shape.zero else ""
+        lines.append(f"{stage:<16}{format_bytes(nbytes):>12}{arrow}")
     return lines
 
 
 def _buffers(plan: MemoryPlan) -> list[str]:
     """Return a line for each buffer, bytes by class, and the total."""
-    lines = [
-        (
-            "buffers: letters of shapes as in gpt2_triton/model/tables.py; "
-            "live: phases that use the buffer"
-        )
-    ]
-    lines += [
-        (
-            f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  "
-            f"{'live':<24}{'MiB':>11}{'offset':>16}"
-        )
-    ]
+    letters = "letters of shapes as in gpt2_triton/model/tables.py"
+    head = f"{'buffer':<12}{'shape':<16}{'copies':>7}{'dtype':>15}  "
+    head += f"{'live':<24}{'MiB':>11}{'offset':>16}"
+    lines = [f"buffers: {letters}; live: phases that use the buffer", head]
     for b in plan.buffers.values():
         dtype = str(b.dtype).removeprefix("torch.")
         size = b.nbytes / 2**20

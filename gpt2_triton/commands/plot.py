@@ -301,13 +301,10 @@ def plot(
     """
     for run in runs if openai or beside else ():
         config = run / "config.yaml"
-        if config.is_file() and "tokenizer: gpt2\n" not in config.read_text():
-            print(
-                printable(
-                    f"note: {run}: its tokens are not GPT-2's; "
-                    "do not compare its losses with theirs"
-                )
-            )
+        is_gpt2 = not config.is_file() or "tokenizer: gpt2\n" in config.read_text()
+        if not is_gpt2:
+            todo = "do not compare its losses with theirs"
+            print(printable(f"note: {run}: its tokens are not GPT-2's; {todo}"))
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
         print(printable(line))
     print(printable(f"wrote {out}"))
