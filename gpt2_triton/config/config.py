@@ -42,7 +42,9 @@ class Config(Counts):
         """
         if self.memory.head_rows:
             return self.memory.head_rows
-        return 11264 if self.model.n_embd <= 768 else 16384 if self.model.n_embd <= 1024 else 10112
+        if self.model.n_embd <= 768:
+            return 11264
+        return 16384 if self.model.n_embd <= 1024 else 10112
 
     @property
     def weight_decay(self) -> float:

@@ -123,17 +123,11 @@ def _problems(error: ValidationError) -> Iterator[tuple[str, str]]:
         elif entry["type"] in ("model_type", "model_attributes_type"):
             yield key, f"must be a section of keys, got {_shown(entry['input'])}"
         else:
-            message = (
-                entry["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-            )
+            message = entry["msg"].removeprefix("Value error, ")
+            message = message.replace("Input should be", "must be", 1)
+            wrong = message.partition(", unable to parse")[0]
             meaning = f" ({fields[key].description})" if key in fields else ""
-            yield (
-                key,
-                (
-                    f"{message.partition(', unable to parse')[0]}, "
-                    f"got {_shown(entry['input'])}{meaning}"
-                ),
-            )
+            yield key, f"{wrong}, got {_shown(entry['input'])}{meaning}"
 
 
 def _shown(value: Any) -> str:
@@ -154,7 +148,7 @@ def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
     if found:
         return found
     inside = [
-        known.rpartition(".")[2] for known in keys if section and known.startswith(f"{section}.")
+        known.removeprefix(f"{section}.") for known in keys if known.startswith(f"{section}.")
     ]
     return f"; {section} has {', '.join(inside)}" if inside else "; train --help lists them"
 

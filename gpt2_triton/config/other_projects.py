@@ -29,11 +29,9 @@ NANOGPT = {
     "device": "none: a run uses the GPU if there is one; CUDA_VISIBLE_DEVICES chooses",
     "backend": "none: GPUs communicate through NCCL",
     "compile": "none: kernels are always compiled",
-    **{
-        "start": "sample --prompt",
-        "num_samples": "sample --num",
-        "max_new_tokens": "sample --tokens",
-    },
+    "start": "sample --prompt",
+    "num_samples": "sample --num",
+    "max_new_tokens": "sample --tokens",
 }
 
 LLMC = {

@@ -10,10 +10,8 @@ def choose_precision(config: Config, architecture: str | None) -> tuple[Config, 
     """Replace train.precision `auto`, and say why; `architecture` is the GPU's, None on a CPU."""
     if config.train.precision != "auto":
         return config, []
-    precision, why = (
-        "bf16",
-        f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}",
-    )
+    precision = "bf16"
+    why = f"fp8 is faster on compute capability 9.0, this is {architecture or 'a CPU'}"
     only_bf16 = [choice for choice in choices(config.model) if not choice.fp8]
     if config.model.arch == "llama":
         why = "too few runs bound its price in loss for Llama: docs/engineering/fp8.md"
@@ -22,13 +20,10 @@ def choose_precision(config: Config, architecture: str | None) -> tuple[Config, 
     elif config.train.dtype == "fp32" or config.train.seq_len % 16:
         why = "fp8 needs train.dtype bf16 and a multiple of 16 in train.seq_len"
     elif architecture == "9.0":
-        precision, why = (
-            "fp8",
-            "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md",
-        )
-    return config.replace(train={"precision": precision}), [
-        f"train.precision auto: {precision} ({why})"
-    ]
+        precision = "fp8"
+        why = "faster on compute capability 9.0; its price in loss: docs/engineering/fp8.md"
+    note = f"train.precision auto: {precision} ({why})"
+    return config.replace(train={"precision": precision}), [note]
 
 
 def keep_precision(config: Config, saved: dict[str, Any]) -> tuple[Config, list[str]]:

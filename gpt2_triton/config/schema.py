@@ -123,10 +123,8 @@ class ConflictError(ValueError):
 class ModelConfig(ConfigSection):
     size: str | None = kept(
         None,
-        (
-            "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, "
-            "llama:c768, llama:1b, llama:3b, llama:8b, qwen3:0.6b, qwen3:1.7b"
-        ),
+        "sizes by name: llm.c's d6 to d84 and gpt3:c384 to gpt3:c12288, "
+        "llama:c768, llama:1b, llama:3b, llama:8b, qwen3:0.6b, qwen3:1.7b",
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept(
@@ -193,8 +191,8 @@ class ModelConfig(ConfigSection):
                 [("model.size", f"unknown size {size}; known are {', '.join(SIZES)}")]
             )
         known = keys_of_size(size)
-        for key in (key for key in known if key != "block_size"):
-            if str(given.get(key, known[key])) != str(known[key]):
+        for key in known:
+            if key != "block_size" and str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
                 tokens = "the folder of its tokenizer.json"
                 if size.startswith("llama"):
@@ -256,10 +254,8 @@ class DataConfig(ConfigSection):
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
         "fixed",
-        (
-            "fixed: training sequences begin every seq_len tokens; shifted: "
-            "they begin elsewhere in each epoch"
-        ),
+        "fixed: training sequences begin every seq_len tokens; shifted: "
+        "they begin elsewhere in each epoch",
     )
     allow_changed: bool = free(
         False, "true: resume on other data than the checkpoint's, and record what differs"
@@ -304,10 +300,8 @@ class TrainConfig(ConfigSection):
     skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
         0,
-        (
-            "after this many skipped steps in a row go back to a checkpoint "
-            "and leave out the data since; 0 never"
-        ),
+        "after this many skipped steps in a row go back to a checkpoint "
+        "and leave out the data since; 0 never",
         ge=0,
     )
 
@@ -319,10 +313,8 @@ class TrainConfig(ConfigSection):
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
         "none",
-        (
-            "what train.precision fp8 leaves in bf16: head, the products of the "
-            "logits and their gradients, or none"
-        ),
+        "what train.precision fp8 leaves in bf16: head, the products of the "
+        "logits and their gradients, or none",
     )
 
 

@@ -5,6 +5,7 @@ pydantic puts the text of a ValueError raised here into the message about the ke
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -23,11 +24,14 @@ SIZES = {f"d{layers}": (layers, width, heads, 1024) for layers, (width, heads) i
 SIZES |= {
     f"gpt3:c{width}": (layers, width, heads, 2048) for width, (layers, heads) in _GPT3.items()
 }
-_LLAMA = {"c768": (12, 768, 12, 8192), "1b": (16, 2048, 32, 1 << 17), "3b": (28, 3072, 24, 1 << 17)}
 SIZES |= {
-    f"llama:{name}": sizes for name, sizes in (_LLAMA | {"8b": (32, 4096, 32, 1 << 17)}).items()
+    "llama:c768": (12, 768, 12, 8192),
+    "llama:1b": (16, 2048, 32, 1 << 17),
+    "llama:3b": (28, 3072, 24, 1 << 17),
+    "llama:8b": (32, 4096, 32, 1 << 17),
+    "qwen3:0.6b": (28, 1024, 16, 1 << 15),
+    "qwen3:1.7b": (28, 2048, 16, 1 << 15),
 }
-SIZES |= {"qwen3:0.6b": (28, 1024, 16, 1 << 15), "qwen3:1.7b": (28, 2048, 16, 1 << 15)}
 _META = {"arch": "llama", "n_kv_head": 8, "vocab_size": 128_256}
 _QWEN3 = {
     "arch": "llama", "qk_norm": True, "n_kv_head": 8, "vocab_size": 151_936, "norm_eps": 1e-6,
@@ -64,14 +68,9 @@ def check_recompute(value: str) -> str:
     'gelu+ln:4'
     """
     value = value.replace("act", "gelu").replace("norm", "ln")
-    level, colon, layers = value.partition(":")
-    some = (
-        level in RECOMPUTE_LEVELS[1:]
-        and layers.isdecimal()
-        and len(layers) < 10
-        and int(layers) > 0
-    )
-    if value == "auto" or value in RECOMPUTE_LEVELS or colon and some:
+    level, _, layers = value.partition(":")
+    is_number = re.fullmatch("[1-9][0-9]{,8}", layers)
+    if value in ("auto", *RECOMPUTE_LEVELS) or level in RECOMPUTE_LEVELS[1:] and is_number:
         return value
     raise ValueError(
         f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"
@@ -99,7 +98,7 @@ def check_mixture(value: Any) -> Any:
         return value
     parts = []
     for row in value:
-        if not isinstance(row, Mapping) or row.keys() != {"path", "weight"} or not value:
+        if not isinstance(row, Mapping) or row.keys() != {"path", "weight"}:
             raise ValueError("must be a pattern, or a list of {path: PATTERN, weight: NUMBER}")
         if "," in str(row["path"]):
             raise ValueError(f"no path of a mixture may have a comma, as {row['path']} does")
