@@ -2,7 +2,6 @@
 data with the present ones.
 """
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,8 +52,10 @@ def read(
     }
     for key, where in places.items():
         if key in saved and key in shards:
-            rows = itertools.zip_longest(shards[key], saved[key][: len(shards[key])], fillvalue={})
-            now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
+            pairs = zip(shards[key], saved[key] + [{}] * len(shards[key]))
+            now = [
+                s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in pairs
+            ]
             other = check_data(found, saved[key], now, where, config.data.allow_changed)
             files |= other
             best = best_step(saved)

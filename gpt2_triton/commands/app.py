@@ -137,9 +137,8 @@ def main(app: App, argv: list[str]) -> int:
         return 141
     except Exception as error:
         if "No usable temporary directory" in str(error):  # torch makes one when it is imported
-            return _fail(
-                "TMPDIR: no directory for temporary files can be written; set TMPDIR to one", 2
-            )
+            todo = "no directory for temporary files can be written; set TMPDIR to one"
+            return _fail(f"TMPDIR: {todo}", ConfigError.exit_code)
         if isinstance(error, OSError) and error.errno in OF_THE_USER:
             file = str(error.filename or _writer(error))
             if "/.triton" in file:

@@ -135,12 +135,10 @@ def _questions(
     rows: Sequence[Example],
     tokenizer: Tokenizer,
 ) -> Questions:
-    repeated = [
-        tokens for text in contexts for tokens in [encode_prompt(tokenizer, text)] * ENDINGS
-    ]
-    return Questions(
-        repeated, endings, np.array(lengths, np.float64), np.array([row.label for row in rows])
-    )
+    prompts = [encode_prompt(tokenizer, text) for text in contexts]
+    repeated = [prompt for prompt in prompts for _ in range(ENDINGS)]
+    labels = np.array([row.label for row in rows])
+    return Questions(repeated, endings, np.array(lengths, np.float64), labels)
 
 
 def clean(text: str) -> str:

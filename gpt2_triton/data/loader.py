@@ -148,14 +148,10 @@ class ValidationLoader:
         self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
-            todo = (
-                f"give eval.tokens, or --tokens, {seq_len:,} to "
-                f"{self.windows.n * seq_len:,}, or 0 for all"
-            )
-            raise DataError(
-                f"{shards[0].path}: {tokens:,} tokens are too "
-                f"{'many' if self.count else 'few'}; {todo}"
-            )
+            many = "many" if self.count else "few"
+            most = self.windows.n * seq_len
+            todo = f"give eval.tokens, or --tokens, {seq_len:,} to {most:,}, or 0 for all"
+            raise DataError(f"{shards[0].path}: {tokens:,} tokens are too {many}; {todo}")
 
     def batches(
         self, rows: int, rank: int = 0, ranks: int = 1

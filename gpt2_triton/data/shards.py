@@ -86,9 +86,8 @@ class Shard:
         """Return `count` tokens from `first` on, unchecked; DataError if the
         file has changed or is gone.
         """
-        [tokens] = self._pread(
-            [(HEADER_BYTES + self.dtype.itemsize * first, self.dtype.itemsize * count)]
-        )
+        size = self.dtype.itemsize
+        [tokens] = self._pread([(HEADER_BYTES + size * first, size * count)])
         return np.frombuffer(tokens, self.dtype)
 
     def _pread(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -149,9 +148,8 @@ class Shard:
         """Return the sha256 of header and tokens at (start, length), in bytes; check the tokens."""
         pieces = self._pread([(0, HEADER_BYTES), *places])
         for (start, _), piece in zip(places, pieces[1:]):
-            self.require_known(
-                np.frombuffer(piece, self.dtype), (start - HEADER_BYTES) // self.dtype.itemsize
-            )
+            first = (start - HEADER_BYTES) // self.dtype.itemsize
+            self.require_known(np.frombuffer(piece, self.dtype), first)
         return hashlib.sha256(b"".join(pieces)).hexdigest()
 
     def require_known(self, tokens: np.ndarray, first: int) -> None:
@@ -207,25 +205,30 @@ def open_shards(pattern: str, vocab_size: int, seq_len: int) -> list[Shard]:
     """Return the shards that match a path or glob, in the order of their
     names, with headers checked.
     """
-    paths = expand_glob(pattern)
     if os.path.isdir(pattern):
         raise DataError(
             f"{pattern}: a directory; name the shards in it, as {pattern}/train_*.bin or val_*.bin"
         )
+    paths = expand_glob(pattern)
     if not paths:
-        directory = os.path.dirname(pattern)
-        arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
-        if others and token_dtype(vocab_size).itemsize == 4:
-            arguments = f"{others} --tokenizer llama3 --out {shlex.quote(directory)}"
-        own = re.search("_([a-z0-9]+)_[0-9a-f]{8}$", directory)  # of `train own`
-        if own:
-            arguments = f"text YOUR_TEXT --tokenizer {own[1]} --out {shlex.quote(directory)}"
-        make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
-        weights = ""
-        if "," in pattern:
-            weights = "; of several patterns each needs its weight, as A=3,B=1"
-        raise DataError(f"{pattern}: no such shards; {make}, or correct the pattern{weights}")
+        raise _no_shards(pattern, vocab_size)
     return [Shard(path, vocab_size, seq_len) for path in paths]
+
+
+def _no_shards(pattern: str, vocab_size: int) -> DataError:
+    """Return the error about a pattern without files, with the command that makes them."""
+    directory = os.path.dirname(pattern)
+    arguments, others = PREPARE_RECIPE.get(os.path.basename(directory), ("", ""))
+    if others and token_dtype(vocab_size).itemsize == 4:
+        arguments = f"{others} --tokenizer llama3 --out {shlex.quote(directory)}"
+    own = re.search("_([a-z0-9]+)_[0-9a-f]{8}$", directory)  # of `train own`
+    if own:
+        arguments = f"text YOUR_TEXT --tokenizer {own[1]} --out {shlex.quote(directory)}"
+    make = f"make shards with `{command_line('prepare')} {arguments}`" if arguments else PREPARE
+    weights = ""
+    if "," in pattern:
+        weights = "; of several patterns each needs its weight, as A=3,B=1"
+    return DataError(f"{pattern}: no such shards; {make}, or correct the pattern{weights}")
 
 
 def require_tokenizer(pattern: str, tokenizer: str) -> None:

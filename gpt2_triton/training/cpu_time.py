@@ -31,35 +31,31 @@ def product_flops() -> float:
     return 2 * SIZE**3 / fastest
 
 
-def require_time(config: Config, run_dir: Path | None, flops: float | None = None) -> None:
+def require_time(config: Config, run_dir: Path | None) -> None:
     """Raise ConfigError if products alone take MOST_HOURS here, unless the run has
     checkpoints or a time limit.
     """
     has_checkpoints = run_dir is not None and bool(list_steps(run_dir / "checkpoints"))
     if config.train.max_minutes or has_checkpoints:
         return
-    step = _product_seconds(config, flops)
-    if step * config.train.steps > 3600 * MOST_HOURS:
-        takes = (
-            f"{config.train.steps:,} steps take at least "
-            f"{_words(step * config.train.steps)}, {_words(step)} each"
-        )
-        todo = (
-            "to train all the same, set train.max_minutes; "
-            "or choose a smaller model, or fewer steps"
-        )
+    steps = config.train.steps
+    step = _product_seconds(config)
+    if step * steps > 3600 * MOST_HOURS:
+        takes = f"{steps:,} steps take at least {_words(step * steps)}, {_words(step)} each"
+        todo = "to train all the same, set train.max_minutes; "
+        todo += "or choose a smaller model, or fewer steps"
         raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
 
 
-def expected(config: Config, flops: float | None = None) -> str:
+def expected(config: Config) -> str:
     """Return the time that all steps are likely to take, in words."""
     channels = config.train.step_tokens * config.model.n_layer * config.model.n_embd
-    seconds = config.train.steps * (_product_seconds(config, flops) + REST * channels)
+    seconds = config.train.steps * (_product_seconds(config) + REST * channels)
     return _words(max(60, round(seconds / 60) * 60))
 
 
-def _product_seconds(config: Config, flops: float | None) -> float:
-    return config.flops_per_token * config.train.step_tokens / (flops or product_flops())
+def _product_seconds(config: Config) -> float:
+    return config.flops_per_token * config.train.step_tokens / product_flops()
 
 
 def _words(seconds: float) -> str:

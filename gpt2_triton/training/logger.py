@@ -7,7 +7,6 @@ files therefore equal the files of an unbroken run, except for times (ms, tok_s,
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from gpt2_triton import device
@@ -90,9 +89,13 @@ class Logger:
             mfu=mfu,
             tokens=step * tokens,
         )
-        record |= {"loss_z": z[0], "norm_z": z[1]} if any(z) else {}
-        record |= {} if applied else {"skipped": True}
-        self._write(record | ({"outlier": True} if result.outlier else {}))
+        if any(z):
+            record |= {"loss_z": z[0], "norm_z": z[1]}
+        if not applied:
+            record["skipped"] = True
+        if result.outlier:
+            record["outlier"] = True
+        self._write(record)
         line = (
             f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} "
             f"| {ms:.1f} ms | {tok_s:,.0f} tok/s"
@@ -131,18 +134,16 @@ class Logger:
         self.info(f"{self._at(step)} | stats: {summary}")
 
     def validation(
-        self,
-        step: int,
-        loss: float,
-        fp8_loss: float | None = None,
-        by_source: Mapping[str, float] = MappingProxyType({}),
+        self, step: int, loss: float, fp8_loss: float | None, by_source: Mapping[str, float]
     ) -> None:
         """Log a validation loss, in an fp8 run also the loss of the forward pass in fp8, and the
         loss of each source of several.
         """
-        record, also = {"step": step, "val_loss": loss}, ""
+        record = {"step": step, "val_loss": loss}
+        also = ""
         if fp8_loss is not None:
-            record["val_loss_fp8"], also = fp8_loss, f", in fp8 {fp8_loss:.4f}"
+            record["val_loss_fp8"] = fp8_loss
+            also = f", in fp8 {fp8_loss:.4f}"
         self._write(record | {f"val_loss_{name}": value for name, value in by_source.items()})
         also += "".join(f", {name} {value:.4f}" for name, value in by_source.items())
         self.info(f"{self._at(step)} | val loss {loss:.4f}{also}")
@@ -194,4 +195,6 @@ def duration(seconds: float) -> str:
     """Format as 1h 23m, 4m 05s or 12s."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
-    return f"{hours}h {m:02d}m" if hours else f"{m}m {s:02d}s" if m else f"{s}s"
+    if hours:
+        return f"{hours}h {m:02d}m"
+    return f"{m}m {s:02d}s" if m else f"{s}s"

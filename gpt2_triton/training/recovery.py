@@ -12,7 +12,6 @@ from torch import Tensor
 from gpt2_triton.checkpoint.format import best_step, list_steps
 from gpt2_triton.checkpoint.load import latest_checkpoint, open_checkpoint
 from gpt2_triton.checkpoint.save import discard_after
-from gpt2_triton.data.loader import Prefetcher, Samples
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.watchdog import SEARCHING
 from gpt2_triton.model.model import Model
@@ -76,22 +75,32 @@ def find_non_finite_tensor(model: Model, batches: Iterable[Tensor], control: Con
 
 
 def non_finite_losses(run: Run) -> str:
-    """Compute again the losses of the last finished step; return in words which are not finite."""
+    """Compute the losses of the last finished step again; tell how many are not finite, and where
+    the first is.  All ranks call it.
+    """
     with run.watchdog.phase(SEARCHING):
         run.model.comm.gather_params()
-        first = run.state.sample - run.sequences
-        return find_non_finite_losses(run.model, run.data.train, run.batches, first, run.control)
+        found = run.control.all_gather(_non_finite_losses_here(run))
+    places = [(rank, place) for rank, (*_, place) in enumerate(found) if place]
+    if not places:
+        return (
+            "its losses are finite when computed again, so a gradient, "
+            "or an operand in fp8, was not finite"
+        )
+    rank, where = places[0]
+    bad, rows, _ = zip(*found)
+    counts = f"{sum(bad):,} of its {sum(rows):,} sequences"
+    return f"the losses of {counts} are not finite, the first on rank {rank} at {where}"
 
 
-def find_non_finite_losses(
-    model: Model, loader: Samples, batches: Prefetcher, first_sample: int, control: ControlGroup
-) -> str:
-    """Compute a step's losses again; tell how many are not finite, and where the
-    first is.  All ranks call it.
+def _non_finite_losses_here(run: Run) -> tuple[int, int, str]:
+    """Return the sequences of this rank's losses that are not finite, all that it has in the step,
+    and the place of the first bad one.
     """
+    model, loader = run.model, run.data.train
     bad = rows = 0
     place = ""
-    for first in batches.first_samples_of_step(first_sample):
+    for first in run.batches.first_samples_of_step(run.state.sample - run.sequences):
         tokens = loader.batch(first, model.B)
         ids = tokens[:, :-1].copy()
         targets = tokens[:, 1:].copy()
@@ -101,14 +110,4 @@ def find_non_finite_losses(
             place = loader.place(first + int(wrong.argmax()))
         bad += int(wrong.sum())
         rows += model.B
-    found = control.all_gather([bad, rows, place])
-    if not any(place for *_, place in found):
-        return (
-            "its losses are finite when computed again, so a gradient, "
-            "or an operand in fp8, was not finite"
-        )
-    rank, where = next((rank, place) for rank, (*_, place) in enumerate(found) if place)
-    counts = (
-        f"{sum(bad for bad, *_ in found):,} of its {sum(rows for _, rows, _ in found):,} sequences"
-    )
-    return f"the losses of {counts} are not finite, the first on rank {rank} at {where}"
+    return bad, rows, place

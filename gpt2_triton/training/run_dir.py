@@ -3,7 +3,6 @@ logs of an earlier start.
 """
 
 import contextlib
-import itertools
 from pathlib import Path
 
 from gpt2_triton.checkpoint.load import latest_checkpoint
@@ -55,9 +54,9 @@ def _begin(run_dir: Path, resume: Resume) -> None:
 def _keep_aside(run_dir: Path) -> str:
     """Rename the logs with the first free number, such as metrics.jsonl.1; return the new names."""
     names = [name for name in (METRICS, STATS) if (run_dir / name).exists()]
-    number = next(
-        n
-        for n in itertools.count(1)
-        if not any((run_dir / f"{name}.{n}").exists() for name in names)
-    )
-    return ", ".join((run_dir / name).rename(run_dir / f"{name}.{number}").name for name in names)
+    number = 1
+    while any((run_dir / f"{name}.{number}").exists() for name in names):
+        number += 1
+    for name in names:
+        (run_dir / name).rename(run_dir / f"{name}.{number}")
+    return ", ".join(f"{name}.{number}" for name in names)

@@ -50,6 +50,7 @@ def train(
     """
     group = ProcessGroup(device_name(), config.parallel.timeout)
     watchdog = Watchdog(group, config.parallel.timeout)
+    signals = signals or ShutdownSignals(group.size)
     control = group.control("trainer")
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):
@@ -73,17 +74,16 @@ class Trainer:
         self,
         config: Config,
         run_dir: Path,
-        found: Path | None = None,
-        watchdog: Watchdog | None = None,
-        signals: ShutdownSignals | None = None,
-        K: Kernels = kernels,
+        found: Path | None,
+        watchdog: Watchdog,
+        signals: ShutdownSignals,
+        K: Kernels,
     ):
         """Resume from the checkpoint `found`, or start a new run; tests pass
         tests/support/reference.py as K.
         """
-        timeout = config.parallel.timeout
-        self.watchdog = watchdog or Watchdog(ProcessGroup(device_name(), timeout), timeout)
-        self.group = self.watchdog.group
+        self.watchdog = watchdog
+        self.group = watchdog.group
         self.control = self.group.control("loop")
         # in use on this GPU before the model is built
         self.bytes_before = used_bytes(self.group.device)
@@ -104,7 +104,7 @@ class Trainer:
             run_dir / "checkpoints", Retention.of(self.config), saver
         )
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
-        self.signals = signals or ShutdownSignals(self.group.size)
+        self.signals = signals
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
         self.sequences = self.config.train.step_tokens // self.config.train.seq_len  # of a step
         self.queue = StepQueue(self.model, self.watchdog)

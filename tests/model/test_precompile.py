@@ -31,7 +31,7 @@ def note_late_kernels(rows: str, directory: Path) -> None:
     stand_in.__enter__()
     device.device_name = lambda: "cpu"  # where the memory is
     from gpt2_triton.training.setup import compile_kernels
-    from gpt2_triton.training.trainer import Trainer
+    from tests.support.loop import make_trainer
     from tests.support.tiny import tiny_config
 
     seen: set[tuple[str, str]] = set()
@@ -45,7 +45,7 @@ def note_late_kernels(rows: str, directory: Path) -> None:
         asked = dict(every=1, tokens=5 * shape["seq_len"], hellaswag_every=1, hellaswag_data=rows)
         train = dict(steps=2, dtype="bf16") | shape
         config = tiny_config(model=dict(block_size=192), train=train, eval=asked)
-        trainer = Trainer(config, directory / str(i))
+        trainer = make_trainer(config, directory / str(i))
         seen.clear()
         compile_kernels(trainer.model, trainer.data)
         ahead = frozenset(seen)

@@ -18,8 +18,12 @@ import torch
 from gpt2_triton import kernels
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.config import Config
+from gpt2_triton.device import device_name
+from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.training import trainer
 from gpt2_triton.training.metrics import METRICS, read_metrics
+from gpt2_triton.training.preemption import ShutdownSignals
 from tests.support import reference
 
 
@@ -45,8 +49,11 @@ def before_steps(
     (patch or pytest.MonkeyPatch()).setattr(trainer.Trainer, "_train_step", acting)
 
 
-def make_trainer(config: Config, *args: Any, **keywords: Any) -> trainer.Trainer:
-    return trainer.Trainer(config, *args, K=_kernels(config), **keywords)
+def make_trainer(config: Config, run_dir: Path, found: Path | None = None) -> trainer.Trainer:
+    """Return the trainer of a run on one rank."""
+    timeout = config.parallel.timeout
+    watchdog = Watchdog(ProcessGroup(device_name(), timeout), timeout)
+    return trainer.Trainer(config, run_dir, found, watchdog, ShutdownSignals(1), K=_kernels(config))
 
 
 def stop_after(patch: pytest.MonkeyPatch, launches: int) -> None:

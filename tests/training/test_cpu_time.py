@@ -6,38 +6,55 @@ import pytest
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
+from gpt2_triton.training import cpu_time
 from gpt2_triton.training.cpu_time import REST, expected, product_flops, require_time
 
 
+@pytest.fixture
+def rate(monkeypatch):
+    """rate(flops): the products' rate of this CPU."""
+
+    def put(flops):
+        monkeypatch.setattr(cpu_time, "product_flops", lambda: flops)
+
+    put(1e11)
+    return put
+
+
+@pytest.mark.usefixtures("rate")
 def test_a_recipe_for_a_gpu_is_refused_with_its_time(tmp_path):
     refusal = (
         r"^no GPU: on this CPU 19,560 steps take at least 2\.\d+ years, "
         r"1\.\d+ hours each; .* set train.max_minutes"
     )
     with pytest.raises(ConfigError, match=refusal):
-        require_time(Config.load("gpt2_124m"), tmp_path, flops=1e11)
+        require_time(Config.load("gpt2_124m"), tmp_path)
 
 
+@pytest.mark.usefixtures("rate")
 def test_small_runs_limited_runs_and_runs_that_exist_start(tmp_path):
     require_time(Config.load("quickstart"), None)
-    require_time(Config.load("gpt2_124m", {"train.max_minutes": "60"}), None, flops=1e11)
+    require_time(Config.load("gpt2_124m", {"train.max_minutes": "60"}), None)
     (tmp_path / "checkpoints" / "step_00000100").mkdir(parents=True)
-    require_time(Config.load("gpt2_124m"), tmp_path, flops=1e11)
+    require_time(Config.load("gpt2_124m"), tmp_path)
 
 
 def test_the_rate_is_measured():
     assert 1e8 < product_flops() < 1e13
 
 
-def test_the_expected_time_follows_steps_rate_and_what_the_interpreter_adds():
+def test_the_expected_time_follows_steps_rate_and_what_the_interpreter_adds(rate):
     config = Config.load("quickstart")
     products = config.flops_per_token * config.train.step_tokens * config.train.steps
     rest = REST * config.train.step_tokens * config.model.n_layer * config.model.n_embd
     seconds = 600 - rest * config.train.steps
-    assert expected(config, flops=products / seconds) == "10 minutes"
-    assert expected(config, flops=1e15) == "1 minute"
+    rate(products / seconds)
+    assert expected(config) == "10 minutes"
+    rate(1e15)
+    assert expected(config) == "1 minute"
 
 
+@pytest.mark.usefixtures("rate")
 def test_what_own_does_without_a_gpu_was_timed():
     keys = {"model.n_layer": "4", "train.steps": "600", "train.total_batch_tokens": "1024"}
-    assert expected(Config.load("quickstart", keys), flops=1e11) == "5 minutes"
+    assert expected(Config.load("quickstart", keys)) == "5 minutes"

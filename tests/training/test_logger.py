@@ -36,7 +36,7 @@ def run(directory, steps, resume_step=0, **log):
     for step in steps:
         logger.step(step, result(loss=10 / step, norm=1.0, seconds=0.1))
         if step % 3 == 0:
-            logger.validation(step, 9 / step)
+            logger.validation(step, 9 / step, None, {})
     logger.close()
     return json.loads((directory / "run.json").read_text())["wandb_id"]
 
@@ -71,7 +71,7 @@ def test_logger_writes_full_records(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
     logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
-    logger.validation(5, 4.75)
+    logger.validation(5, 4.75, None, {})
     logger.sample(5, "Once\nmore")
     # before close: each line is written at once
     assert read_metrics(tmp_path / METRICS) == [
@@ -105,7 +105,7 @@ def test_logging_md_lists_every_metric_of_every_kind_of_record(tmp_path):
     logger = Logger(tmp_path, config())
     kinds = {
         "step": (result(4.5, 1.25, 0.5, applied=False, z=(7.0, 0.0)),),
-        "validation": (4.75, 4.76),
+        "validation": (4.75, 4.76, {}),
         "hellaswag": (0.3, 0.31),
         "sample": ("Once",),
         "rewind": (3, 99),

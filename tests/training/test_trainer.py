@@ -363,13 +363,14 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
     ]
 
 
-def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
+def test_non_finite_losses_name_the_first_sequence(tmp_path, monkeypatch):
     """The last sequence of the step of four that begins with sample 8 has a loss of NaN."""
     with make_trainer(run_config(), tmp_path) as made:
-        model, loader, first = made.model, made.data.train, 8
+        model, loader = made.model, made.data.train
+        made.state.sample = 8 + made.sequences
         if model.has_fp8:
             calibrate(model)
-        tokens = loader.batch(first, 4)
+        tokens = loader.batch(8, 4)
         evaluate = model.evaluate
 
         def with_nan_in_the_last_row(ids, targets, fp8):
@@ -379,7 +380,7 @@ def test_find_non_finite_losses_names_the_first_sequence(tmp_path, monkeypatch):
             return losses
 
         monkeypatch.setattr(model, "evaluate", with_nan_in_the_last_row)
-        found = recovery.find_non_finite_losses(model, loader, made.batches, first, made.control)
+        found = recovery.non_finite_losses(made)
     assert found == (
         "the losses of 1 of its 4 sequences are not finite, "
         f"the first on rank 0 at {loader.place(11)}"

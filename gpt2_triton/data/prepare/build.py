@@ -237,6 +237,11 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
     return shards, places[: len(shards) + 1]
 
 
+def numbered(split: str, shards: ShardRecords) -> str:
+    """Return the name of a split's shard after `shards`."""
+    return f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin"
+
+
 def _record_progress(
     out_dir: Path, recipe: dict[str, Any], shards: ShardRecords, places: list[Place | None]
 ) -> None:

@@ -38,13 +38,13 @@ def prepare_builtin(out_dir: Path, tokenizer: str = "bytes") -> Path:
     return prepare_texts(lambda: [(0, text)], len(text), recipe, out_dir, 1)
 
 
-def builtin_shards(tokenizer: str, root: Path = Path("data")) -> Path:
+def builtin_shards(tokenizer: str) -> Path:
     """Return the directory of the built-in data, named by the hash of the
     text; make it on first use.
     """
     name = f"builtin_{tokenizer}_{_sha256(builtin_text())[:8]}"
     with silent():
-        return prepare_builtin(root / name, tokenizer)
+        return prepare_builtin(Path("data") / name, tokenizer)
 
 
 def pattern_of(given: str, split: str, tokenizer: str) -> str:

@@ -5,6 +5,7 @@ decoded; a fault is one line.
 import bz2
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -55,12 +56,10 @@ def _open(path: Path) -> BinaryIO:
     if ending == ".zst":
         import pyarrow
 
-        return cast(
-            BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-        )
-    return cast(Any, {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open))(
-        path, "rb"
-    )
+        unpacked = pyarrow.input_stream(str(path), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(unpacked))
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(ending, open)
+    return opener(path, "rb")
 
 
 def parts(path: Path) -> Iterator[tuple[str, bool, str]]:
@@ -84,14 +83,11 @@ def json_rows(path: Path, one_value: bool) -> Iterator[tuple[str, Any]]:
         for number, line in lines:
             if one_value and line and not (line.startswith("{") and line.endswith("}")):
                 text = "\n".join([line, *(more for _, more in lines)])
-                yield from (
-                    (f"{path}, row {n:,}", row)
-                    for n, row in enumerate(_values(path, number, text), 1)
-                )
+                for n, row in enumerate(_values(path, number, text), 1):
+                    yield f"{path}, row {n:,}", row
             else:
-                yield from (
-                    (f"{path}, line {number:,}", row) for row in _values(path, number, line)
-                )
+                for row in _values(path, number, line):
+                    yield f"{path}, line {number:,}", row
 
 
 def _values(path: Path, line: int, text: str) -> Iterator[Any]:
@@ -117,10 +113,10 @@ def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
 
     with pyarrow.parquet.ParquetFile(path) as file:
         columns = [field] if {field, field.partition(".")[0]} & {*file.schema_arrow.names} else None
-        rows = (
-            row for batch in file.iter_batches(1024, columns=columns) for row in batch.to_pylist()
-        )
-        yield from ((f"{path}, row {n:,}", row) for n, row in enumerate(rows, 1))
+        batches = file.iter_batches(1024, columns=columns)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for n, row in enumerate(rows, 1):
+            yield f"{path}, row {n:,}", row
 
 
 def unreadable(where: object, error: Exception) -> DataError:

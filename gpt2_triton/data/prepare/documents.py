@@ -149,10 +149,9 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
                 f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}"
             )
     if others:
-        endings = textwrap.shorten(
-            ", ".join(sorted({path.suffix or "no ending" for path in others})), 100
-        )
-        note(notes, f"files of other kinds ({endings})", others[0], len(others))
+        endings = sorted({path.suffix or "no ending" for path in others})
+        shown = textwrap.shorten(", ".join(endings), 100)
+        note(notes, f"files of other kinds ({shown})", others[0], len(others))
     return [*files.values()], notes
 
 
@@ -180,11 +179,9 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (
-            Path(root, name)
-            for name in names
-            if not name.startswith(".") and not (ours and name in OURS)
-        )
+        for name in names:
+            if not name.startswith(".") and not (ours and name in OURS):
+                yield Path(root, name)
 
 
 def _is_written(folder: str, names: set[str]) -> bool:
@@ -284,7 +281,8 @@ def texts_of_rows(
     A row is an object with the field, or a text.  DataError if the first
     MOST_ROWS_WITHOUT_TEXT rows have no text.
     """
-    what, found = f"rows without text in the field {field}", False
+    what = f"rows without text in the field {field}"
+    found = False
     for number, (where, row) in enumerate(rows, 1):
         text = _text_of(row, field)
         if isinstance(text, str) and text:

@@ -61,10 +61,7 @@ class _Tokens:
         self._tokens = tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
-        return (
-            f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin",
-            build.SHARD_TOKENS,
-        )
+        return build.numbered(split, shards), build.SHARD_TOKENS
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         step = build.BATCH_CHARS
@@ -73,7 +70,8 @@ class _Tokens:
             for split, tokens in self._tokens.items()
             for i in range(0, len(tokens), step)
         ]
-        for number, (split, first) in [*enumerate(places)][state or 0 :]:
+        done = state or 0
+        for number, (split, first) in enumerate(places[done:], done):
             tokens = self._tokens[split][first : first + step]
             largest = tokens.max()
             if largest >= GPT2Tokenizer.vocab_size:

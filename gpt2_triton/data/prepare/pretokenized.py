@@ -60,13 +60,15 @@ def download(name: str, out_dir: Path, shards: int | None = None) -> Path:
 
 
 def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
-    found = [
-        (match, file) for file in siblings if (match := NAME.fullmatch(file.rfilename)) and file.lfs
-    ]
-    files = sorted(
-        Remote(f.rfilename, f"{m[1]}_{m[2]}.bin", f.size, f.lfs.sha256) for m, f in found
-    )
-    train, val = ([f for f in files if f.local.startswith(split)] for split in ("train", "val"))
+    files = []
+    for file in siblings:
+        match = NAME.fullmatch(file.rfilename)
+        if match and file.lfs:
+            local = f"{match[1]}_{match[2]}.bin"
+            files.append(Remote(file.rfilename, local, file.size, file.lfs.sha256))
+    files.sort()
+    train = [file for file in files if file.local.startswith("train")]
+    val = [file for file in files if file.local.startswith("val")]
     if not train or not val:
         raise DataError(
             f"{repo}: no files *_train_NNNNNN.bin or no *_val_NNNNNN.bin; choose another repository"
@@ -78,7 +80,8 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
 
 def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path) -> ShardRecords:
     out_dir.mkdir(parents=True, exist_ok=True)
-    recipe, shards = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}, {}
+    recipe = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}
+    shards: ShardRecords = {}
     source = read_record(out_dir / RECORD).get("source")
     ours = isinstance(source, dict) and source.get("name") == repo
     missing = []

@@ -193,20 +193,17 @@ class _Texts:
         self._shard_tokens = shard_tokens
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
-        return (
-            f"{split}_{sum(name.startswith(split) for name in shards):06d}.bin",
-            self._shard_tokens,
-        )
+        return build.numbered(split, shards), self._shard_tokens
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         """Yield batches from `state` on; the text before it is read and dropped."""
         found, characters = False, 0
-        for split, parts in itertools.groupby(
-            split_documents(self._texts(), self._cut), key=itemgetter(0)
-        ):
+        documents_of = split_documents(self._texts(), self._cut)
+        for split, parts in itertools.groupby(documents_of, key=itemgetter(0)):
             for pieces in _batches((key, text) for _, key, text in parts):
                 batch = Batch(split, characters, pieces)
-                if found := found or characters == (state or 0):
+                found |= characters == (state or 0)
+                if found:
                     yield batch
                 characters += batch.characters
         if not found or characters != self.size:
@@ -238,9 +235,9 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
     for number, (_, parts) in enumerate(itertools.groupby(texts, key=itemgetter(0))):
-        for i, piece in enumerate(
-            documents.split_at_whitespace((text for _, text in parts), build.BATCH_CHARS)
-        ):
+        document = (text for _, text in parts)
+        pieces = documents.split_at_whitespace(document, build.BATCH_CHARS)
+        for i, piece in enumerate(pieces):
             batch.append(Piece(piece, follows=number > 0 and i == 0, rest=i > 0))
             size += len(piece)
             if size >= build.BATCH_CHARS:
