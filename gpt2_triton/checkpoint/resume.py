@@ -52,7 +52,7 @@ def read(
     }
     for key, where in places.items():
         if key in saved and key in shards:
-            pairs = zip(shards[key], saved[key] + [{}] * len(shards[key]))
+            rows = zip(shards[key], saved[key] + [{}] * len(shards[key]))
             now = [
                 s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in pairs
             ]
