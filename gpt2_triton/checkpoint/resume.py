@@ -53,9 +53,7 @@ def read(
     for key, where in places.items():
         if key in saved and key in shards:
             rows = zip(shards[key], saved[key] + [{}] * len(shards[key]))
-            now = [
-                s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in pairs
-            ]
+            now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
             other = check_data(found, saved[key], now, where, config.data.allow_changed)
             files |= other
             best = best_step(saved)
