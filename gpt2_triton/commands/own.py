@@ -93,7 +93,7 @@ class Chosen(NamedTuple):
         print_line(own_text.summary(self.config, characters, self.tokens, machine))
         if self.machine.gpu_gib is None:
             time = cpu_time.expected(self.config)
-            print_line(f"  expected time without a GPU: {time}, on an idle machine")
+            print_line(f"  expected time of all steps without a GPU: {time}, on an idle machine")
 
     def report_left_out(self) -> None:
         """Print which special tokens the text has, and what of it was left out."""

@@ -34,14 +34,15 @@ class Report(NamedTuple):
     """The text of a plan in parts."""
 
     fits: bool
-    verdict: list[str]  # whether the run fits; tokens, time, batches, parameters
+    verdict: list[str]  # whether the run fits; tokens, time, batches
+    also: list[str]  # what the log of a run says too: rates, precision, vocabulary
     choices: list[str]  # memory by recompute level and ZeRO stage; none for a CPU
     buffers: list[str]
 
     def text(self, buffers: bool) -> str:
         """Return the verdict first, and the buffers if they are asked for."""
         end = ["", *self.buffers] if buffers else ["", "--buffers also prints each buffer"]
-        return "\n".join([*self.verdict, *self.choices, *end])
+        return "\n".join([*self.verdict, *self.also, *self.choices, *end])
 
 
 def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Report:
@@ -60,11 +61,10 @@ def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Repor
         *_work(config, shape),
         *_time(config, gpu, shape),
         *(_largest_batch(found) if gpu.architecture else []),
-        rates_line(config),
-        *notes,
-        *vocabulary_note(config),
     ]
-    return Report(fits, verdict, _choices(found) if gpu.architecture else [], _buffers(found.plan))
+    also = [rates_line(config), *notes, *vocabulary_note(config)]
+    choices = _choices(found) if gpu.architecture else []
+    return Report(fits, verdict, also, choices, _buffers(found.plan))
 
 
 def _work(config: Config, shape: StepShape) -> list[str]:

@@ -41,4 +41,4 @@ def test_the_plan_lists_the_buckets_with_rate_and_decay():
         "layers muon lr 0.01 decay 0.2, rest adamw lr 0.002 decay 0"
     )
     report = plan_report(config, REFERENCE, Gpu("a GPU", 2**33, "9.0"), StepShape.of(config))
-    assert line in report.verdict
+    assert line in report.also
