@@ -84,9 +84,8 @@ def find_checkpoint(path: Path) -> Path:
     if path.name == "best" and not path.exists():
         found = best_checkpoint(find_checkpoint(path.parent))
         if found is None:
-            raise CheckpointError(
-                f"{path}: its run keeps no best checkpoint; train with checkpoint.best val_loss"
-            )
+            todo = f"take {path.parent}, its newest, or train with checkpoint.best val_loss"
+            raise CheckpointError(f"{path}: its run keeps no best checkpoint; {todo}")
         return find_checkpoint(found)
     # a copy may have any name
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():

@@ -128,6 +128,7 @@ def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
     assert train(best_config(), tmp_path, resume=False) == 0
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(
-        CheckpointError, match="keeps no best checkpoint; train with checkpoint.best val_loss"
+        CheckpointError,
+        match="best checkpoint; take .*, its newest, or train with checkpoint.best val_loss",
     ):
         find_checkpoint(tmp_path / "best")
