@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from cyclopts.validators import Number
 
 from gpt2_triton.commands.app import AT_LEAST_1, Special, make_app
 from gpt2_triton.config.values import check_tokenizer
+from gpt2_triton.console import command_line, print_line
 
 app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Annotated[
@@ -55,6 +57,9 @@ def prepare_text(
 
     measured = text.measure_text(inputs, workers, documents.Reading(field, special))
     text.prepare_text(measured, out, tokenizer, val_fraction, workers, strict=strict)
+    keys = {"tokenizer": tokenizer, "train": f"{out}/train_*.bin", "val": f"{out}/val_*.bin"}
+    given = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
+    print_line(f"next: {command_line(f'train CONFIG {given}')}")
 
 
 @app.command(name="builtin")

@@ -132,7 +132,10 @@ def prepare_text(
         what = f"{lost:,} of {len(measured.sample):,} samples of the text come back changed"
         print_line(f"note: {what} from the tokenizer's tokens: it has none for some characters")
     each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
-    todo = "`gpt2-triton tokenizer FILES --out tok` makes shorter texts; give tok as tokenizer"
+    todo = (
+        "its own tokens are longer: `gpt2-triton tokenizer FILES --out tok`, then "
+        "--tokenizer tok, or --data.tokenizer tok of train own"
+    )
     if each < FEW_BYTES:
         print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
     if tokenizer == "bytes":

@@ -104,7 +104,10 @@ def test_a_tokenizer_that_loses_characters_is_told(greek, capsys):
 
 def test_few_bytes_of_gpt2s_tokens_are_told(greek, capsys):
     assert main(tools, ["prepare", "text", "my.txt", "--out", "data/shards"]) == 0
-    assert "note: GPT-2's tokens have 1." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "note: GPT-2's tokens have 1." in out and ", then --tokenizer tok, or " in out
+    keys = "--data.tokenizer gpt2 --data.train 'data/shards/train_*.bin' --data.val "
+    assert out.endswith(f"train CONFIG {keys}'data/shards/val_*.bin'\n")
 
 
 @pytest.mark.parametrize(("text", "told"), [("α γ " * 3000, True), ("It was. " * 900, False)])
