@@ -171,9 +171,9 @@ def _wrong_call(error: CycloptsError) -> str:
     """Return the message of cyclopts as one line that ends with what to do."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
+        name = "--prompt" if "sample" in (error.command_chain or ()) else "its --name"
         wrong = (
-            f"{' '.join(error.unused_tokens or [])}: unexpected; "
-            "each value needs its --name, or quotes"
+            f"{' '.join(error.unused_tokens or [])}: unexpected; each value needs {name}, or quotes"
         )
     else:
         wrong = " ".join(str(error).split()).removesuffix(".")

@@ -388,7 +388,7 @@ def test_version_has_the_packages_below(capsys, app, argv):
 def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     seen = []
-    report = plan.Report(True, ["the plan"], [], [])
+    report = plan.Report(True, ["the plan"], [], [], [])
     monkeypatch.setattr(
         plan, "plan_report", lambda *arguments: seen.append(arguments[2].nbytes) or report
     )
@@ -558,7 +558,7 @@ def test_select_device_refuses_what_cannot_run(machine, gpu):
         (["export", "a"], "--out requires an argument; see --help"),
         (
             ["sample", "a", "Once upon"],
-            "Once upon: unexpected; each value needs its --name, or quotes; see --help",
+            "Once upon: unexpected; each value needs --prompt, or quotes; see --help",
         ),
         (
             ["sample", "a", "--num_samples", "2"],
