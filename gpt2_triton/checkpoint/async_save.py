@@ -98,7 +98,8 @@ class AsyncCheckpointer:
             self._thread = None
             if not raise_errors:  # at the end no step waits
                 self._report_wait(time.monotonic() - began)
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         self.failed_step = self._step if error else None
         if error is None:
             return

@@ -25,7 +25,8 @@ from gpt2_triton.files import FileError, read_json, sha256
 
 FORMAT = 2  # 1 had no window of losses and norms
 SHARES, SECOND_SHARES = "shares", "second_shares"  # keys of the state with a value per rank
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE = "state.json"
+MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_([0-9]{8,})")
 Spans = list[list[int]]  # [flat index, length] of each piece of a shard
 

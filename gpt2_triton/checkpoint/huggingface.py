@@ -28,7 +28,8 @@ from gpt2_triton.errors import CheckpointError, login_advice
 
 # weights, and what source_files.py names
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-INDEX, ADAPTER = "*.safetensors.index.json", "adapter_config.json"
+INDEX = "*.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 # our name: the key in config.json
 CONFIG_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")} | {
     "block_size": "n_positions"

@@ -26,12 +26,14 @@ from gpt2_triton.checkpoint.weights import (
 from gpt2_triton.data.tokenizer import Tokenizer
 from gpt2_triton.errors import CheckpointError, ConfigError
 
-MODEL_MAGIC, TOKENIZER_MAGIC = 20240326, 20240328
+MODEL_MAGIC = 20240326
+TOKENIZER_MAGIC = 20240328
 VERSIONS = {3: "fp32", 5: "bf16"}
 STORAGE = {"fp32": "<f4", "bf16": "<i2"}
 HEADER_BYTES = 1024
 HEADER_SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # header[2:7]
-MODEL, TOKENIZER = "model.bin", "gpt2_tokenizer.bin"
+MODEL = "model.bin"
+TOKENIZER = "gpt2_tokenizer.bin"
 
 
 def read(path: str) -> Weights:

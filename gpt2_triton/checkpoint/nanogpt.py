@@ -36,7 +36,8 @@ def read(path: str) -> Weights:
     """Return the GPT-2 in a checkpoint of nanoGPT, mapped into memory;
     CheckpointError if it is not one.
     """
-    where, expected = f"nanogpt:{path}", "expected nanoGPT's ckpt.pt"
+    where = f"nanogpt:{path}"
+    expected = "expected nanoGPT's ckpt.pt"
     try:
         with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

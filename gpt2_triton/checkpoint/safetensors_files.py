@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 LARGEST = 5 * 10**9  # bytes of tensors in a file, unless one tensor has more
 DTYPES = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +56,8 @@ def _split(shapes: Shapes, element: int) -> list[dict[str, tuple[int, ...]]]:
 
 def _header(shapes: Shapes, dtype: str) -> tuple[bytes, int]:
     """Return what stands before the tensors' bytes, and the number of these bytes."""
-    (stored, element), at = DTYPES[dtype], 0
+    stored, element = DTYPES[dtype]
+    at = 0
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
         end = at + math.prod(shape) * element

@@ -14,7 +14,8 @@ from gpt2_triton.data import tokenizer
 from gpt2_triton.files import new_directory, remove
 
 DIRECTORY = "source"  # in a run's directory
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 OF_VOCABULARY = (
     "merges.txt",

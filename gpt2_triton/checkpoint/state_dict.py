@@ -30,7 +30,8 @@ COMPUTED = re.compile(
 # the heads of transformers' and TRL's models that do not write text
 OTHER_HEADS = re.compile(r"(score|classifier|qa_outputs|multiple_choice_head|v_head)\.")
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-HEAD, QKV = "lm_head.weight", "h.0.attn.c_attn.weight"
+HEAD = "lm_head.weight"
+QKV = "h.0.attn.c_attn.weight"
 EMBEDDING = {"gpt2": "wte.weight", "llama": "embed_tokens.weight"}
 NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 

@@ -87,7 +87,8 @@ def _time(config: Config, gpu: Gpu, shape: StepShape) -> list[str]:
 
 
 def _largest_batch(found: Forecast) -> list[str]:
-    level, shape = found.config.memory.recompute, found.shape
+    level = found.config.memory.recompute
+    shape = found.shape
     largest = found.levels[level][1]
     usable = found.usable_batch(level)
     limit = min(largest, shape.micro_batch * shape.accumulation)

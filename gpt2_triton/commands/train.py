@@ -200,7 +200,8 @@ def _print_sources(config: Config) -> None:
     found = sources(config.data.train)
     if len(found) == 1:
         return
-    V, T = config.model.vocab_size, config.train.seq_len
+    V = config.model.vocab_size
+    T = config.train.seq_len
     parts = [(source, open_shards(source.pattern, V, T)) for source in found]
     samples = config.train.steps * config.train.step_tokens // T
     for line in Mixture(parts, T, config.data.seed).describe(samples):

@@ -11,7 +11,8 @@ class Counts(Sections):
         """Number of parameters as in llm.c: the vocabulary is padded, wpe counts, wte
         and a tied head count once.
         """
-        m, c = self.model, self.model.n_embd
+        m = self.model
+        c = self.model.n_embd
         # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1
         # + 4 + 1; last norm, positions
         mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)

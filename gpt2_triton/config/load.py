@@ -189,7 +189,8 @@ def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
 
     def collect(node: yaml.Node | None, prefix: str) -> None:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+            name = f"{prefix}{key.value}"
+            line = key.start_mark.line + 1
             if name in lines:
                 raise ConfigError(
                     f"{path}:{line}: {name}: given twice, first in line {lines[name]}; remove one"

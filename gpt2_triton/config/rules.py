@@ -122,7 +122,8 @@ def _recompute_conflicts(config: Sections) -> Iterator[Problem]:
 
 def vocabulary_note(config: Sections, tokens: int | None = None) -> list[str]:
     """Return a line if most of the model's vocabulary has no token; `tokens` are of a file."""
-    rows, name = config.model.vocab_size, config.data.tokenizer
+    rows = config.model.vocab_size
+    name = config.data.tokenizer
     tokens = tokens or TOKENIZER_SIZES.get(name, rows)
     wrong = f"model.vocab_size {rows:,}, but data.tokenizer {name} has {tokens:,} tokens"
     return [f"{wrong}: is another tokenizer meant?"] if rows > 2 * tokens else []

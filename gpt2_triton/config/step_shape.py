@@ -48,7 +48,8 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) if the GPUs do not divide the step, or batch_size does not
     divide a GPU's sequences.
     """
-    total, several = t.step_tokens, f"{gpus} GPUs" if gpus > 1 else ""
+    total = t.step_tokens
+    several = f"{gpus} GPUs" if gpus > 1 else ""
     rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
     if rest:
         fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)

@@ -61,7 +61,8 @@ def permute(index: np.ndarray, epoch: np.ndarray, n: int, seed: int) -> np.ndarr
     out = index.astype(np.uint64)
     todo = np.arange(len(out))
     while len(todo):
-        left, right = out[todo] >> half, out[todo] & mask
+        left = out[todo] >> half
+        right = out[todo] & mask
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key[todo]) & mask)
         out[todo] = left << half | right
@@ -73,7 +74,8 @@ class Windows:
     """The windows of a list of shards, numbered from shard to shard."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int):
-        self.shards, self.seq_len = shards, seq_len
+        self.shards = shards
+        self.seq_len = seq_len
         self.ends = np.cumsum([(shard.count - 1) // seq_len for shard in shards])
         self.last_starts = np.array([shard.count - 1 - seq_len for shard in shards])
         self.n = int(self.ends[-1])
@@ -197,7 +199,8 @@ class Prefetcher:
         ranks: int = 1,
         head_row: int = 0,
     ):
-        self._loader, self._rows = loader, (vocab_size, head_row)
+        self._loader = loader
+        self._rows = (vocab_size, head_row)
         self._micro_batch = micro_batch
         self._accumulation = accumulation
         self._rank = rank

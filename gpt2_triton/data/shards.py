@@ -78,7 +78,8 @@ class Shard:
             raise DataError(f"{self.path}: too short: {what}; {todo}")
         needed = token_dtype(vocab_size)
         if needed != self.dtype:
-            bits, expected = 8 * self.dtype.itemsize, 8 * needed.itemsize
+            bits = 8 * self.dtype.itemsize
+            expected = 8 * needed.itemsize
             what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
             raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
 
@@ -101,7 +102,8 @@ class Shard:
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {RESTORE}") from None
         if (state.st_size, state.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
-            before, self._state = self._state.st_size, state
+            before = self._state.st_size
+            self._state = state
             # clusters keep files that are not old, so users `touch` theirs
             known = self.__dict__.get("fingerprint")
             if before != state.st_size or not known or known != self._fingerprint():

@@ -20,7 +20,8 @@ import numpy as np
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import expand
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 NAMES_OF_TOKENS = (CONFIG, "special_tokens_map.json")  # files that may name the end of a text
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which has no bytes

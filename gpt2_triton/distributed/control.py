@@ -21,7 +21,8 @@ class ControlGroup:
     """Exchanges values between ranks as JSON.  Numbers arrive unchanged."""
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, store: Any = None):
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self._name = name
         self._store = store
         self._calls = 0

@@ -28,7 +28,8 @@ class _TokenCopy:
     """Copies the tokens of one step to the host, into pinned memory."""
 
     def __init__(self, model: Model):
-        device, seq = model.arena.device.type, model.decoding.seq
+        device = model.arena.device.type
+        seq = model.decoding.seq
         self._seq = torch.empty(seq.shape, dtype=torch.int32, pin_memory=device != "cpu")
         self._done = DeviceEvent(device)
 

@@ -98,7 +98,8 @@ def _batch(
     ids = np.zeros((len(chosen), T), np.int32)
     targets = np.full((len(chosen), T), -1, np.int32)
     for row, i in enumerate(chosen.tolist()):
-        n, ending = lengths[i], questions.endings[i]
+        n = lengths[i]
+        ending = questions.endings[i]
         ids[row, :n] = np.concatenate([questions.contexts[i], ending])[-n - 1 : -1]
         targets[row, n - len(ending) : n] = ending
     return ids, targets

@@ -97,7 +97,8 @@ def mean_loss(model: Model, tokens: np.ndarray) -> float:
     Sequences longer than model.T + 1 are cut into windows, as in `perplexity`.  The model predicts
     a token from its window alone.  The last window may be shorter.
     """
-    ids, targets = tokens[:, :-1], tokens[:, 1:]
+    ids = tokens[:, :-1]
+    targets = tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T
     total = _summed_loss(model, *(part[:, :whole].reshape(-1, model.T) for part in (ids, targets)))
     return (total + _summed_loss(model, ids[:, whole:], targets[:, whole:])) / ids.size
@@ -105,7 +106,8 @@ def mean_loss(model: Model, tokens: np.ndarray) -> float:
 
 def _summed_loss(model: Model, ids: np.ndarray, targets: np.ndarray) -> float:
     """Return the sum of the losses of sequences [rows, n], n at most model.T."""
-    n, total = ids.shape[1], 0.0
+    n = ids.shape[1]
+    total = 0.0
     for rows, padded in padded_batches(model, ids):
         padded_targets = np.full_like(padded, -1)
         padded_targets[:, :n] = targets[rows]

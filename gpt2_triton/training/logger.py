@@ -38,7 +38,8 @@ class Logger:
         about: dict[str, Any] | None = None,
         gpus: int = 1,
     ):
-        self.config, self.steps = config, config.train.steps
+        self.config = config
+        self.steps = config.train.steps
         self._is_first_step = True
         self._mean_seconds: float | None = None
         # device.py knows no other peaks
@@ -77,7 +78,8 @@ class Logger:
             return
         lr = learning_rate(step - 1, self.config.optim, self.steps)
         tokens = self.config.train.step_tokens
-        ms, tok_s = seconds * 1e3, tokens / seconds
+        ms = seconds * 1e3
+        tok_s = tokens / seconds
         mfu = tok_s * self._mfu_per_tok_s if self._mfu_per_tok_s else None
         record = dict(
             step=step,

@@ -12,7 +12,8 @@ from typing import Any
 from gpt2_triton.console import print_line
 from gpt2_triton.files import write_atomic
 
-METRICS, RUN = "metrics.jsonl", "run.json"
+METRICS = "metrics.jsonl"
+RUN = "run.json"
 # tensor statistics, a number per layer; kept and truncated like metrics.jsonl
 STATS = "stats.jsonl"
 

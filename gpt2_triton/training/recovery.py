@@ -97,7 +97,8 @@ def _non_finite_losses_here(run: Run) -> tuple[int, int, str]:
     """Return the sequences of this rank's losses that are not finite, all that it has in the step,
     and the place of the first bad one.
     """
-    model, loader = run.model, run.data.train
+    model = run.model
+    loader = run.data.train
     bad = rows = 0
     place = ""
     for first in run.batches.first_samples_of_step(run.state.sample - run.sequences):

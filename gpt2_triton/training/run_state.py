@@ -103,7 +103,8 @@ class RunState:
         with an update.  A later one, which a signal caused, is no target, so that
         interruptions do not change a run.
         """
-        every, updated = config.checkpoint.every, self.step - self.without_update
+        every = config.checkpoint.every
+        updated = self.step - self.without_update
         return max((step for step in saved if step <= updated // every * every), default=0)
 
     def raise_if_unstable(

@@ -17,7 +17,8 @@ class StepQueue:
     """Launches steps and returns their results in order.  At most two are in flight."""
 
     def __init__(self, model: Model, watchdog: Watchdog):
-        self._model, self._watchdog = model, watchdog
+        self._model = model
+        self._watchdog = watchdog
         self._in_flight: deque[InFlightStep] = deque()
         self.statistics: Sequence[Tensor] = ()  # host copies of the last finished step's statistics
 

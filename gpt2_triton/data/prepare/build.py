@@ -30,7 +30,8 @@ from gpt2_triton.data.tokenizer import encode_rest, get_tokenizer, keep, record_
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import FULL, free_space, sha256, write_json
 
-PROGRESS, LOCK = "progress.json", ".lock"
+PROGRESS = "progress.json"
+LOCK = ".lock"
 BATCH_CHARS = 1 << 20  # characters tokenised at a time, by one process
 SHARD_TOKENS = 100_000_000  # llm.c's
 

@@ -135,7 +135,8 @@ class _Documents:
                 documents.require_all(self.notes, self._strict)
                 yield Batch("", state, pieces)
                 state = {"place": [dataset.state_dict(), n], "notes": copy.deepcopy(self.notes)}
-                pieces, size = [], 0
+                pieces = []
+                size = 0
         documents.require_all(self.notes, self._strict)
         if pieces:
             yield Batch("", state, pieces)

@@ -187,7 +187,8 @@ class _Texts:
     characters before a batch.
     """
 
-    name, unit = "text", "characters"
+    name = "text"
+    unit = "characters"
 
     def __init__(self, texts: Callable[[], Iterable[Text]], size: int, cut: int, shard_tokens: int):
         self.size: int | None = size
@@ -200,7 +201,8 @@ class _Texts:
 
     def batches(self, state: int | None) -> Iterator[Batch]:
         """Yield batches from `state` on; the text before it is read and dropped."""
-        found, characters = False, 0
+        found = False
+        characters = 0
         documents_of = split_documents(self._texts(), self._cut)
         for split, parts in itertools.groupby(documents_of, key=itemgetter(0)):
             for pieces in _batches((key, text) for _, key, text in parts):
@@ -245,6 +247,7 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Piece]]:
             size += len(piece)
             if size >= build.BATCH_CHARS:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
