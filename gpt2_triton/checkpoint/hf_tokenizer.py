@@ -60,11 +60,6 @@ def _vocabulary(directory: Path) -> dict[str, int]:
     return found if isinstance(found, dict) else {}  # sentencepiece's is a list
 
 
-def _special(number: int, text: str) -> dict[str, Any]:
-    matching = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": True} | matching
-
-
 def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Write a tokenizer's files for transformers; block_size is its longest text in tokens."""
     if isinstance(tokenizer, FileTokenizer):
@@ -90,7 +85,10 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
         write_json(directory / "vocab.json", model["vocab"])
         lines = "\n".join(["#version: 0.2", *model["merges"]])
         (directory / "merges.txt").write_text(f"{lines}\n", encoding="utf-8")
-    added = [*itertools.starmap(_special, special.items())]
+    whole_text = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": i, "content": text, "special": True} | whole_text for i, text in special.items()
+    ]
     whole: dict[str, Any] = {"version": "1.0", "added_tokens": added}
     whole |= dict.fromkeys(("truncation", "padding", "normalizer"))
     write_json(directory / "tokenizer.json", whole | steps | {"model": model})
@@ -174,7 +172,5 @@ def every_merge(tokens: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        yield from sorted(
-            (cut for cut in cuts if rank.keys() >= {*cut}),
-            key=lambda cut: [rank[part] for part in cut],
-        )
+        known = (cut for cut in cuts if rank.keys() >= {*cut})
+        yield from sorted(known, key=lambda cut: [rank[part] for part in cut])

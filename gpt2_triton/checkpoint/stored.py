@@ -30,6 +30,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Its number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -64,6 +65,7 @@ class StoredTensor(NamedTuple):
         return joined
 
     def whole(self) -> Tensor:
+        """Return the tensor in its shape: a view of the file, or a copy of several pieces."""
         return self.read(0, self.size).view(self.shape)
 
 

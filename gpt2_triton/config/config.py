@@ -67,9 +67,11 @@ class Config(Counts):
         return self.model_copy(update=copies)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return every key by section, as state.json has them."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
+        """Return every key as YAML, which `Config.load` reads."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     @model_validator(mode="before")

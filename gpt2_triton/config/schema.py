@@ -225,6 +225,7 @@ class ModelConfig(ConfigSection):
 
     @property
     def padded_vocab(self) -> int:
+        """Rows of the token embedding: a multiple of VOCAB_MULTIPLE, the last ones of no token."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
@@ -307,6 +308,7 @@ class TrainConfig(ConfigSection):
 
     @property
     def step_tokens(self) -> int:
+        """Tokens of a step, on all GPUs together."""
         return self.total_batch_tokens or self.batch_size * self.seq_len
 
 

@@ -166,6 +166,7 @@ class ValidationLoader:
             yield tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
+        """Return (sequences, seq_len) of the batches, whose kernels are compiled ahead."""
         return {
             (min(rows, self.count - first), self.windows.seq_len)
             for first in range(0, self.count, rows)

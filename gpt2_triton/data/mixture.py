@@ -211,6 +211,7 @@ class Validation:
         return sum(share * loss for share, loss in zip(self.shares, losses, strict=True))
 
     def shapes(self, rows: int) -> set[tuple[int, int]]:
+        """Return (sequences, seq_len) of all sources' batches."""
         return {shape for loader in self.loaders for shape in loader.shapes(rows)}
 
     def describe(self) -> Iterator[str]:

@@ -11,4 +11,5 @@ TEXT_SUFFIXES = (
 
 
 def is_text(path: str | Path) -> bool:
+    """Return whether a file is named as text, compressed or not."""
     return str(path).lower().endswith(TEXT_SUFFIXES)

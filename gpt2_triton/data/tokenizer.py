@@ -246,6 +246,7 @@ def located(name: str, directory: Path) -> str:
 
 
 def has_file(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer.json."""
     return (directory / tokenizer_file.FILE).is_file()
 
 

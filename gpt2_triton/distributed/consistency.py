@@ -15,9 +15,8 @@ def require_equal(control: ControlGroup, **values: Any) -> None:
     would train without an error.
     """
     for what, value in values.items():
-        found = control.all_gather(
-            hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-        )
+        text = json.dumps(value, sort_keys=True)
+        found = control.all_gather(hashlib.sha256(text.encode()).hexdigest())
         others = [rank for rank, other in enumerate(found) if other != found[0]]
         if others:
             control.leave()

@@ -119,10 +119,8 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
         store.set(f"token/{rank}", json.dumps(token))
     while time.monotonic() < end:
         if rank == 0:
-            store.set(
-                "session",
-                json.dumps([token, *(_read(store, f"token/{other}") for other in others)]),
-            )
+            theirs = [_read(store, f"token/{other}") for other in others]
+            store.set("session", json.dumps([token, *theirs]))
             missing = [other for other in others if _read(store, f"accept/{other}") != token]
             if not missing:
                 return token

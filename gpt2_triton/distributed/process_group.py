@@ -116,24 +116,20 @@ class ProcessGroup:
         """out = this rank's shard of the sum of `whole` over ranks; `out` may lie
         in `whole`, at that shard.
         """
-        self._collective(
-            _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), out, whole
-        )
+        function = _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor")
+        self._collective(function, out, whole)
 
     def all_gather(self, whole: Tensor, part: Tensor, group: Any = None) -> None:
         """whole = the ranks' parts, by rank; `part` may be this rank's part of `whole`."""
-        self._collective(
-            _collective_by_name("all_gather_single", "all_gather_into_tensor"),
-            whole,
-            part,
-            group=group,
-        )
+        function = _collective_by_name("all_gather_single", "all_gather_into_tensor")
+        self._collective(function, whole, part, group=group)
 
     def barrier(self) -> None:
         """Barrier in stream order.  On GPUs the ranks share memory, outside the default
         stream: see StreamBarrier.
         """
-        if (b := self._stream_barrier) is None:
+        b = self._stream_barrier
+        if b is None:
             self._collective(dist.barrier)
         else:
             self.all_gather(b.whole, b.part, b.group)

@@ -54,15 +54,10 @@ def _take(path: Path) -> int:
     if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)
+    holder = f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%F %T')},"
     with contextlib.suppress(OSError):  # a full disk: the run's next file reports it
         os.ftruncate(file, 0)
-        os.pwrite(
-            file,
-            (
-                f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%F %T')},"
-            ).encode(),
-            0,
-        )
+        os.pwrite(file, holder.encode(), 0)
     return file
 
 

@@ -28,15 +28,16 @@ def allocate(nbytes: int, device: str, control: ControlGroup) -> tuple[Tensor, l
     opened = list[Tensor]()
     reason = ""
     try:
-        opened = [
-            buffer.memory if r == own else open_shared(h, nbytes, device)
-            for r, h in enumerate(handles)
-        ]
+        for rank, handle in enumerate(handles):
+            is_own = rank == own
+            opened.append(buffer.memory if is_own else open_shared(handle, nbytes, device))
     except (AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
     reasons = [text for text in control.all_gather(reason) if text]
     buffer.close_handle()
-    return (buffer.memory, [], reasons[0]) if reasons else (buffer.memory, opened, "")
+    if reasons:
+        return buffer.memory, [], reasons[0]
+    return buffer.memory, opened, ""
 
 
 class SharedBuffer:

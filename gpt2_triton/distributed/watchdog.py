@@ -73,6 +73,7 @@ class _Watch:
         self.last_ticks = [now] * len(states)
 
     def update(self, states: Sequence[Status], now: float) -> None:
+        """Take new states; `now` is in seconds, of time.monotonic."""
         for rank, (before, state) in enumerate(zip(self.states, states, strict=True)):
             if state.tick != before.tick:
                 self.last_ticks[rank] = now
@@ -174,10 +175,8 @@ class Watchdog:
     def _report_and_exit(self, diagnosis: str) -> None:
         reports = self.group.store.add("watchdog/reported", 1)
         if reports == 1:
-            waited = (
-                "no progress for "
-                f"{time.monotonic() - self._last_progress:.0f} s at step {self._step}"
-            )
+            seconds = time.monotonic() - self._last_progress
+            waited = f"no progress for {seconds:.0f} s at step {self._step}"
             todo = "restart the job, with --resume"
             print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
         else:

@@ -6,7 +6,6 @@ sequences come first, and a batch holds as many as fit the arena, padded to its 
 length is rounded up to 32 tokens, so that all batches run through the same kernels (see matmul.py).
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,8 @@ Scores = dict[str, float]  # rows, and acc and acc_norm with the standard error 
 
 def questions_of_run(config: Config) -> Questions | None:
     """Return the questions of a run, in llm.c's style; None if eval.hellaswag_every is 0."""
-    if not (e := config.eval).hellaswag_every:
+    e = config.eval
+    if not e.hellaswag_every:
         return None
     path = Path(e.hellaswag_data) if e.hellaswag_data else None
     tokenizer = get_tokenizer(config.data.tokenizer)
@@ -49,9 +49,8 @@ def evaluate(
     part = ending_losses(model, questions, control.rank, control.size, stop)
     answered = np.flatnonzero(part)  # other ranks' endings are 0
     losses = np.zeros_like(part)
-    for places, values, stopped in control.all_gather(
-        [answered.tolist(), part[answered].tolist(), stop()]
-    ):
+    here = [answered.tolist(), part[answered].tolist(), stop()]
+    for places, values, stopped in control.all_gather(here):
         if stopped:
             raise Stopped
         losses[places] = values
@@ -73,9 +72,8 @@ def ending_losses(
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
-    mine = [
-        *itertools.islice(batches(lengths, model.B * model.T, _longest(model)), rank, None, ranks)
-    ]
+    every = [*batches(lengths, model.B * model.T, _longest(model))]
+    mine = every[rank::ranks]
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:
@@ -129,9 +127,8 @@ def _longest(model: Model) -> int:
 def _lengths(model: Model, questions: Questions) -> np.ndarray:
     """Return how many inputs each ending has with its context; its last token is only a target."""
     pairs = zip(questions.contexts, questions.endings, strict=True)
-    return np.minimum(
-        np.array([len(context) + len(ending) for context, ending in pairs]) - 1, _longest(model)
-    )
+    lengths = [len(context) + len(ending) - 1 for context, ending in pairs]
+    return np.minimum(lengths, _longest(model))
 
 
 def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -43,14 +43,15 @@ def load_for_losses(
 
 def _computing(config: Config, dtype: str | None) -> Config:
     """Return `config` in `dtype`; on a CPU by default fp32, as the interpreter truncates bf16."""
-    dtype = dtype or ("fp32" if device_name() == "cpu" else None)
+    if dtype is None and device_name() == "cpu":
+        dtype = "fp32"
     return config.replace(train={"dtype": dtype}, optim={"master": "none"}) if dtype else config
 
 
 def _plan_bytes(config: Config, batch: int, sequences: int) -> int:
-    return plan_memory(config, K, forward_shape(batch), training=False, sequences=sequences)[
-        0
-    ].total
+    shape = forward_shape(batch)
+    plan, _ = plan_memory(config, K, shape, training=False, sequences=sequences)
+    return plan.total
 
 
 def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequences: int) -> Model:

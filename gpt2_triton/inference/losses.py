@@ -100,8 +100,10 @@ def mean_loss(model: Model, tokens: np.ndarray) -> float:
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T
-    total = _summed_loss(model, *(part[:, :whole].reshape(-1, model.T) for part in (ids, targets)))
-    return (total + _summed_loss(model, ids[:, whole:], targets[:, whole:])) / ids.size
+    windows, wanted = (part[:, :whole].reshape(-1, model.T) for part in (ids, targets))
+    total = _summed_loss(model, windows, wanted)
+    total += _summed_loss(model, ids[:, whole:], targets[:, whole:])
+    return total / ids.size
 
 
 def _summed_loss(model: Model, ids: np.ndarray, targets: np.ndarray) -> float:

@@ -42,10 +42,10 @@ def draw(
     ends: Collection[int],
 ) -> Iterator[Iterator[int]]:
     """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
-    lengths = [len(prompt) for prompt in prompts if len(prompt) > model.T]
-    if lengths:
+    long = [len(prompt) for prompt in prompts if len(prompt) > model.T]
+    if long:
         cut = f"prompts over {model.T:,} tokens are cut to their last {max(1, model.T // 2):,}"
-        texts = f"{len(lengths):,} of {len(prompts):,} texts, up to {max(lengths):,} tokens"
+        texts = f"{len(long):,} of {len(prompts):,} texts, up to {max(long):,} tokens"
         print_line(f"note: {cut}: {texts}", error=True)
     batch = len(model.decoding.seq)
     for first in range(0, len(prompts), batch):
@@ -65,10 +65,9 @@ def sample_in_training(model: Model, config: Config, beside: Path) -> str:
     """
     s = config.sample
     tokenizer = get_tokenizer(config.data.tokenizer)
-    seed = config.train.seed
-    return s.prompt + "".join(
-        stream(model, tokenizer, s.prompt, s.tokens, Sampling(s.temperature, s.top_k), seed, beside)
-    )
+    how = Sampling(s.temperature, s.top_k)
+    text = stream(model, tokenizer, s.prompt, s.tokens, how, config.train.seed, beside)
+    return s.prompt + "".join(text)
 
 
 def stream(

@@ -83,6 +83,7 @@ class ShutdownSignals:
         os._exit(128 + number)
 
     def how_to_continue(self) -> str:
+        """Return the end of a message: what continues this run."""
         return (
             f"the same command with --run_dir {shlex.quote(str(self._run_dir))} --resume continues"
         )

@@ -71,6 +71,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
+    """Write run.json with all starts, the last one included."""
     write_json(run_dir / RUN, {"wandb_id": wandb_id, "place": _place(run_dir), "starts": starts})
 
 

@@ -52,6 +52,7 @@ class RunState:
         return cls(best=(best[0], best[1]) if best else None, **own)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields as state.json has them."""
         return {key: value for key, value in asdict(self).items() if key != "left_out" or value}
 
     # ---- the lowest validation loss ----
@@ -68,6 +69,7 @@ class RunState:
 
     @property
     def best_step(self) -> int | None:
+        """The step of the lowest validation loss so far."""
         return self.best[0] if self.best else None
 
     def is_out_of_patience(self, config: Config) -> bool:

@@ -165,6 +165,7 @@ def _explicit(config: Config) -> dict[str, Any]:
 
 
 def to_save(config: Config, data: Data) -> dict[str, Any]:
+    """Return what a checkpoint's state has of configuration and data; a resume compares it."""
     return {"config": _explicit(config)} | data.fingerprints()
 
 

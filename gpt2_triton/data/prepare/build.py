@@ -57,6 +57,7 @@ class Batch(NamedTuple):
 
     @property
     def characters(self) -> int:
+        """The characters of its text, or the number of its tokens."""
         return sum(len(piece.content) for piece in self.pieces)
 
 

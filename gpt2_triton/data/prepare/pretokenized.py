@@ -37,9 +37,11 @@ OFFLINE = (
 
 
 class Remote(NamedTuple):
+    """A shard on the Hub."""
+
     name: str  # in the repository
     local: str
-    size: int
+    size: int  # in bytes
     sha256: str
 
 

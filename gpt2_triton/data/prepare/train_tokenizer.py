@@ -82,5 +82,6 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
 
 
 def bytes_per_token(tokenizer: Tokenizer, parts: list[str]) -> float:
+    """Return the bytes of UTF-8 for each token of a text in parts."""
     tokens = sum(len(tokenizer.encode(part)) for part in parts)
     return sum(len(part.encode()) for part in parts) / max(tokens, 1)
