@@ -109,14 +109,10 @@ def report(found: dict[str, Any]) -> int:
     for step in sorted({1, *range(25, len(curves["code"]) + 1, 25)}):
         print(f"{step:>5}" + "".join(f"{curve[step - 1]:>14.5f}" for curve in curves.values()))
     near = found["distance"] <= BOUND * found["scatter"]
-    print(
-        (
-            f"{title} and portable: {found['distance']:.2e} apart, "
-            f"portable and hopper {found['scatter']:.2e}"
-        ),
-        end="",
-    )
-    print(f": {'agreed' if near else 'DISAGREED'}, the bound is {BOUND:.0f} times")
+    apart = f"{title} and portable: {found['distance']:.2e} apart"
+    scatter = f"portable and hopper {found['scatter']:.2e}"
+    verdict = "agreed" if near else "DISAGREED"
+    print(f"{apart}, {scatter}: {verdict}, the bound is {BOUND:.0f} times")
     equal = "equal bytes" if not found["bytes"] else "\n".join(["DIFFERENT bytes", *found["bytes"]])
     print(f"after the resume: {equal}")
     return 0 if near and not found["bytes"] else 1

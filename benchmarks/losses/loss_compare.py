@@ -296,13 +296,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         parser.error(f"unknown option {unknown[0]}")
     if (given.gpu or given.time or given.gpus > 1) and device.count() < given.gpus:
-        parser.exit(
-            2,
-            (
-                f"error: loss_compare: needs {given.gpus} CUDA GPUs, "
-                f"found {device.count()}; --cpu needs none\n"
-            ),
-        )
+        found = f"needs {given.gpus} CUDA GPUs, found {device.count()}"
+        parser.exit(2, f"error: loss_compare: {found}; --cpu needs none\n")
     return given, keys
 
 
