@@ -149,56 +149,35 @@ def run_program(
     return report
 
 
-HEAD = [
-    "size",
-    "B",
-    "program",
-    "recompute",
-    "ms",
-    "tok/s",
-    "MFU",
-    "J",
-    "GiB",
-    "planned",
-    "first step s",
-]
+HEAD = [*"size B program recompute ms tok/s MFU J GiB planned".split(), "first step s"]
+HEAD += ["speed", "memory"]
 
 
 def table(rows: list[dict[str, Any]], peak: float | None) -> str:
     """Return one line per run: J per step, MFU at bf16's peak, speed and memory
     relative to PyTorch in bf16.
     """
-    lines = [[*HEAD, "speed", "memory"]]
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
-    for row in rows:
-        found = row["report"]
-        other = torchs.get(row["size"])
-        line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
-        if found:
-            config = work_of(row["size"], row["batch"], row["recompute"]).config()
-            rate, flops = config.train.step_tokens / found["ms"] * 1e3, config.flops_per_token
-            line += [
-                f"{found['ms']:.1f}",
-                f"{rate:,.0f}",
-                f"{rate * flops / peak:.1%}" if peak else "-",
-            ]
-            line += [
-                "-" if found.get("joules") is None else f"{found['joules']:.1f}",
-                f"{found['gib']:.2f}",
-            ]
-            line += [
-                f"{found['planned']:.2f}" if "planned" in found else "-",
-                f"{found['first_step']:.1f}",
-            ]
-        line += ["-"] * (len(HEAD) - len(line))
-        both = found and other
-        line += (
-            [f"{other['ms'] / found['ms']:.3f}x", f"{found['gib'] / other['gib']:.2f}x"]
-            if both
-            else ["-", "-"]
-        )
-        lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines
-    )
+    lines = [HEAD, *(cells(row, torchs.get(row["size"]), peak) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [[cell.rjust(width) for cell, width in zip(line, widths)] for line in lines]
+    return "\n".join(map("  ".join, aligned))
+
+
+def cells(row: dict[str, Any], torch: dict[str, Any] | None, peak: float | None) -> list[str]:
+    """Return the line of a run beside PyTorch's report; - is not known."""
+    found = row["report"]
+    line = [row["size"], str(row["batch"]), row["program"], row["recompute"] or "-"]
+    if not found:
+        return line + ["-"] * (len(HEAD) - len(line))
+    config = work_of(row["size"], row["batch"], row["recompute"]).config()
+    rate = config.train.step_tokens / found["ms"] * 1e3
+    mfu = f"{rate * config.flops_per_token / peak:.1%}" if peak else "-"
+    joules = "-" if found.get("joules") is None else f"{found['joules']:.1f}"
+    planned = f"{found['planned']:.2f}" if "planned" in found else "-"
+    line += [f"{found['ms']:.1f}", f"{rate:,.0f}", mfu, joules, f"{found['gib']:.2f}", planned]
+    line.append(f"{found['first_step']:.1f}")
+    if torch is None:
+        return [*line, "-", "-"]
+    speed = torch["ms"] / found["ms"]
+    return [*line, f"{speed:.3f}x", f"{found['gib'] / torch['gib']:.2f}x"]
