@@ -12,8 +12,11 @@ from gpt2_triton.errors import ConfigError
 MOST_HOURS = 12  # without a word from the user
 SIZE = 768  # of the products that are timed
 # seconds of all but products, for a channel of a token in a layer: Triton's interpreter is Python
-# on one core.  600 steps of own's model take 5 minutes, a tenth of them in products
-REST = 8.5e-7
+# on one core.  600 steps of own's model take 5 minutes, a fifth of them in products
+REST = 7.5e-7
+# Muon's operations in a step, for a channel of a parameter of the layers: five polynomials multiply
+# each matrix 25 times by one of n_embd rows, in blocks at half the rate of whole matrices
+MUON = 50
 
 
 def product_flops() -> float:
@@ -55,7 +58,12 @@ def expected(config: Config) -> str:
 
 
 def _product_seconds(config: Config) -> float:
-    return config.flops_per_token * config.train.step_tokens / product_flops()
+    m = config.model
+    count = config.flops_per_token * config.train.step_tokens
+    if config.optim.name == "muon":
+        layers = config.n_params - m.n_embd * (m.head_row + m.padded_vocab)
+        count += MUON * m.n_embd * layers
+    return count / product_flops()
 
 
 def _words(seconds: float) -> str:
