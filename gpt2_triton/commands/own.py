@@ -142,9 +142,9 @@ def settings(
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)
-        require_rows(config, tokenizer)  # before the shards are made
         if weights:
             check_sizes(weights, config)
+        require_rows(config, tokenizer)  # before the shards are made
         return Chosen(config, measured, tokens, shards, machine)
 
 

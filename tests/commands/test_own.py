@@ -246,6 +246,14 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     assert again["model"] == first["model"] and again["optim"] == first["optim"]
 
 
+def test_weights_of_another_tokenizer_name_theirs(here, trained, capsys):
+    byte_level(here / "tok")
+    export_weights(*tiny_model(), here / "theirs")
+    words = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--data.tokenizer", "tok"]
+    assert main(app, words) == 4
+    assert capsys.readouterr().err.endswith("; set data.tokenizer to bytes\n")
+
+
 def test_weights_without_files_are_finetuned_with_the_tokenizer_that_is_given(
     here, trained, capsys
 ):
