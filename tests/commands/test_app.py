@@ -409,6 +409,11 @@ def test_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_its_run(
     assert capsys.readouterr().out.startswith("fits the GPU 4090 of 23.50 GiB\nmemory ")
 
 
+@pytest.mark.parametrize("size", ["24GiB", "24GB", "24 gb", "24.0G"])
+def test_a_gpus_memory_may_be_given_as_people_do(size):
+    assert device.memory_bytes(device.find_gpu(size)) == 24 << 30
+
+
 @pytest.mark.parametrize("name", ["4090", "rtx4090", "RTX_4090", "rtx-4090", "NVIDIA RTX 4090"])
 def test_a_gpu_may_be_named_as_people_do(name):
     assert device.find_gpu(name) == "4090"
