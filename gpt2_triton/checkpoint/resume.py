@@ -15,6 +15,7 @@ from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import may_change_on_resume, options
+from gpt2_triton.data.tokenizer import identity
 from gpt2_triton.errors import CheckpointError, ConfigError
 
 Change = tuple[Any, Any]  # the value in the checkpoint, the value now
@@ -28,18 +29,26 @@ EARLIER = {"data.align": "none"} | {
 }
 
 
+def explicit(config: Config) -> dict[str, Any]:
+    """Return the configuration as a save writes it: with a step's tokens and a tokenizer's hash,
+    which resumes keep.
+    """
+    made = {"total_batch_tokens": config.train.step_tokens}
+    tokenizer = {"tokenizer": identity(config.data.tokenizer)}
+    return config.replace(train=made, data=tokenizer).to_dict()
+
+
 def read(
-    found: Path, config: Config, explicit: dict[str, Any], shards: Mapping[str, Sequence[Any]]
+    found: Path, config: Config, shards: Mapping[str, Sequence[Any]]
 ) -> tuple[Checkpoint, list[str]]:
     """Return the open checkpoint, and lines about what has changed.
 
-    `found` verifies.  `explicit` is the configuration as a save writes it, `shards` has their
-    keys in state.json.  CheckpointError if the checkpoint is of another run, ConfigError if it
-    has more steps than train.steps.
+    `found` verifies.  `shards` has their keys in state.json.  CheckpointError if the checkpoint is
+    of another run, ConfigError if it has more steps than train.steps.
     """
     checkpoint = open_checkpoint(found)
     saved = checkpoint.state
-    changed = check_config(saved["config"], explicit)
+    changed = check_config(saved["config"], explicit(config))
     if saved["step"] > config.train.steps:
         counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
         todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
@@ -88,9 +97,8 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
 
     wrong = _changes(forms(checkpoint.tensors), forms(expected))
     if wrong:
-        raise CheckpointError(
-            _table(f"{checkpoint.step_dir} does not fit this model", wrong, "absent")
-        )
+        title = f"{checkpoint.step_dir} does not fit this model"
+        raise CheckpointError(_table(title, wrong, "absent"))
 
 
 def config_differences(
@@ -168,9 +176,10 @@ def _by_file(rows: Rows) -> dict[str, Any]:
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        out |= (
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        if isinstance(value, dict):
+            out |= _flatten(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
     return out
 
 
@@ -183,10 +192,8 @@ def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Change]:
 
 
 def _table(title: str, changes: dict[str, Change], none: str = "null") -> str:
-    rows = [
-        ("", "checkpoint", "now"),
-        *((k, as_text(v, none), as_text(now, none)) for k, (v, now) in changes.items()),
-    ]
+    rows = [("", "checkpoint", "now")]
+    rows += [(k, as_text(v, none), as_text(now, none)) for k, (v, now) in changes.items()]
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip()

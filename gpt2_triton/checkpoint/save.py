@@ -51,6 +51,9 @@ from gpt2_triton.files import free_space, fsync, remove
 
 FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' headers
 TRIAL = "step_trial"  # no name of a step
+# of Linux's renameat2: paths are of the working directory; two names are exchanged
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
 
 
 class Retention(NamedTuple):
@@ -242,8 +245,9 @@ def _publish(temporary: Path, target: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names at once; return False, with nothing done, where that fails, as on NFS."""
-    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
+    first = AT_FDCWD, os.fsencode(one)
+    second = AT_FDCWD, os.fsencode(other)
+    return ctypes.CDLL(None).renameat2(*first, *second, RENAME_EXCHANGE) == 0
 
 
 def require_space(

@@ -6,13 +6,13 @@ a config.json needs no `hf:`.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from gpt2_triton.checkpoint import huggingface, llmc, nanogpt, source_files
 from gpt2_triton.checkpoint.load import open_newest
-from gpt2_triton.checkpoint.resume import config_differences, decides_weights
+from gpt2_triton.checkpoint.resume import config_differences, decides_weights, explicit
 from gpt2_triton.checkpoint.stored import StoredTensor, whole_tensors
 from gpt2_triton.checkpoint.weights import (
     Weights,
@@ -91,7 +91,7 @@ def initial_weights(config: Config) -> Weights | None:
         weights = READERS[kind](where)
     else:
         step_dir, saved, stored = _open_run(where)
-        changes, _ = config_differences(*map(_by_identity, (saved, config)))
+        changes, _ = config_differences(explicit(saved), explicit(config))
         for key, (then, now) in changes.items():
             if decides_weights(key):
                 raise CheckpointError(
@@ -100,10 +100,6 @@ def initial_weights(config: Config) -> Weights | None:
         weights = from_checkpoint(where, stored, saved, source_files.of_step(step_dir))
     check_sizes(weights, config)
     return weights
-
-
-def _by_identity(config: Config) -> dict[str, Any]:
-    return config.replace(data={"tokenizer": identity(config.data.tokenizer)}).to_dict()
 
 
 def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:

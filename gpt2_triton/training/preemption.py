@@ -42,7 +42,8 @@ class ShutdownSignals:
         self.time_is_up = False  # train.max_minutes on this rank
         self.all_ranks_agree = False  # the last finished step carried a rank's request to stop
         self.made_at = time.monotonic()
-        self._ranks, self._received_at = ranks, 0.0  # the time of the first signal
+        self._ranks = ranks
+        self._received_at = 0.0  # the time of the first signal
         self._by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._window = LAUNCHED_WINDOW if ranks > 1 or self._by_torchrun else REPEAT_WINDOW
         self._replaced: dict[int, Any] = {}  # the program's own handlers, by signal

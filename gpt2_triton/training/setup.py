@@ -23,7 +23,7 @@ from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.mixture import Mixture, Source, Validation, sources
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import get_tokenizer, identity, look_in
+from gpt2_triton.data.tokenizer import get_tokenizer, look_in
 from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -100,14 +100,13 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     not be there, would fail first.
     """
     if found is None:
-        return precision.choose_precision(
-            config, device.architecture() if device.present() else None
-        )
+        architecture = device.architecture() if device.present() else None
+        return precision.choose_precision(config, architecture)
     saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]
     config, notes = precision.keep_precision(config, saved)
     if config.train.precision == "fp8":
         require_own_fp8()
-    resume.check_config(saved, _explicit(config))
+    resume.check_config(saved, resume.explicit(config))
     return config, notes
 
 
@@ -117,12 +116,12 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
     """
     T = config.train.seq_len
     where = expand(config.init_from.partition(":")[2])
-    for directory in (run_dir, *([Path(where)] if where else [])):
-        look_in(config.data.tokenizer, directory)
+    look_in(config.data.tokenizer, run_dir)
+    if where:
+        look_in(config.data.tokenizer, Path(where))
     with same_on_all_ranks():
-        train = Mixture(
-            open_sources(config, "train"), T, config.data.seed, config.data.windows == "shifted"
-        )
+        shifted = config.data.windows == "shifted"
+        train = Mixture(open_sources(config, "train"), T, config.data.seed, shifted)
         validation = None
         if config.eval.every:
             validation = Validation(open_sources(config, "val"), T, config.eval.tokens)
@@ -135,13 +134,9 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         trained = {shard.path.resolve() for shard in train.shards}
         both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
         if both:
-            todo = (
-                "the validation loss will be too low; narrow data.train, "
-                "or name other files in data.val"
-            )
-            print_line(
-                f"warning: data.train contains the validation data {both[0]}: {todo}", error=True
-            )
+            wrong = f"data.train contains the validation data {both[0]}"
+            todo = "narrow data.train, or name other files in data.val"
+            print_line(f"warning: {wrong}: the validation loss will be too low; {todo}", error=True)
     return data
 
 
@@ -157,16 +152,9 @@ def open_sources(config: Config, split: str) -> list[tuple[Source, list[Shard]]]
     return found
 
 
-def _explicit(config: Config) -> dict[str, Any]:
-    """Return the configuration with a step's tokens and a tokenizer's hash, which resumes keep."""
-    made = {"total_batch_tokens": config.train.step_tokens}
-    tokenizer = {"tokenizer": identity(config.data.tokenizer)}
-    return config.replace(train=made, data=tokenizer).to_dict()
-
-
 def to_save(config: Config, data: Data) -> dict[str, Any]:
     """Return what a checkpoint's state has of configuration and data; a resume compares it."""
-    return {"config": _explicit(config)} | data.fingerprints()
+    return {"config": resume.explicit(config)} | data.fingerprints()
 
 
 @same_on_all_ranks()
@@ -179,7 +167,7 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
         if source is None:
             return Start(RunState(), [])
         return Start(RunState(), [], weights=flat_parts(source, config), beside=source.beside)
-    checkpoint, notes = resume.read(found, config, to_save(config, data)["config"], data.shards)
+    checkpoint, notes = resume.read(found, config, data.shards)
     state = checkpoint.state
     if 0 < state["step"] < config.train.steps:
         notes += changes_on_resume(state["step"], state["config"], config)
@@ -209,9 +197,8 @@ def build_model(
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
     if group.rank == 0:
         state = start.state
-        require_space(
-            run_dir / "checkpoints", model.saved.spec(), state.step, state.best_step, config
-        )
+        spec = model.saved.spec()
+        require_space(run_dir / "checkpoints", spec, state.step, state.best_step, config)
     if group.device == "cuda":
         made = compile_kernels(model, data)
         ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
@@ -227,10 +214,9 @@ def _fill(model: Model, start: Start) -> None:
         with same_on_all_ranks():
             model.load(start.weights)
     else:
-        saved_scales = fp8.saved_spec(start.checkpoint.state["config"])
-        resume.check_tensors(
-            start.checkpoint, fp8.without_scales(model.saved.spec()) | saved_scales
-        )
+        expected = fp8.without_scales(model.saved.spec())
+        expected |= fp8.saved_spec(start.checkpoint.state["config"])
+        resume.check_tensors(start.checkpoint, expected)
         # a rank names a NaN in what it reads
         model.load(start.checkpoint.parts(model.saved.needs()))
 
@@ -265,10 +251,8 @@ def open_log(
     for note in start.notes:
         log.info(note)
     if model.has_fp8:
-        log.info(
-            "fp8: products of all "
-            f"layers{'' if config.fp8.keep_bf16 == 'head' else ' and the head'}"
-        )
+        head = "" if config.fp8.keep_bf16 == "head" else " and the head"
+        log.info(f"fp8: products of all layers{head}")
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     log.info(f"arena {format_bytes(planned)}{each} on {where}")

@@ -57,9 +57,8 @@ def train(
             run_dir = Path(control.from_rank0(lambda: str(run_dir)))
             found = control.from_rank0(lambda: str(open_run_dir(run_dir, resume, held) or ""))
             try_to_save(run_dir / "checkpoints", control)
-        with Trainer(
-            config, run_dir, Path(found) if found else None, watchdog, signals, K
-        ) as trainer:
+        checkpoint = Path(found) if found else None
+        with Trainer(config, run_dir, checkpoint, watchdog, signals, K) as trainer:
             code = trainer.run()
     group.close()
     return code
@@ -189,10 +188,8 @@ class Trainer:
         stopping = self.signals.stop
         impatient = step < self.config.train.steps and self.state.is_out_of_patience(self.config)
         if impatient:
-            why = (
-                f"{self.config.train.patience} validations without a lower loss "
-                f"than in {self.run_dir / 'best'}"
-            )
+            best = self.run_dir / "best"
+            why = f"{self.config.train.patience} validations without a lower loss than in {best}"
             self.log.info(f"ended after step {step}: {why}; raise train.patience to continue")
         if (stopping or impatient) and step > 0:
             rewind = self._read_step()
@@ -201,9 +198,8 @@ class Trainer:
         self.wait_for_save(raise_errors=True)
         if not stopping or (step >= self.config.train.steps and not self.state.left_out):
             run = shlex.quote(str(self.run_dir))
-            self.log.info(
-                f"next: {command_line(f'sample {run}')}, {command_line(f'plot {run} -o loss.png')}"
-            )
+            sample = command_line(f"sample {run}")
+            self.log.info(f"next: {sample}, {command_line(f'plot {run} -o loss.png')}")
             return 0
         received = max(self.control.all_gather(self.signals.received))
         if self.group.rank == 0:
