@@ -75,6 +75,7 @@ class AsyncCheckpointer:
                 start += piece.numel()
 
     def _write(self, step: int, state: dict[str, Any], before: Callable[[], None] | None) -> None:
+        """Write the host's copy; an error waits for `wait`."""
         self._written = None
         try:
             if before:

@@ -55,6 +55,7 @@ def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:
+    """Return the number of each token in a model's files, {} where they have another kind."""
     whole = read_if_there(directory / "tokenizer.json").get("model", {}).get("vocab")
     found = whole or read_if_there(directory / "vocab.json")
     return found if isinstance(found, dict) else {}  # sentencepiece's is a list

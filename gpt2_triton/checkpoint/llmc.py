@@ -110,6 +110,7 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
 
 
 def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Write the bytes of each token; ConfigError for a token whose length fills no byte."""
     tokens = tokenizer.token_bytes()
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     longest = max(map(len, tokens))

@@ -43,6 +43,7 @@ def write(directory: Path, shapes: Shapes, dtype: str, parts: Iterator[np.ndarra
 
 
 def _split(shapes: Shapes, element: int) -> list[dict[str, tuple[int, ...]]]:
+    """Return the tensors of each file: LARGEST bytes at most, or one tensor."""
     files = [dict[str, tuple[int, ...]]()]
     size = 0
     for name, shape in shapes.items():

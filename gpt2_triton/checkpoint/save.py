@@ -65,6 +65,7 @@ class Retention(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> "Retention":
+        """Return what a configuration keeps."""
         checkpoint = config.checkpoint
         return cls(
             checkpoint.keep, checkpoint.major, checkpoint.every if config.train.rewind_after else 0

@@ -69,6 +69,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def of(cls, gpus: int, gpu: str | None = None) -> "Machine":
+        """Return what a run gets on this machine, or on the GPU that a plan names."""
         from gpt2_triton import device
 
         has_gpus = gpu or device.present()

@@ -29,6 +29,7 @@ class Choice(NamedTuple):
 
     @property
     def config(self) -> Config:
+        """The recipe as it is, before the text and the machine are known."""
         return Config.load(self.recipe)
 
 

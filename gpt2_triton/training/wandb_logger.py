@@ -44,6 +44,7 @@ class WandbLogger:
     def _start(
         self, run_dir: Path, config: Config, mode: Any, about: dict[str, Any] | None
     ) -> None:
+        """Begin the run at W&B, or continue it; LookupError without a key."""
         import wandb
 
         # wandb.init would ask, and wait for ever

@@ -132,6 +132,7 @@ def _build(
     expected_tokens: int,
     workers: int,
 ) -> None:
+    """Tokenise what is left; at the end the record replaces the progress."""
     dtype = token_dtype(get_tokenizer(tokenizer).vocab_size)  # workers find it in tiktoken's cache
     shards, places = _resume(recipe, out_dir)
     done = count_tokens(shards)

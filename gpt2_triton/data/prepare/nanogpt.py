@@ -33,6 +33,7 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
 
 
 def _map(path: Path) -> np.ndarray:
+    """Return the tokens of a file, mapped; DataError unless they can be GPT-2's in 16 bits."""
     try:
         tokens = np.memmap(path, "<u2", mode="r")
     except OSError as error:

@@ -62,6 +62,7 @@ def download(name: str, out_dir: Path, shards: int | None = None) -> Path:
 
 
 def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
+    """Return the validation shards, then as many training shards as are asked for."""
     files = []
     for file in siblings:
         match = NAME.fullmatch(file.rfilename)
@@ -81,6 +82,7 @@ def _choose(repo: str, siblings: Any, shards: int | None) -> list[Remote]:
 
 
 def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path) -> ShardRecords:
+    """Download what is not there; the record has each shard as soon as it is checked."""
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}
     shards: ShardRecords = {}
@@ -119,6 +121,7 @@ def _is_there(path: Path, file: Remote, ours: bool) -> bool:
 
 
 def _download_file(repo: str, commit: str, file: Remote, out_dir: Path) -> None:
+    """Download one shard beside the others, check it, and rename it into its place."""
     with hub_errors(f"{repo}/{file.name}", AGAIN):
         from huggingface_hub import hf_hub_download
 
