@@ -19,7 +19,7 @@ from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_re
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LOSSES = Path(__file__).parent / "losses"
-MINUTES = LOSSES / "minutes_prose.jsonl", LOSSES / "minutes_modern_prose.jsonl"
+MINUTES = LOSSES / "minutes_modern_prose.jsonl"
 SCALE = LOSSES / "scale.jsonl"
 MACHINE = "h200"  # the section that is drawn
 NAMES = {  # sizes and programs: their names in tables and pictures
@@ -156,9 +156,9 @@ def recipe_memory(figures: Figures) -> dict[str, float]:
 
 def final_losses(axes: Any) -> None:
     """Draw the validation loss at the end of each run over its minutes on an H200, steps times
-    the median step time.  PyTorch's losses of GPT-2 are of an H100; an H200 timed 90 steps.
+    the median step time.  Of PyTorch's GPT-2, 90 steps alone are timed.
     """
-    rows = [row for file in MINUTES for row in pairs.read_results(file)]
+    rows = pairs.read_results(MINUTES)
     points: dict[tuple[str, str, str, int], list[tuple[float, float]]] = {}
     for arm, looks in RUNS.items():
         mine = [row for row in rows if row["arm"] == arm]
@@ -247,7 +247,7 @@ def finish(axes: Any, legend: str) -> None:
 # file in docs/pictures: prefix of the keys that it draws, function that
 # draws it, losses that it draws
 DRAWN = {
-    "comparison": ("steps.", comparison, MINUTES),
+    "comparison": ("steps.", comparison, (MINUTES,)),
     "ops_d12": ("ops.d12.", operations, ()),
     "scale": ("none", scale, (SCALE,)),
 }

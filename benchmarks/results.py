@@ -269,8 +269,9 @@ def losses() -> dict[str, Any]:
             key = f"{file.stem}.{slug(arm)}"
             mine = [row for row in rows if row["arm"] == arm]
             found[f"arms.{key}.runs"] = len(mine)
-            if file.stem.startswith("minutes"):  # its runs had a GPU each
-                ms = statistics.fmean(row["ms"] for row in mine)
+            timed = [row["ms"] for row in mine if row["ms"]]
+            if file.stem.startswith("minutes") and timed:  # these runs had a GPU each
+                ms = statistics.fmean(timed)
                 found[f"arms.{key}.minutes"] = round(mine[0]["steps"] * ms / 60e3, 4)
             for name in ("train", "val"):
                 values = [row[f"{name}_loss"] for row in mine]

@@ -336,8 +336,11 @@ def report(series: Series, rows: list[Result]) -> str:
             values = [row[key] for row in mine if row[key] is not None]
             cells.append(f"{statistics.fmean(values):.4f}" if values else "")
             cells.append(f"{statistics.stdev(values):.4f}" if len(values) > 1 else "")
-        ms = statistics.median(row["ms"] for row in mine)
-        cells += [f"{ms:.2f}", f"{1e3 * mine[0]['tokens'] / mine[0]['steps'] / ms:,.0f}"]
+        if timed := [row["ms"] for row in mine if row["ms"]]:
+            ms = statistics.median(timed)
+            cells += [f"{ms:.2f}", f"{1e3 * mine[0]['tokens'] / mine[0]['steps'] / ms:,.0f}"]
+        else:
+            cells += ["", ""]
         against = "" if other == series.baseline else f" against {other}"
         for key in ("train_loss", "val_loss"):
             found = difference(rows, arm, other, key)
