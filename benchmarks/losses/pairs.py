@@ -18,7 +18,8 @@ Runs with equal seeds have the same initial weights and the same data in the sam
 run is a line of RESULTS.jsonl.  The command makes only runs without a line, so it continues a
 series.  With --work DIR a run that SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same
 command continues it.  To use several GPUs, start it once per GPU, each time with another
-CUDA_VISIBLE_DEVICES and other --seeds.
+CUDA_VISIBLE_DEVICES and other --seeds.  For a run that shared its GPU, set ms to null in its line:
+the report then leaves its time out.
 
 The training loss is the mean of the last fifth of the steps.  The report has the mean and
 standard deviation of each arm, and its mean difference over pairs of equal seed, with the
