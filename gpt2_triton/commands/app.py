@@ -136,16 +136,9 @@ def main(app: App, argv: list[str]) -> int:
         discard_unwritten()
         return 141
     except Exception as error:
-        if "No usable temporary directory" in str(error):  # torch makes one when it is imported
-            todo = "no directory for temporary files can be written; set TMPDIR to one"
-            return _fail(f"TMPDIR: {todo}", ConfigError.exit_code)
-        if isinstance(error, OSError) and error.errno in OF_THE_USER:
-            file = str(error.filename or _writer(error))
-            if "/.triton" in file:
-                todo = "set TRITON_CACHE_DIR to another place"
-            else:
-                todo = OF_THE_USER[error.errno]
-            return _fail(f"{file}: {error.strerror}; {todo}", ConfigError.exit_code)
+        fault = _fault_of_the_machine(error)
+        if fault:
+            return _fail(fault, ConfigError.exit_code)
         if not _is_distributed():
             raise
         traceback.print_exc()
@@ -159,6 +152,19 @@ def _writer(error: OSError) -> str:
     except OSError:
         return "standard output"
     return f"a file that {traceback.extract_tb(error.__traceback__)[-1].filename} writes"
+
+
+def _fault_of_the_machine(error: Exception) -> str:
+    """Return what a user can correct of a disk or its permissions, "" for any other error."""
+    if "No usable temporary directory" in str(error):  # torch makes one when it is imported
+        return "TMPDIR: no directory for temporary files can be written; set TMPDIR to one"
+    if not isinstance(error, OSError) or error.errno not in OF_THE_USER:
+        return ""
+    file = str(error.filename or _writer(error))
+    todo = OF_THE_USER[error.errno]
+    if "/.triton" in file:
+        todo = "set TRITON_CACHE_DIR to another place"
+    return f"{file}: {error.strerror}; {todo}"
 
 
 def call(app: App, words: Iterable[str]) -> int:
