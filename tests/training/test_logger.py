@@ -105,7 +105,7 @@ def test_logging_md_lists_every_metric_of_every_kind_of_record(tmp_path):
     logger = Logger(tmp_path, config())
     kinds = {
         "step": (result(4.5, 1.25, 0.5, applied=False, z=(7.0, 0.0)),),
-        "validation": (4.75, 4.76, {}),
+        "validation": (4.75, 4.76, {"NAME": 4.77}),
         "hellaswag": (0.3, 0.31),
         "sample": ("Once",),
         "rewind": (3, 99),
