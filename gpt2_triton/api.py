@@ -11,7 +11,7 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -252,7 +252,10 @@ class Model:
         self._stored = stored
         self._beside = beside
         self._model: ArenaModel | None = model
-        self._text: Generator[str, None, None] | None = None  # the text in the cache
+        # the text in the cache, of which a caller's iterator knows the number: had it the text, it
+        # would keep the memory
+        self._text: Iterator[str] = iter(())
+        self._texts = 0
         self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU
 
     def __enter__(self) -> "Model":
@@ -266,10 +269,8 @@ class Model:
         second `close` does nothing.
         """
         with _exclusive():
-            if self._text is not None:
-                self._text.close()  # or an iterator of the caller would keep the memory
             self._model = None
-            self._text = None
+            self._text = iter(())
             self._stored = {}
             _free_unused_memory()
 
@@ -357,17 +358,18 @@ class Model:
                 compile_decoding(model, *how)
                 self._compiled.add(how)
             self._text = sample.stream(model, tokenizer, prompt, tokens, how, seed, self._beside)
-            return self._pieces(self._text)
+            self._texts += 1
+            return self._pieces(self._texts)
 
-    def _pieces(self, text: Generator[str, None, None]) -> Iterator[str]:
+    def _pieces(self, number: int) -> Iterator[str]:
         while True:
             with _exclusive():
                 self._open()
-                if self._text is not text:
+                if self._texts != number:
                     raise ConfigError(
                         "stream: another text was begun; read one to its end first, or load twice"
                     )
-                piece = next(text, None)
+                piece = next(self._text, None)
             if piece is None:
                 return
             if piece:

@@ -412,8 +412,9 @@ def test_close_frees_the_memory_and_later_calls_say_so(run):
     with gpt2_triton.load(run) as model:
         stream = model.stream("a", 8)
         next(stream)
+        text = weakref.ref(model._text)
         arena = weakref.ref(model._model.arena)
-    assert arena() is None
+    assert text() is None and arena() is None
     model.close()
     dropped = gpt2_triton.load(run)
     arena = weakref.ref(dropped._model.arena)
