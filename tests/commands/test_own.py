@@ -55,7 +55,7 @@ def trained(monkeypatch):
 
 
 def export_weights(model, config, directory, kind="hf"):
-    weights = from_checkpoint("", whole_tensors("", {"params": model.state.params}), config)
+    weights = from_checkpoint("", whole_tensors("", {"params": model.state.params.cpu()}), config)
     export(weights, directory, kind, "fp32")
 
 
