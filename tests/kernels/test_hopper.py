@@ -296,6 +296,32 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
 
 
 NAMES = [*cases()]
+DISPATCH = "dispatch: 1 reads, 1 after a barrier; 2 writes, 2 before"  # what `dispatch` returns
+# of a kernel at line 67, with a function at line 88 of another file
+PTX = """
+    .loc 1 67 0 // matmul.py:67
+    st.shared.b32 \t[global_smem+8], 33619968;
+    barrier.sync \t1;
+    .loc 1 67 0 // matmul.py:67
+    barrier.sync \t1;
+    add.s32 \t%r3, %r1, %r2;
+    ld.shared.b8 \t%r4, [%r3+8];
+    .loc 6 88 42 // activation.py:88:42 @[ matmul.py:67 ]
+    ld.shared.v4.b32 \t{%r8, %r7, %r6, %r5}, [%r12+98304];
+    .loc 1 80 4 // matmul.py:80:4
+    st.shared.b32 \t[global_smem+8], 50529027;
+    barrier.sync \t1;
+"""
+
+
+def test_a_start_of_partitions_without_a_barrier_is_found():
+    assert dispatch(PTX) == DISPATCH
+    first, *others = PTX.split("    barrier.sync \t1;\n")
+    assert len(others) == 3
+    for i in range(3):
+        joints = ["" if i == n else "    barrier.sync \t1;\n" for n in range(3)]
+        assert dispatch(first + "".join(map(str.__add__, joints, others))) != DISPATCH
+    assert dispatch(PTX.replace("88:42 @[ matmul.py:67 ]", "88:42")) != DISPATCH
 
 
 @pytest.mark.slow
@@ -322,7 +348,7 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory(names):
         without_partitions = ("attention", "transpose", "cast", "classifier_lns", "fp8 swiglu")
         alone = any(word in log.splitlines()[0] for word in without_partitions)
         assert made == places != "0" and ended == (made if alone else "0"), log
-        assert alone or "dispatch: 1 reads, 1 after a barrier; 2 writes, 2 before" in log, log
+        assert alone or DISPATCH in log, log
         assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 
