@@ -162,11 +162,8 @@ def _continued(
     file = run_dir / "config.yaml"
     tokenizer = located(Config.load(file, given, machine.gpus).data.tokenizer, run_dir)
     shards = _shards(own, measured, tokenizer)
-    keys = {
-        "data.allow_changed": "false",
-        "data.tokenizer": tokenizer,
-    }  # the first is for one start
-    keys |= _patterns(shards) | dict(given)
+    keys = {"data.allow_changed": "false"} | _patterns(shards) | dict(given)  # it is for one start
+    keys["data.tokenizer"] = tokenizer
     config = Config.load(file, keys, machine.gpus)
     return Chosen(config, measured, measured.count_tokens(tokenizer), shards, machine)
 

@@ -387,10 +387,12 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
 def test_resume_without_the_tokenizers_folder_takes_the_runs_copy(here, trained):
     byte_level(here / "tok")
     argv = ["own", "--data", "my.txt", "--run_dir", "run"]
-    assert main(app, [*argv, "--data.tokenizer", "tok"]) == 0
+    given = ["--data.tokenizer", "./tok"]
+    assert main(app, [*argv, *given]) == 0
     (here / "tok").rename(here / "run" / "source")
     assert main(app, [*argv, "--resume"]) == 0
-    assert [config.data.tokenizer for config in trained] == ["./tok", "run/source"]
+    assert main(app, [*argv, *given, "--resume"]) == 0  # the same command
+    assert [config.data.tokenizer for config in trained] == ["./tok", "run/source", "run/source"]
 
 
 def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):
