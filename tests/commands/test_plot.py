@@ -182,7 +182,6 @@ def test_the_first_fall_of_a_long_run_does_not_flatten_the_rest(panels, tmp_path
     assert 2.49 < low < 2.5 and 2.5 < top < 2.6
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_full_disk_is_named_and_leaves_no_picture(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -195,6 +194,7 @@ def test_a_full_disk_is_named_and_leaves_no_picture(tmp_path, monkeypatch, capsy
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_run_that_has_only_begun_is_drawn(panels, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 3.0, "tokens": 100, "tok_s": 0.0, "norm": 0.0}\n'
