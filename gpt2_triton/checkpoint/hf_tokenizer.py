@@ -86,10 +86,8 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
         write_json(directory / "vocab.json", model["vocab"])
         lines = "\n".join(["#version: 0.2", *model["merges"]])
         (directory / "merges.txt").write_text(f"{lines}\n", encoding="utf-8")
-    whole_text = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": i, "content": text, "special": True} | whole_text for i, text in special.items()
-    ]
+    exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": text, "special": True} | exact for i, text in special.items()]
     whole: dict[str, Any] = {"version": "1.0", "added_tokens": added}
     whole |= dict.fromkeys(("truncation", "padding", "normalizer"))
     write_json(directory / "tokenizer.json", whole | steps | {"model": model})
