@@ -337,7 +337,8 @@ def report(series: Series, rows: list[Result]) -> str:
             values = [row[key] for row in mine if row[key] is not None]
             cells.append(f"{statistics.fmean(values):.4f}" if values else "")
             cells.append(f"{statistics.stdev(values):.4f}" if len(values) > 1 else "")
-        if timed := [row["ms"] for row in mine if row["ms"]]:
+        timed = [row["ms"] for row in mine if row["ms"]]
+        if timed:
             ms = statistics.median(timed)
             cells += [f"{ms:.2f}", f"{1e3 * mine[0]['tokens'] / mine[0]['steps'] / ms:,.0f}"]
         else:
