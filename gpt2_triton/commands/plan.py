@@ -18,6 +18,7 @@ from gpt2_triton.model.memory_plan import (
     forecast,
 )
 from gpt2_triton.model.rates import rates_line
+from gpt2_triton.model.recompute import meaning
 from gpt2_triton.training.logger import duration
 
 
@@ -100,7 +101,7 @@ def _choices(found: Forecast) -> list[str]:
     """Return the memory by recompute level and, on several GPUs, ZeRO stage, and mark the run's."""
     lines = ["", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for level, (nbytes, most) in found.levels.items():
-        arrow = "  <-" if level == found.config.memory.recompute else ""
+        arrow = f"  <- {meaning(level)}" if level == found.config.memory.recompute else ""
         lines.append(f"{level:<16}{format_bytes(nbytes):>12}{most:>28,}{arrow}")
     if found.stages:
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {found.shape.gpus} GPUs"]

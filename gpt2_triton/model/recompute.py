@@ -49,6 +49,13 @@ def layer_levels(recompute: str, L: int) -> list[str]:
     return [level] * n + [RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(level) - 1]] * (L - n)
 
 
+def meaning(recompute: str) -> str:
+    """Return what a run's level does, in words."""
+    if recompute == RECOMPUTE_LEVELS[0]:
+        return "nothing is recomputed"
+    return "the backward pass recomputes this, to fit the memory"
+
+
 def _dropped(drop: str, levels: Sequence[str]) -> int:
     """Return how many layers have a level that is `drop` or deeper."""
     if not drop:

@@ -37,6 +37,7 @@ from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import choose_recompute, free_bytes
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.rates import rates_line
+from gpt2_triton.model.recompute import meaning
 from gpt2_triton.model.tables import Part
 from gpt2_triton.training.logger import Logger, NullLogger
 from gpt2_triton.training.lr_schedule import changes_on_resume
@@ -189,7 +190,8 @@ def build_model(
     budget = min(control.all_gather(free_bytes(group.device)))
     fitting = choose_recompute(config, K, budget, StepShape.of(config, group.size))
     if fitting is not config:
-        start.notes.append(f"memory.recompute auto: {fitting.memory.recompute}")
+        level = fitting.memory.recompute
+        start.notes.append(f"memory.recompute auto: {level} ({meaning(level)})")
     model = Model(fitting, K, group.device, group=group)
     if config.sample.every:
         sample.limit(model, get_tokenizer(config.data.tokenizer))

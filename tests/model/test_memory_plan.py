@@ -174,7 +174,13 @@ def test_forecast_has_levels_and_stages_and_the_plan_of_the_chosen():
     ]
     report = plan_report(config, reference, Gpu("a GPU", 8 * GIB, "9.0"), shape)
     lines = report.text(buffers=False).splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("<-")] == ["gelu:1", str(shape.zero)]
+    [level, stage] = [line.split() for line in lines if "  <-" in line]
+    assert (level[0], stage[0]) == ("gelu:1", str(shape.zero))
+    assert " ".join(level).endswith("<- the backward pass recomputes this, to fit the memory")
+    kept = config.replace(memory={"recompute": "none"})
+    whole = plan_report(kept, reference, Gpu("a GPU", 80 * GIB, "9.0"), shape)
+    [row] = [line for line in whole.choices if line.startswith("none ")]
+    assert row.endswith("  <- nothing is recomputed")
     assert lines[0] == "fits a GPU of 8.00 GiB" and report.fits
     assert lines[1].endswith(" for the CUDA context, kernels and graphs")
     assert lines[2:5] == [
