@@ -5,6 +5,7 @@ The last tenth of the text is held out, to say how many bytes a token has.
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
 
 def _pieces(measured: MeasuredText, cut: int, held_out: list[str]) -> Iterator[str]:
     """Yield the first `cut` characters of the text; put a sample of the others into `held_out`."""
+    start = time.monotonic()
     taken = 0
     with Progress("reading", measured.characters, "characters") as progress:
         for split, _, part in text.split_documents(measured.texts(), cut):
@@ -61,7 +63,11 @@ def _pieces(measured: MeasuredText, cut: int, held_out: list[str]) -> Iterator[s
             elif taken < HELD_OUT_CHARACTERS:
                 held_out.append(part[: HELD_OUT_CHARACTERS - taken])
                 taken += len(part)
-    print_line("merging the most frequent pairs")
+    seconds = max(1, round(time.monotonic() - start))
+    print_line(
+        f"merging the most frequent pairs: about as long as the reading, {seconds} s; "
+        "many times as long in a language without spaces, such as Chinese"
+    )
 
 
 def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
