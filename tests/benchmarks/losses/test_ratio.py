@@ -3,6 +3,7 @@ cover it as often as they say.
 """
 
 import numpy as np
+import pytest
 
 from benchmarks.losses import ratio
 from benchmarks.losses.ratio import Fit, Run, noise_of
@@ -71,3 +72,9 @@ def test_l1_has_the_ratio_at_which_the_line_through_muons_runs_meets_adamws_loss
     expected = 1000 / (A / (loss("adamw", 1000) - E)) ** (1 / a)
     assert abs(middle / expected - 1) < 0.03 and low < middle < high
     assert ratio.measured(l1[:2], noise) is None
+    moved = []  # the ratio's logarithm, by a run's noise
+    for run in l1:
+        others = [other for other in l1 if other is not run]
+        near, *_ = ratio.measured([*others, run._replace(loss=run.loss + 0.003)], noise)
+        moved.append(np.log(near / middle))
+    assert np.log(high / middle) == pytest.approx(3.182 * np.hypot.reduce(moved), rel=0.05)
