@@ -4,6 +4,7 @@ statistics of the report.
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,16 @@ def test_missing_runs_are_trained_and_compared(tmp_path, capsys):
     assert 0 < abs(other_end - one) < 0.1  # the fourth step of five has another rate
     assert {r["data"] for r in rows} == {pairs.data_digest(tmp_path)}
     assert "against other rate |" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_leaves_no_result(tmp_path, monkeypatch):
+    for name in ("train_000000", "val_000000"):
+        write_shard(tmp_path / f"{name}.bin", np.arange(40).astype(np.uint16))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    out = tmp_path / "r.jsonl"
+    monkeypatch.setattr(pairs, "commands", lambda *_: [[sys.executable, "-c", "raise OSError"]])
+    words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(out)]
+    assert pairs.main([*words, "--arm", "one"]) == 1 and not pairs.read_results(out)
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)

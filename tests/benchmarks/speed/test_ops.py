@@ -169,3 +169,11 @@ def test_figures_add_up_equal_names():
     first, second = found["operations"]
     assert first == dict(name="matmul", ms=16.0, floor_ms=10.0)
     assert second["name"] == "layernorm_fwd" and second["ms"] == pytest.approx(0.01)
+
+
+def test_the_table_has_rates_floors_and_shares():
+    _, product, norm, energy, sums = ops.table(ROWS, ops.Step(20.0, 10.0)).splitlines()
+    assert product.split()[2:6] == ["10", "0.800", "8.00", "2.0"]  # GFLOP
+    assert norm.split()[6:] == "4.0 1000 2000 0.001 copy 50% 0.1%".split()  # of 0.002 ms
+    assert energy == "operations 8.0 ms, step 20.0 ms, 10.0 J, 500 W"
+    assert sums == "floors 5.0 ms; operations 1.600x, step 3.996x"

@@ -1,11 +1,12 @@
-"""Programs that fill sections of the record: text.py and epilogues.py of benchmarks/speed."""
+"""Programs that fill sections of the record: text.py, sampling.py and epilogues.py."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.speed import epilogues, text
+from benchmarks.speed import epilogues, sampling, text
 from gpt2_triton.data.shards import write_shard
 from tests.conftest import DEVICE
 
@@ -20,6 +21,32 @@ def test_losses_of_tokens_become_nats_per_byte(tmp_path):
     assert found["bytes_per_token"] == len("The dogThe dog") / 4
     assert found["nats"] == pytest.approx(7.0 / 3.5) and found["seconds"] == pytest.approx(1.0)
     assert found["early_nats"] == pytest.approx(8.4 / 3.5) and found["ms"] == 100.0
+
+
+def test_encoding_is_in_megabytes_of_utf_8_per_second(monkeypatch):
+    monkeypatch.setattr(text.timeit, "repeat", lambda *_, **__: [0.5, 0.25])
+    assert text.mb_per_s(list, ["é" * 500_000]) == 4.0
+
+
+def test_a_batch_is_in_milliseconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "SHARD_TOKENS", 2000)
+    monkeypatch.setattr(text.timeit, "repeat", lambda *_, **__: [0.05, 0.04])  # of 20 batches
+    out = tmp_path / "record.json"
+    text.batches(out=out, commit="abc1234")
+    section = json.loads(out.read_text())["batches"]
+    assert (section["one.ms"], section["eight.ms"]) == (2.0, 2.0)
+
+
+def test_a_program_that_fails_leaves_its_figures_out(tmp_path, monkeypatch):
+    def run(command, **_):
+        failed = command[-1] == "static"
+        return SimpleNamespace(returncode=int(failed), stdout="" if failed else '{"1": 400.0}\n')
+
+    monkeypatch.setattr(sampling.subprocess, "run", run)
+    out = tmp_path / "record.json"
+    assert sampling.sample(["llama:1b"], out, "abc1234") == 1
+    section = json.loads(out.read_text())["sampling"]
+    assert section.keys() == {"meta", "llama_1b.ours_1", "llama_1b.dynamic_1"}
 
 
 def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, monkeypatch):
