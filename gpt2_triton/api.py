@@ -252,8 +252,7 @@ class Model:
         self._stored = stored
         self._beside = beside
         self._model: ArenaModel | None = model
-        # the text in the cache, of which a caller's iterator knows the number: had it the text, it
-        # would keep the memory
+        # the text in the cache; an iterator has only its number, or it would keep the memory
         self._text: Iterator[str] = iter(())
         self._texts = 0
         self._compiled: set[Sampling] = set()  # decode steps are compiled for these, on a GPU

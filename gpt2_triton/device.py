@@ -49,7 +49,7 @@ CGROUP = Path("/sys/fs/cgroup")
 CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 NO_GPU = "no CUDA GPU found: the kernels run in Triton's interpreter on the CPU"
 DEFAULT = "h100"  # in plans without a GPU: docs/results has its figures
-# in the place of a key, for any other GPU; its vendor's GB are GiB
+# in the place of a key, for any other GPU; vendors write GB for GiB
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?G(?:i?B)?", re.IGNORECASE)
 UNKNOWN = "unknown"  # architecture of that
 

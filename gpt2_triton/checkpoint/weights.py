@@ -202,7 +202,7 @@ def check_sizes(weights: Weights, config: Config) -> None:
     usual = config.data.tokenizer
     theirs = _sizes(weights.model) | {"tokenizer": identity(weights.tokenizer or usual)}
     ours = _sizes(config.model) | {"tokenizer": identity(usual)}
-    theirs["block_size"] = min(theirs["block_size"], ours["block_size"])  # positions are left out
+    theirs["block_size"] = min(theirs["block_size"], ours["block_size"])  # later positions are cut
     wrong = [key for key in ours if theirs[key] != ours[key]]
     if wrong:
         has, needs = (", ".join(f"{key} {of[key]}" for key in wrong) for of in (theirs, ours))
