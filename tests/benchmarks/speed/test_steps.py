@@ -3,6 +3,8 @@ table.  The times need a GPU.
 """
 
 import json
+import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +139,18 @@ def test_compare_runs_each_program_and_reports_a_failed_one(tmp_path, monkeypatc
     assert steps.compare([work_of("d24")], 6, "torch", out, "a100") == 1
     assert [key for key, words in saw().items() if words] == ["d24 ours bf16, sm_80 code"]
     assert launchers[-2:] == [("benchmarks.as_gpu", "a100"), ()]
+
+
+@pytest.mark.slow
+def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
+    """It gets SIGTERM, and stays in our process group, for Ctrl-C of a terminal."""
+    end = "lambda *_: (print(os.getpgrp(), file=open('ended', 'w')), sys.exit(1))"
+    launcher = f"import os, signal, sys\nsignal.signal(15, {end})\nsignal.pause()\n"
+    (tmp_path / "launcher.py").write_text(launcher)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        steps.run_program(steps.PYTORCH._replace(launcher=("launcher",)), "d12", 8, 7, limit=2)
+    assert (tmp_path / "ended").read_text() == f"{os.getpgrp()}\n"
 
 
 def losses_by_turns(config):
