@@ -30,19 +30,21 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
     monkeypatch.setattr(build, "BATCH_CHARS", 300)
     out, write = folder / "out", build.write_shard
 
-    def stop(path, tokens):
-        if path.name == "train_000001.bin":
-            raise KeyboardInterrupt
-        write(path, tokens)
+    for last in ("train_000001.bin", "train_000002.bin"):
 
-    monkeypatch.setattr(build, "write_shard", stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_nanogpt(folder, out)
-    assert "stopped: the same command goes on" in capsys.readouterr().err
+        def stop(path, tokens, last=last):
+            if path.name == last:
+                raise KeyboardInterrupt
+            write(path, tokens)
+
+        monkeypatch.setattr(build, "write_shard", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_nanogpt(folder, out)
+        assert "stopped: the same command goes on" in capsys.readouterr().err
     monkeypatch.setattr(build, "write_shard", write)
     assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
     said = (
-        f"resuming after 1 finished shard, 1,000 tokens\nprepared {out}: "
+        f"resuming after 2 finished shards, 2,000 tokens\nprepared {out}: "
         "4 shards, 2,500 tokens to train on, 300 "
     )
     assert capsys.readouterr().out.startswith(said)
