@@ -12,6 +12,7 @@ from gpt2_triton.commands.train import train
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import FileError
+from gpt2_triton.training.setup import choose_precision
 from gpt2_triton.training.start import starting
 
 
@@ -29,6 +30,16 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=refused.format("this GPU")):
         train(Path("gpt2_124m"), "--train.precision", "fp8", plan=True)
+
+
+def test_auto_keeps_no_fp8_on_a_gpu_without_it(tmp_path, monkeypatch):
+    (tmp_path / "state.json").write_text('{"config": {"train": {"precision": "fp8"}}}')
+    monkeypatch.setattr(device, "present", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(device, "architecture", lambda: "8.0")
+    config = Config.model_validate(dict(train=dict(precision="auto", dtype="bf16")))
+    with pytest.raises(ConfigError, match="NVIDIA A100 is 8.0; set it to bf16"):
+        choose_precision(config, tmp_path)
 
 
 def test_run_directory_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path):
