@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpt2_triton.kernels
-from benchmarks.tune import calls, candidates, search
+from benchmarks.tune import calls, candidates, search, tables
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.table_file import TABLES, read_table
 from tests.support.tiny import packed_batch, tiny_model
@@ -21,6 +21,13 @@ def test_space_has_every_row_of_a_step_but_wide_heads():
     wide = {"attention_fwd_wide", "attention_bwd_dq_wide", "attention_bwd_dkdv_wide"}
     rows = {op for op, _ in read_table(TABLES / "h200.json").rows}
     assert rows - no_step - wide == set(candidates.SPACE)
+
+
+def test_a_search_writes_the_gpus_own_table_or_a_new_one():
+    h200 = read_table(TABLES / "h200.json")
+    gpus = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    names = [tables.file_of(h200, "h200", gpu).name for gpu in gpus]
+    assert names == ["h200.json", "h100-80gb-hbm3.json"]
 
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090", "b200"])
