@@ -54,6 +54,17 @@ def test_an_export_has_the_files_and_ids_of_its_source(theirs, tmp_path):
     assert files_of(tmp_path / "out") == files_of(theirs) and len(files_of(theirs)) >= 8
 
 
+def test_an_export_has_its_sources_ids_beside_a_tokenizer_of_its_own(tmp_path):
+    config = config_of(vocab_size=345)
+    step = checkpoint_of(tmp_path / "before", config, {"params": random_params(config)})
+    export(str(step), tmp_path / "theirs", "hf", "fp32")
+    byte_level(tmp_path / "theirs")
+    change(tmp_path / "theirs" / "config.json", **IDS)
+    export(f"hf:{tmp_path / 'theirs'}", tmp_path / "out", "hf", "fp32")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: found[key] for key in IDS} == IDS
+
+
 def test_a_run_keeps_the_files_for_its_exports_and_for_runs_that_start_from_it(theirs, tmp_path):
     expected = files_of(theirs)
     config = config_of(vocab_size=256, init_from=f"hf:{theirs}", train=dict(steps=1))
