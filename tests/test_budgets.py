@@ -21,7 +21,7 @@ CEILINGS = {
     "eval": 150,
     "gpt2_triton": 7_000,
     "gpt2_triton/checkpoint": 17_050,
-    "gpt2_triton/commands": 12_350,
+    "gpt2_triton/commands": 12_500,
     "gpt2_triton/config": 10_250,
     "gpt2_triton/data": 11_650,
     "gpt2_triton/data/prepare": 11_550,

@@ -20,11 +20,15 @@ from gpt2_triton.console import command_line, print_line
 from gpt2_triton.data.text_names import is_text
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
-from gpt2_triton.training.start import require_rows
+from gpt2_triton.files import expand_glob
+from gpt2_triton.training.start import Resume, require_rows
 
 if TYPE_CHECKING:
     from gpt2_triton.checkpoint.weights import Weights
     from gpt2_triton.data.prepare.text import MeasuredText
+
+
+ONE_START = {"data.allow_changed": "false"}  # what a run's configuration has for one start
 
 
 class Text(NamedTuple):
@@ -36,16 +40,19 @@ class Text(NamedTuple):
     strict: bool
 
 
-def require_data(config: Path, data: Sequence[Path] | None, run_dir: Path | None) -> None:
-    """Refuse the recipe own without text, text in place of a recipe,
-    and text for another recipe.
+def require_data(
+    config: Path, data: Sequence[Path] | None, run_dir: Path | None, resume: Resume
+) -> None:
+    """Refuse the recipe own without text and without a run to resume, text in place of a
+    recipe, and text for another recipe.
     """
     command = f"{command_line(f'train {OWN}')} --data"
     if is_text(config) and config.suffix != ".json":  # JSON is YAML
         raise ConfigError(
             f"{config}: text, no configuration; `{command} {shlex.quote(str(config))}` trains on it"
         )
-    if str(config) == OWN and not data:
+    has_shards = data is None and resume and run_dir and (run_dir / "config.yaml").is_file()
+    if str(config) == OWN and not data and not has_shards:
         raise ConfigError(
             "own: needs --data and one or more text files, folders or globs, as in --data my.txt"
         )
@@ -59,6 +66,20 @@ def require_data(config: Path, data: Sequence[Path] | None, run_dir: Path | None
         raise ConfigError(
             f"--run_dir: {run_dir} is the folder of --data; name another, as in {run_dir / 'run'}"
         )
+
+
+def without_text(run_dir: Path, given: Mapping[str, str], gpus: int) -> Config:
+    """Return the configuration of a run that goes on with its shards; DataError without them."""
+    from gpt2_triton.data.mixture import sources
+
+    config = Config.load(run_dir / "config.yaml", ONE_START | dict(given), gpus)
+    train = config.data.train
+    if not all(expand_glob(source.pattern) for source in sources(train)):
+        raise DataError(
+            f"{train}: no such shards, which {run_dir} was trained on; go to the directory "
+            "where it was started, or give its text again, as --data my.txt"
+        )
+    return config
 
 
 class Machine(NamedTuple):
@@ -162,7 +183,7 @@ def _continued(
     file = run_dir / "config.yaml"
     tokenizer = located(Config.load(file, given, machine.gpus).data.tokenizer, run_dir)
     shards = _shards(own, measured, tokenizer)
-    keys = {"data.allow_changed": "false"} | _patterns(shards) | dict(given)  # it is for one start
+    keys = ONE_START | _patterns(shards) | dict(given)
     keys["data.tokenizer"] = tokenizer
     config = Config.load(file, keys, machine.gpus)
     return Chosen(config, measured, measured.count_tokens(tokenizer), shards, machine)

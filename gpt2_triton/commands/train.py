@@ -17,6 +17,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.load import suggestion
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.precision import keep_precision
+from gpt2_triton.config.recipes import OWN
 from gpt2_triton.config.schema import options
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line, discard_unwritten, print_line
@@ -111,7 +112,7 @@ def train(
         )
     if buffers and not plan:
         raise ConfigError("--buffers: goes with --plan only")
-    own.require_data(config, data, run_dir)
+    own.require_data(config, data, run_dir, resume)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, special, strict) if data else None
     if not text and (field != "text" or strict or not special):
@@ -121,7 +122,7 @@ def train(
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
     if not text:
-        settings = Config.load(config, overrides, gpus or 1)
+        settings = _load(config, overrides, gpus or 1, run_dir)
     gpu = _known(gpu) if gpu else None
     if text:
         machine = own.Machine.of(gpus or 1, gpu)
@@ -142,6 +143,13 @@ def train(
     report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
+
+
+def _load(config: Path, given: dict[str, str], gpus: int, run_dir: Path | None) -> Config:
+    """Return the configuration of a recipe or a file; of `own`, of the run that is resumed."""
+    if str(config) == OWN and run_dir:
+        return own.without_text(run_dir, given, gpus)
+    return Config.load(config, given, gpus)
 
 
 def _known(gpu: str) -> str:
@@ -230,7 +238,7 @@ def _start(
     else:
         sys.stdout = open(os.devnull, "w")
     if not text:
-        settings = Config.load(config, given, ranks)
+        settings = _load(config, given, ranks, run_dir)
     select_device()  # before numpy is imported
     if text:
         machine = own.Machine.of(ranks)
@@ -241,11 +249,14 @@ def _start(
         if rank == 0:
             plan = _plan(settings, StepShape.of(settings, ranks), None, picked=True)
             print("\n".join(plan.verdict))
+    elif str(config) == OWN:
+        print_line(f"own text: {settings.data.train}, as before; give changed text as --data")
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 
         code = trainer.train(settings, run_dir, resume, signals)
-        if text and run_dir and (rank, code) == (0, 0) and settings.init_from.startswith("hf:"):
+        tuned = str(config) == OWN and settings.init_from.startswith("hf:")
+        if tuned and run_dir and (rank, code) == (0, 0):
             own.export(run_dir, settings)
     discard_unwritten()  # a closed console does not change the result of a run
     return code

@@ -384,15 +384,44 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert trained[1].optim.lr == 5e-4
 
 
+def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypatch, capsys):
+    argv = ["own", "--run_dir", "run", "--resume"]
+    assert main(app, argv) == 2 and "own: needs --data" in capsys.readouterr().err
+    first = ["own", "--data", "my.txt", "--run_dir", "run", "--init_from", "hf:theirs"]
+    export_weights(*tiny_model(model=dict(block_size=32)), here / "theirs")
+    exported = []
+    monkeypatch.setattr(own, "export", lambda run_dir, _: exported.append(run_dir))
+    assert main(app, [*first, "--data.allow_changed", "true"]) == 0
+    (here / "my.txt").unlink()
+    assert main(app, [*argv, "--eval.every", "3"]) == 0
+    assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})
+    assert exported == [Path("run"), Path("run")]
+    shards = Path(trained[0].data.train).parent
+    assert f"own text: {shards}/train_*.bin, as before; " in capsys.readouterr().out
+    assert main(app, argv[:-1]) == 2 and "own: needs --data" in capsys.readouterr().err
+    assert main(app, [*argv, "--data"]) == 2 and "own: needs --data" in capsys.readouterr().err
+    assert main(app, [*argv, "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["train"] == trained[0].data.train
+    shards.rename(here / "moved")
+    assert main(app, argv) == 3 and len(trained) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"error: {shards}/train_*.bin: no such shards, which run was trained on; "
+    )
+    assert err.endswith("give its text again, as --data my.txt\n") and len(err.splitlines()) == 1
+
+
 def test_resume_without_the_tokenizers_folder_takes_the_runs_copy(here, trained):
     byte_level(here / "tok")
     argv = ["own", "--data", "my.txt", "--run_dir", "run"]
     given = ["--data.tokenizer", "./tok"]
     assert main(app, [*argv, *given]) == 0
     (here / "tok").rename(here / "run" / "source")
+    assert main(app, ["own", "--run_dir", "run", "--resume"]) == 0  # the trainer finds the copy
     assert main(app, [*argv, "--resume"]) == 0
     assert main(app, [*argv, *given, "--resume"]) == 0  # the same command
-    assert [config.data.tokenizer for config in trained] == ["./tok", "run/source", "run/source"]
+    found = [config.data.tokenizer for config in trained]
+    assert found == ["./tok", "./tok", "run/source", "run/source"]
 
 
 def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, trained, capsys):
