@@ -33,10 +33,15 @@ class MeasuredText(NamedTuple):
 
     files: list[File]
     digests: list[str]  # the sha256 of each
-    characters: int  # in all
+    sizes: list[int]  # the characters of each
     sample: list[str]  # of the text, to estimate its tokens
     notes: Notes
     how: Reading
+
+    @property
+    def characters(self) -> int:
+        """The characters of all files."""
+        return sum(self.sizes)
 
     @property
     def digest(self) -> str:
@@ -102,13 +107,13 @@ def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMEN
                 documents.note(notes, what, where, times)
             progress.advance(1)
     faults = [fault for one in measured for fault in one.faults]
-    characters = sum(one.characters for one in measured)
+    sizes = [one.characters for one in measured]
     if faults:
         raise DataError("\n".join(faults[:20] + ["..."] * (len(faults) > 20)))
-    if not characters:
+    if not any(sizes):
         raise documents.no_text(", ".join(map(str, inputs)), notes)
     sample = [piece for one in measured for piece in one.sample]
-    return MeasuredText(files, [one.digest for one in measured], characters, sample, notes, how)
+    return MeasuredText(files, [one.digest for one in measured], sizes, sample, notes, how)
 
 
 def prepare_text(
@@ -124,7 +129,8 @@ def prepare_text(
 
     DataError if `strict` and anything is left out.
     """
-    files, digests, characters, _, notes, how = measured
+    files, digests, sizes, _, notes, how = measured
+    characters = sum(sizes)
     documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
     lost = measured.lost_samples(tokenizer)
@@ -144,6 +150,13 @@ def prepare_text(
             print_line(
                 f"note: a character of this text has {of_each:.2f} bytes, each a token; {todo}"
             )
+    validated = _validated(measured, val_fraction)
+    if 0 < len(validated) < len(files):
+        print_line(
+            f"note: validation is the end of all text together: {len(validated):,} of "
+            f"{len(files):,} files, from {validated[0]} on; its loss judges no other file: "
+            "give last what it shall judge"
+        )
     rows = [
         {"file": name, "sha256": digest} for (_, name), digest in zip(files, digests, strict=True)
     ]
@@ -156,6 +169,20 @@ def prepare_text(
         recipe |= {"special": special}
 
     return prepare_texts(measured.texts, characters, recipe, out_dir, _processes(files, workers))
+
+
+def _validated(measured: MeasuredText, val_fraction: float) -> list[str]:
+    """Return the names of the files of which validation has text."""
+    cut = _cut(measured.characters, val_fraction)
+    sizes = measured.sizes
+    ends = itertools.accumulate(sizes)
+    rows = zip(measured.files, sizes, ends, strict=True)
+    return [file.name for file, size, end in rows if size and end > cut]
+
+
+def _cut(size: int, val_fraction: float) -> int:
+    """Return how many characters of a text are training data."""
+    return int(size * (1 - val_fraction))
 
 
 def _processes(files: list[File], workers: int) -> int:
@@ -171,7 +198,7 @@ def prepare_texts(
     workers: int,
 ) -> Path:
     """Tokenise the texts that `texts` returns, `size` characters in all, into out_dir."""
-    cut = int(size * (1 - recipe["val_fraction"]))
+    cut = _cut(size, recipe["val_fraction"])
     if not 0 < cut < size:
         what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
         raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")

@@ -104,6 +104,21 @@ def test_text_documents_are_separated_by_end_of_text(tmp_path):
     assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0cccccccccc"
 
 
+def test_a_line_names_the_files_that_validation_judges(tmp_path, capsys):
+    files = [tmp_path / f"{i}.txt" for i in range(4)]
+    for file, letters in zip(files, ("a" * 70, "b" * 10, "c" * 10, "d" * 10), strict=True):
+        file.write_text(letters)
+    judged = {0.1: "1 of 4 files, from 3.txt on", 0.15: "2 of 4 files, from 2.txt on", 0.4: ""}
+    for fraction, said in judged.items():
+        out = prepare_text(files, tmp_path / str(fraction), "bytes", val_fraction=fraction)
+        notes = [line for line in capsys.readouterr().out.splitlines() if "note: valid" in line]
+        assert len(notes) == bool(said) and said in "".join(notes)
+        validated = {*tokens_of(out, "val").astype(np.uint8).tobytes().decode()} - {"\0"}
+        assert len(validated) == int(said[:1] or 4)
+    prepare_text(files[:1], tmp_path / "one", "bytes")
+    assert "note: " not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("shard_tokens", [700, 1000, 1234])
 def test_text_shards_are_neither_too_long_nor_too_short(
     tmp_path, text_file, shard_tokens, monkeypatch
