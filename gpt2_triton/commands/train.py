@@ -250,7 +250,7 @@ def _start(
             plan = _plan(settings, StepShape.of(settings, ranks), None, picked=True)
             print("\n".join(plan.verdict))
     elif str(config) == OWN:
-        print_line(f"own text: {settings.data.train}, as before; give changed text as --data")
+        print_line(f"own text: {settings.data.train}, as before: its files are not read again")
     with starting(settings, run_dir, resume, config.stem) as run_dir:
         from gpt2_triton.training import trainer
 

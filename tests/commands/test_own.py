@@ -397,7 +397,7 @@ def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypa
     assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})
     assert exported == [Path("run"), Path("run")]
     shards = Path(trained[0].data.train).parent
-    assert f"own text: {shards}/train_*.bin, as before; " in capsys.readouterr().out
+    assert f"own text: {shards}/train_*.bin, as before: " in capsys.readouterr().out
     assert main(app, argv[:-1]) == 2 and "own: needs --data" in capsys.readouterr().err
     assert main(app, [*argv, "--data"]) == 2 and "own: needs --data" in capsys.readouterr().err
     assert main(app, [*argv, "--print_config"]) == 0
