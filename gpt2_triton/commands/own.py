@@ -68,6 +68,7 @@ def require_data(
         )
 
 
+@same_on_all_ranks()
 def without_text(run_dir: Path, given: Mapping[str, str], gpus: int) -> Config:
     """Return the configuration of a run that goes on with its shards; DataError without them."""
     from gpt2_triton.data.mixture import sources

@@ -409,6 +409,9 @@ def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypa
         f"error: {shards}/train_*.bin: no such shards, which run was trained on; "
     )
     assert err.endswith("give its text again, as --data my.txt\n") and len(err.splitlines()) == 1
+    with pytest.raises(DataError) as error:
+        own.without_text(here / "run", {}, 1)
+    assert error.value.on_every_rank  # each host prints it once
 
 
 def test_resume_without_the_tokenizers_folder_takes_the_runs_copy(here, trained):
