@@ -262,8 +262,9 @@ def open_log(
         log.info(note)
     samples = t.steps * t.step_tokens // t.seq_len
     sequences = sum(loader.windows.n for loader in data.train.loaders)
+    text = ", names of Unicode's characters" if config.data.train == "builtin" else ""
     log.info(
-        f"{sequences:,} training sequences of {t.seq_len:,} tokens; "
+        f"{sequences:,} training sequences of {t.seq_len:,} tokens{text}; "
         f"{t.steps:,} steps are {samples / sequences:.3g} epochs"
     )
     for line in data.describe(samples):

@@ -26,7 +26,7 @@ def test_quickstart_loss_falls_and_its_checkpoint_writes_words(tmp_path, capsys)
     assert losses[-20:].mean() < 1.4  # 1.27
     # the loss of a step, of 1,024 tokens, varies by 0.1
     assert all(losses[n] < losses[n - 10 : n].mean() + 0.5 for n in range(10, len(losses)))
-    capsys.readouterr()
+    assert " training sequences of 128 tokens, names of Unicode's" in capsys.readouterr().out
     how = ["--prompt", "latin ", "--tokens", "300", "--temperature", "0.7"]
     assert main(tools, ["sample", directory, *how]) == 0
     words = capsys.readouterr().out.partition("latin ")[2].split()[:-1]  # the last may be cut off
