@@ -140,7 +140,7 @@ def train(
         print(settings.to_yaml().rstrip())
         _print_sources(settings)
         return 0
-    report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=bool(text))
+    report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=str(config) == OWN)
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
 

@@ -402,6 +402,7 @@ def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypa
     assert main(app, [*argv, "--data"]) == 2 and "own: needs --data" in capsys.readouterr().err
     assert main(app, [*argv, "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["train"] == trained[0].data.train
+    assert main(app, [*argv, "--plan"]) == 0 and "fits this" in capsys.readouterr().out
     shards.rename(here / "moved")
     assert main(app, argv) == 3 and len(trained) == 2
     err = capsys.readouterr().err
