@@ -5,7 +5,8 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.losses.loss_compare import differences, read_result
+from benchmarks.losses import loss_compare
+from benchmarks.losses.loss_compare import WARM_STEPS, Result, differences, read_result
 
 
 def test_differences_name_the_first_record_and_each_tensor(tmp_path):
@@ -30,3 +31,22 @@ def test_differences_name_the_first_record_and_each_tensor(tmp_path):
     shorter = new._replace(metrics=new.metrics[:1], tensors={})
     assert len(differences(old, shorter)) == 3
     assert differences(old._replace(ms=[]), old) == ["no step was logged"]
+
+
+def test_runs_of_both_versions_are_compared_and_timed_without_their_first_steps(
+    tmp_path, monkeypatch, capsys
+):
+    def result(ms, loss=4.0):
+        return Result([dict(step=1, loss=loss)], {"w": "a"}, [99.0] * WARM_STEPS + [ms])
+
+    runs = dict(then=[result(10), result(12)], now=[result(8), result(9, loss=5.0)])
+    for name in runs:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").touch()
+    monkeypatch.setattr(loss_compare, "train", lambda tree, *_: runs[tree.name].pop(0))
+    monkeypatch.setattr(loss_compare.device, "count", lambda: 1)
+    words = [str(tmp_path / name) for name in runs]
+    assert loss_compare.main([*words, "--time", "20"]) == 1
+    *_, row, found = capsys.readouterr().out.splitlines()
+    assert row.split()[-5:] == ["DIFFERENT", "1", "11.00", "8.50", "0.7727"]
+    assert found.strip() == "step 1: loss 4.0 != 5.0"

@@ -5,7 +5,9 @@ table.  The times need a GPU.
 import json
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -98,6 +100,18 @@ def test_energy_is_taken_between_changes_of_the_counter():
     assert energy.mean_watts(samples[:20]) is None and energy.mean_watts([]) is None
 
 
+def test_thousandths_of_nvml_become_joules_and_watts(monkeypatch):
+    nvml = MagicMock()
+    nvml.nvmlDeviceGetTotalEnergyConsumption.return_value = 71_240
+    nvml.nvmlDeviceGetEnforcedPowerLimit.return_value = 700_000
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(energy, "torch", MagicMock())
+    power = energy.Power()
+    assert (power._joules(), energy.power_limit()) == (71.24, 700.0)
+    power.watts = 700.0
+    assert power.joules(0.5) == 350.0
+
+
 RUN = """
 import json, sys
 if sys.argv[1] == "d24" and "--recompute" not in sys.argv:
@@ -151,6 +165,14 @@ def test_at_the_limit_a_launcher_ends_its_ranks(tmp_path, monkeypatch):
     with pytest.raises(subprocess.TimeoutExpired):
         steps.run_program(steps.PYTORCH._replace(launcher=("launcher",)), "d12", 8, 7, limit=2)
     assert (tmp_path / "ended").read_text() == f"{os.getpgrp()}\n"
+
+
+def test_the_speed_of_joint_steps_is_of_each_gpu_and_beside_the_slowest_and_the_mean():
+    ranks = [dict(alone=[ms, ms, 99.0], together=[12.5]) for ms in (10.0, 11.0)]
+    _, first, second, found = multi_gpu.speed_table(ranks, 65_536).splitlines()
+    assert (first.split(), second.split()) == (["0", "10.00", "12.50"], ["1", "11.00", "12.50"])
+    speed = "together 5,242,880 tokens/s on each GPU"
+    assert found == f"{speed}: 88.0% of the slowest alone, 83.8% of the mean alone"
 
 
 def losses_by_turns(config):
