@@ -60,8 +60,7 @@ def test_start_that_fails_removes_the_mark_of_the_stop_before_it(tmp_path, error
 
 
 def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys):
-    (tmp_path / "stats.jsonl").touch()
-    for number in (1, 2):
+    for number, also in ((1, ""), (2, ", stats.jsonl.2")):
         (tmp_path / "metrics.jsonl").write_text(METRICS)
         with (
             contextlib.ExitStack() as held,
@@ -71,9 +70,11 @@ def test_metrics_without_a_checkpoint_are_refused_or_kept_aside(tmp_path, capsys
         assert (tmp_path / "metrics.jsonl").read_text() == METRICS
         with contextlib.ExitStack() as held:
             assert open_run_dir(tmp_path, True, held) is None
-        assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "stats.jsonl.1").exists()
+        assert not (tmp_path / "metrics.jsonl").exists()
         assert (tmp_path / f"metrics.jsonl.{number}").read_text() == METRICS
-        assert f", are now metrics.jsonl.{number}" in capsys.readouterr().out
+        assert f", are now metrics.jsonl.{number}{also}\n" in capsys.readouterr().out
+        (tmp_path / "stats.jsonl").touch()
+    assert (tmp_path / "stats.jsonl.2").exists()
 
 
 def test_metrics_of_a_start_without_a_step_are_overwritten(tmp_path, held):
