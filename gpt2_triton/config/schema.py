@@ -335,7 +335,9 @@ class OptimConfig(ConfigSection):
     schedule: Literal["cosine", "linear", "constant", "wsd", "trapezoid"] = free(
         "cosine", "learning rate after warmup"
     )
-    final_frac: float = free(0.0, "learning rate at the end, as a fraction of lr", ge=0, le=1)
+    final_frac: float = free(
+        0.0, "learning rate at the end, as a fraction of lr; constant ignores it", ge=0, le=1
+    )
     wsd_decay_frac: float = free(
         0.2, "fraction of steps in which wsd (1 - sqrt), trapezoid (linear) decay", gt=0, le=1
     )
