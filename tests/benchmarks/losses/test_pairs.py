@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.losses import pairs
 from gpt2_triton.data.shards import write_shard
+from gpt2_triton.training.run_info import write_run
 
 SERIES = sorted(Path("benchmarks/losses").glob("*.yaml"))
 TINY = """
@@ -62,6 +63,17 @@ def test_a_run_that_fails_leaves_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "commands", lambda *_: [[sys.executable, "-c", "raise OSError"]])
     words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(out)]
     assert pairs.main([*words, "--arm", "one"]) == 1 and not pairs.read_results(out)
+
+
+def test_a_run_is_its_last_fifth_of_losses_its_last_validation_and_median_time(tmp_path):
+    losses = [9.0] * 8 + [2.0, None]
+    records = [dict(step=n, loss=x, ms=60 / n, tokens=64 * n) for n, x in enumerate(losses, 1)]
+    records += [dict(step=5, val_loss=3.0), dict(step=10, val_loss=2.5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, records), ""]))
+    write_run(tmp_path, None, [dict(git=None, device="CPU")])
+    found = pairs.figures(tmp_path)
+    assert (found["train_loss"], found["val_loss"]) == (2.0, 2.5)
+    assert (found["ms"], found["tokens"]) == (11.0, 640)
 
 
 @pytest.mark.parametrize("file", SERIES, ids=lambda path: path.stem)

@@ -34,3 +34,7 @@ def test_a_difference_is_found(monkeypatch):
     monkeypatch.setattr(vs_torch, "metrics_of", metrics_of)
     assert main([]) == main(["--optim.master", "none"]) == 1
     assert in_fp32 == [False, False, False, True]  # PyTorch, where ours has no fp32 masters
+    theirs[1] = dict(step=2, loss=4.0, norm=1.03)
+    assert main([]) == 1
+    theirs[1] = dict(step=2, loss=4.001, norm=1.0)
+    assert (main([]), main(FP32)) == (0, 1)

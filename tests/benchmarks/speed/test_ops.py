@@ -1,6 +1,7 @@
 """`python -m benchmarks ops`: counted work, floors and tables.  The times themselves need a GPU."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -155,6 +156,16 @@ def test_floor_is_the_longest_time_with_its_name(monkeypatch):
     assert ops.floor(operation("attention_fwd", (), (2, 1, 1, 16, 64))) == (0.25, "cuDNN")
     monkeypatch.setattr(floors, "copy_bandwidth", lambda: 4e9)
     assert ops.floor(operation()) == (1.0, "copy")
+
+
+def test_times_are_of_the_second_half_and_a_copy_reads_and_writes(monkeypatch):
+    mark, times = MagicMock(), [20.0] * 5 + [9.0] * 5 + [2.0] * 5
+    mark.elapsed_time.side_effect = times
+    monkeypatch.setattr(floors, "events", lambda: (mark, mark))
+    monkeypatch.setattr(floors, "torch", MagicMock(**{"randn.return_value.nbytes": 10**9}))
+    assert floors.median_ms(list, 100.0) == 2.0
+    monkeypatch.setattr(floors, "median_ms", lambda _: 0.5)
+    assert floors.copy_bandwidth.__wrapped__() == 4e12
 
 
 ROWS = [

@@ -49,6 +49,14 @@ def test_a_program_that_fails_leaves_its_figures_out(tmp_path, monkeypatch):
     assert section.keys() == {"meta", "llama_1b.ours_1", "llama_1b.dynamic_1"}
 
 
+def test_generated_tokens_are_of_all_texts_in_the_last_call(monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter([0.0, 9.0, 10.0, 12.0]).__next__)
+    monkeypatch.setattr(sampling, "time", clock)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(sampling, "ours", lambda *_: list)
+    assert sampling.measure("d12", "ours", 32) == 32 * 256 / 2.0
+
+
 def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, monkeypatch):
     shape = epilogues.Shape(32, 16, 16, (40, 48))
     pairs = epilogues.pairs(shape, DEVICE)
