@@ -38,7 +38,7 @@ CEILINGS = {
     "tests/benchmarks": 3_350,
     "tests/benchmarks/accuracy": 800,
     "tests/benchmarks/losses": 3_850,
-    "tests/benchmarks/speed": 4_500,
+    "tests/benchmarks/speed": 4_550,
     "tests/benchmarks/tune": 1_300,
     "tests/chaos": 5_150,
     "tests/checkpoint": 27_300,

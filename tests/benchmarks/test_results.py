@@ -200,6 +200,8 @@ import json, sys
 words = sys.argv[1:]
 if "rowwise" in words:
     sys.exit("no torchao")
+if "--micro_steps" in words:
+    assert words[words.index("--micro_steps") + 1] == "2"  # of 65,536 tokens
 if "--json" in words:
     alone = [dict(alone=[ms - 2] * 3) for ms in (12.0, 13.0)]
     ranks = [{**times, "in step": [12.0], "together": [12.5]} for times in alone]

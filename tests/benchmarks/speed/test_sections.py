@@ -15,12 +15,16 @@ def test_losses_of_tokens_become_nats_per_byte(tmp_path):
     shards = tmp_path / "data" / "my_gpt2_0123abcd"
     shards.mkdir(parents=True)
     write_shard(shards / "val_000000.bin", np.array([464, 3290, 464, 3290], np.uint16))  # The dog
-    steps = [{"step": step, "loss": 5.0, "ms": 100.0} for step in range(1, 21)]
+    steps = [{"step": n, "loss": 5.0, "ms": 900.0 if n < 11 else 100.0} for n in range(1, 21)]
     losses = [{"step": step, "val_loss": loss} for step, loss in ((0, 9.1), (4, 8.4), (10, 7.0))]
     found = text.outcome([*steps, *losses, losses[0] | {"step": 20}], tmp_path, "gpt2", 0.5)
     assert found["bytes_per_token"] == len("The dogThe dog") / 4
     assert found["nats"] == pytest.approx(7.0 / 3.5) and found["seconds"] == pytest.approx(1.0)
     assert found["early_nats"] == pytest.approx(8.4 / 3.5) and found["ms"] == 100.0
+    means = dict[str, object]()
+    for value in (1.0, 3.0):
+        text.add(means, "ms", value)
+    assert means == dict(ms_each=[1.0, 3.0], ms=2.0)
 
 
 def test_encoding_is_in_megabytes_of_utf_8_per_second(monkeypatch):
