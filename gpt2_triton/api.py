@@ -417,8 +417,10 @@ class Model:
         try:
             array = np.asarray(tokens)
         except ValueError:
-            wrong = "got sequences of several lengths, expected integers [sequences, n]"
-            raise DataError(f"tokens: {wrong}; give each sequence by itself") from None
+            raise DataError(
+                "tokens: got sequences of several lengths, expected integers [sequences, n]; "
+                "give each sequence by itself"
+            ) from None
         vocabulary = self.config.model.vocab_size
         if (
             array.dtype.kind not in "iu"
@@ -426,8 +428,10 @@ class Model:
             or not array.size
             or array.shape[-1] < least
         ):
-            expected = f"integers [n] or [sequences, n], n at least {least}"
-            raise DataError(f"tokens: got {array.dtype} {list(array.shape)}, expected {expected}")
+            raise DataError(
+                f"tokens: got {array.dtype} {list(array.shape)}, "
+                f"expected integers [n] or [sequences, n], n at least {least}"
+            )
         if array.min() < 0 or array.max() >= vocabulary:
             raise DataError(
                 f"tokens: {array.min()} to {array.max()}, but the vocabulary "

@@ -79,8 +79,11 @@ class LogFile:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if is_first:
-                why = f"cannot be written ({error.strerror})"
-                print_line(f"warning: {self._path}: {why}: its lines wait; make room", error=True)
+                print_line(
+                    f"warning: {self._path}: cannot be written ({error.strerror}): its lines wait; "
+                    "make room",
+                    error=True,
+                )
 
     def sync(self) -> None:
         """Return once the lines are on the disk, so that they survive a power cut; an

@@ -119,5 +119,7 @@ class AsyncCheckpointer:
         """Say once that steps wait for the disk: neither the times of steps nor the eta show it."""
         if seconds > LONG_WAIT and not self._has_waited and self._control.rank == 0:
             self._has_waited = True
-            todo = "if this repeats, raise checkpoint.every or take a faster disk"
-            print_line(f"waited {seconds:.0f} s for the save of step {self._step}; {todo}")
+            print_line(
+                f"waited {seconds:.0f} s for the save of step {self._step}; "
+                "if this repeats, raise checkpoint.every or take a faster disk"
+            )

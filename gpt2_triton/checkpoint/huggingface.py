@@ -67,9 +67,9 @@ def read(name: str) -> Weights:
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
-            todo = "download it again (in a clone: git lfs pull)"
             raise CheckpointError(
-                f"{path}: not safetensors, or incomplete ({error}); {todo}"
+                f"{path}: not safetensors, or incomplete ({error}); "
+                "download it again (in a clone: git lfs pull)"
             ) from None
 
     @functools.lru_cache(maxsize=1)  # parts of a tensor are read one after the other
@@ -107,12 +107,13 @@ def _download(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # of the import, the Hub, the network or the disk
-        got = f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
-        wrong = f"hf:{name}: no such directory, and the download failed ({got})"
         todo = (
             login_advice(error) or "name a directory, try online, or set HF_HOME to another place"
         )
-        raise CheckpointError(f"{wrong}; {todo}") from error
+        raise CheckpointError(
+            f"hf:{name}: no such directory, and the download failed ({type(error).__name__}: "
+            f"{textwrap.shorten(str(error), 120, placeholder=' ...')}); {todo}"
+        ) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -129,12 +130,10 @@ def _weight_files(directory: Path) -> list[Path]:
         )
     files = [*directory.glob("*.safetensors")]
     if len(files) != 1:
-        todo = (
+        raise CheckpointError(
+            f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; "
             "name the directory of one (in a Hub cache: snapshots/COMMIT), "
             "or convert a .bin by save_pretrained"
-        )
-        raise CheckpointError(
-            f"{directory}: has no {MODEL}, no index, and {len(files)} other .safetensors; {todo}"
         )
     return files
 

@@ -54,9 +54,9 @@ def read(path: str) -> Weights:
             f"{where}: not a model file of llm.c; expected 1 KiB that begins with {MODEL_MAGIC}"
         )
     if header[1] not in VERSIONS:
-        todo = "write it again with a newer llm.c"
         raise CheckpointError(
-            f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); {todo}"
+            f"{where}: version {header[1]}, expected 3 (fp32) or 5 (bf16); "
+            "write it again with a newer llm.c"
         )
     model = model_config_from_sizes(where, **dict(zip(HEADER_SIZES, header[2:7].tolist())))
     rows = int(header[7])

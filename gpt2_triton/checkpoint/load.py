@@ -166,8 +166,10 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
     """Read the state of a step that verifies, and map the files of its ranks."""
     state = read_object(step_dir / STATE)
     if state.get("format") != FORMAT:
-        wrong = f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}"
-        raise CheckpointError(f"{wrong}; use the version of gpt2_triton that wrote it")
+        raise CheckpointError(
+            f"{step_dir / STATE}: format {state.get('format')!r}, expected {FORMAT}; "
+            "use the version of gpt2_triton that wrote it"
+        )
     spans = state.pop(SHARES, None)
     second = state.pop(SECOND_SHARES, None) or spans
     where = str(step_dir)

@@ -50,8 +50,10 @@ def read(path: str) -> Weights:
     content = content if isinstance(content, dict) else {}
     arguments = content.get("model_args", getattr(content.get("config"), "values", None))
     if not isinstance(content.get("model"), dict) or not isinstance(arguments, dict):
-        todo = "save other weights as model.safetensors beside a config.json, and take hf:DIRECTORY"
-        raise CheckpointError(f"{where}: has no model and model_args; {expected}; {todo}")
+        raise CheckpointError(
+            f"{where}: has no model and model_args; {expected}; "
+            "save other weights as model.safetensors beside a config.json, and take hf:DIRECTORY"
+        )
     if missing := [key for key in MODEL_ARGS if key not in arguments]:
         raise CheckpointError(f"{where}: its model_args have no {missing[0]}; {expected}")
     model = model_config_from_sizes(where, **{key: arguments[key] for key in MODEL_ARGS})

@@ -50,9 +50,10 @@ def read(
     saved = checkpoint.state
     changed = check_config(saved["config"], explicit(config))
     if saved["step"] > config.train.steps:
-        counts = f"{found} has {saved['step']:,} steps, {config.train.steps:,} were asked for"
-        todo = f"set it above {saved['step']:,} to continue the run, or choose another --run_dir"
-        raise ConfigError(f"train.steps: {counts}; {todo}")
+        raise ConfigError(
+            f"train.steps: {found} has {saved['step']:,} steps, {config.train.steps:,} were asked "
+            f"for; set it above {saved['step']:,} to continue the run, or choose another --run_dir"
+        )
     files = dict[str, Change]()
     notes = [f"resuming after step {saved['step']} from {found}"]
     places = {

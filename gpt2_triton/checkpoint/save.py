@@ -115,10 +115,10 @@ def try_to_save(directory: Path, control: ControlGroup = SINGLE_PROCESS) -> None
             directory.rmdir()
     if failure:
         control.leave()
-        todo = "choose a --run_dir with room that every rank sees and may write to"
         with same_on_all_ranks():
             raise CheckpointError(
-                f"{directory}: no checkpoint can be saved there ({failure}); {todo}"
+                f"{directory}: no checkpoint can be saved there ({failure}); "
+                "choose a --run_dir with room that every rank sees and may write to"
             )
 
 
@@ -134,8 +134,11 @@ def _make_room(
     """Remove what killed saves left, and what has to go before `needed` bytes fit."""
     run_dir = directory.parent
     if not run_dir.is_dir():  # the save makes it again: an error would lose more
-        todo = "checkpoints go to a new one, logs and earlier checkpoints stay with the other"
-        print_line(f"warning: {run_dir}: moved or removed during the run; {todo}", error=True)
+        print_line(
+            f"warning: {run_dir}: moved or removed during the run; "
+            "checkpoints go to a new one, logs and earlier checkpoints stay with the other",
+            error=True,
+        )
     _remove_leftovers(directory)
     for path in _in_the_way(directory, needed, step, best, retention):
         _discard(path)
@@ -264,17 +267,17 @@ def require_space(
     try:
         _in_the_way(directory, size, step + 1, best, retention)
     except OSError as error:
-        todo = "make room, or change --run_dir"
         raise CheckpointError(
-            f"{directory}: no room for a checkpoint: {error.strerror}; {todo}"
+            f"{directory}: no room for a checkpoint: {error.strerror}; "
+            "make room, or change --run_dir"
         ) from None
     saves_again = 0 < config.checkpoint.every < config.train.steps
     if saves_again and not list_steps(directory) and free_space(directory) < 2 * size - FILES_BYTES:
-        what = (
-            "room for one checkpoint alone: later saves will fail, "
-            "since the first stays until the second is whole"
+        print_line(
+            f"warning: {directory}: room for one checkpoint alone: later saves will fail, "
+            "since the first stays until the second is whole; make room",
+            error=True,
         )
-        print_line(f"warning: {directory}: {what}; make room", error=True)
 
 
 def _bytes_of(tensors: dict[str, Tensor]) -> int:

@@ -132,8 +132,10 @@ def _with_tokenizer(config: Config, step_dir: Path) -> Config:
     places = (step_dir, step_dir.parent.parent)
     found = next((there for place in places if (there := located(name, place)) != name), name)
     if found != name and identity(found) != name or found == name and name not in NAMES:
-        todo = f"restore the run's {FILE}, which lies in {step_dir.parent.parent / 'source'}"
-        raise CheckpointError(f"{step_dir}: its tokenizer ({name[:15]}...) is not there; {todo}")
+        raise CheckpointError(
+            f"{step_dir}: its tokenizer ({name[:15]}...) is not there; "
+            f"restore the run's {FILE}, which lies in {step_dir.parent.parent / 'source'}"
+        )
     return config.replace(data={"tokenizer": found})
 
 

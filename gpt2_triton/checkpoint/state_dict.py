@@ -110,11 +110,12 @@ def floats(
     is_float = is_tensor and tensor.is_floating_point() and tensor.element_size() > 1  # 1: fp8
     if not is_float or tuple(tensor.shape) != shape:
         got = f"{tensor.dtype} {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
-        wrong = f"{where}: {name} is {got}, expected floating-point numbers {shape}"
         todo = "take the model that is not quantized"
         if is_float:
             todo = "correct the sizes in its configuration"
-        raise CheckpointError(f"{wrong}; {todo}")
+        raise CheckpointError(
+            f"{where}: {name} is {got}, expected floating-point numbers {shape}; {todo}"
+        )
     return tensor
 
 

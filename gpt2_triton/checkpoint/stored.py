@@ -47,8 +47,10 @@ class StoredTensor(NamedTuple):
             if begin < end:
                 elements = piece.elements[begin:end]
                 if not _is_finite(elements):
-                    todo = "remove this step and use an older one"
-                    raise CheckpointError(f"{self.where} has a NaN or an infinity; {todo}")
+                    raise CheckpointError(
+                        f"{self.where} has a NaN or an infinity; "
+                        "remove this step and use an older one"
+                    )
                 yield Piece(piece.first + begin, elements)
 
     def read(self, first: int, length: int) -> Tensor:

@@ -103,8 +103,10 @@ def perplexity(
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
     if config.train.seq_len > config.model.block_size:
-        wrong = f"{config.train.seq_len:,}, but the model's longest sequence has"
-        raise ConfigError(f"--seq_len: {wrong} {config.model.block_size:,}; lower it")
+        raise ConfigError(
+            f"--seq_len: {config.train.seq_len:,}, "
+            f"but the model's longest sequence has {config.model.block_size:,}; lower it"
+        )
     opened = [_open(group, config) for group in groups]
     model = load_for_losses(config, stored, batch_tokens, dtype)
     T = config.train.seq_len

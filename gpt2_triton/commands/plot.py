@@ -195,8 +195,11 @@ def _save(figure: Any, out: Path, runs: Sequence[Curves]) -> None:
     write_atomic(out, picture.getbuffer())
     if any("missing from font" in str(warning.message) for warning in caught):
         names = ", ".join(run.name for run in runs if not run.name.isascii())
-        todo = "install Noto Sans CJK, or set font.family in matplotlibrc"
-        print_line(f"note: no font here has all characters of {names}; {todo}", error=True)
+        print_line(
+            f"note: no font here has all characters of {names}; "
+            "install Noto Sans CJK, or set font.family in matplotlibrc",
+            error=True,
+        )
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
@@ -303,8 +306,9 @@ def plot(
         config = run / "config.yaml"
         is_gpt2 = not config.is_file() or "tokenizer: gpt2\n" in config.read_text()
         if not is_gpt2:
-            todo = "do not compare its losses with theirs"
-            print(printable(f"note: {run}: its tokens are not GPT-2's; {todo}"))
+            print_line(
+                f"note: {run}: its tokens are not GPT-2's; do not compare its losses with theirs"
+            )
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
         print(printable(line))
     print(printable(f"wrote {out}"))

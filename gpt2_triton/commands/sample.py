@@ -74,8 +74,10 @@ def sample(
         compile_decoding(model, *how)
     # not read unasked: an open pipe without data, as of a scheduler, would never end
     if not (prompt or prompt_file) and _has_input():
-        note = "stdin is not read; --prompt_file - takes each of its lines as a prompt"
-        print_line(f"note: {note}", error=True)
+        print_line(
+            "note: stdin is not read; --prompt_file - takes each of its lines as a prompt",
+            error=True,
+        )
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     encoded = [encode_prompt(tokenizer, text, special).tolist() for text in prompts]
     texts = [

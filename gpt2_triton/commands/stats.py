@@ -24,6 +24,8 @@ def stats(run: Path, /, *, step: int | None = None) -> None:
         raise ConfigError(f"{path}: holds no statistics yet; train to step log.stats_every")
     chosen = max(records) if step is None else step
     if chosen not in records:
-        having = f"{counted(len(records), 'step')}, from {min(records)} to {max(records)}"
-        raise ConfigError(f"--step: no statistics of step {step}; take one of {having}")
+        raise ConfigError(
+            f"--step: no statistics of step {step}; "
+            f"take one of {counted(len(records), 'step')}, from {min(records)} to {max(records)}"
+        )
     print(printable(f"step {chosen}\n{format_table(records[chosen])}"))

@@ -128,11 +128,10 @@ def _validation_tokens(tokens: int, T: int) -> int:
     """Return the tokens of the text's end; DataError if they are no sequence."""
     needed = math.ceil((T + 4) / VAL_FRACTION)
     if tokens < needed:
-        wrong = (
-            f"--data: {tokens:,} tokens are too little text; "
-            f"a sequence of validation needs {needed:,}"
+        raise DataError(
+            f"--data: {tokens:,} tokens are too little text; a sequence of validation needs "
+            f"{needed:,}; give more text, or a smaller --train.seq_len"
         )
-        raise DataError(f"{wrong}; give more text, or a smaller --train.seq_len")
     return int(tokens * VAL_FRACTION)
 
 

@@ -29,11 +29,10 @@ class StepShape:
         t = config.train
         gpus = world_size or config.parallel.gpus or 1
         if config.parallel.gpus not in (None, gpus):
-            other = (
-                f"torchrun, srun or --gpus gives {gpus}; "
-                f"start {config.parallel.gpus} processes, or correct it"
+            raise ConfigError(
+                f"parallel.gpus: {config.parallel.gpus}, but torchrun, srun or --gpus gives "
+                f"{gpus}; start {config.parallel.gpus} processes, or correct it"
             )
-            raise ConfigError(f"parallel.gpus: {config.parallel.gpus}, but {other}")
         problems = list(step_conflicts(t, gpus))
         if problems:
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))

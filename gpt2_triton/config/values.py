@@ -86,8 +86,9 @@ def check_tokenizer(value: str) -> str:
     if os.path.exists(value.partition("#")[0]):
         return f"./{value}"
     guess = closest(value, TOKENIZERS)
-    known = f"{', '.join(TOKENIZERS)}, or an existing tokenizer.json or its folder"
-    raise ValueError(f"must be {known}{guess}")
+    raise ValueError(
+        f"must be {', '.join(TOKENIZERS)}, or an existing tokenizer.json or its folder{guess}"
+    )
 
 
 def check_mixture(value: Any) -> Any:

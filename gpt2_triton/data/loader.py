@@ -152,8 +152,10 @@ class ValidationLoader:
         if not 1 <= self.count <= self.windows.n:
             many = "many" if self.count else "few"
             most = self.windows.n * seq_len
-            todo = f"give eval.tokens, or --tokens, {seq_len:,} to {most:,}, or 0 for all"
-            raise DataError(f"{shards[0].path}: {tokens:,} tokens are too {many}; {todo}")
+            raise DataError(
+                f"{shards[0].path}: {tokens:,} tokens are too {many}; "
+                f"give eval.tokens, or --tokens, {seq_len:,} to {most:,}, or 0 for all"
+            )
 
     def batches(
         self, rows: int, rank: int = 0, ranks: int = 1

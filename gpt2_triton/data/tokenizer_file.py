@@ -44,11 +44,9 @@ class FileTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the library raises Exception itself
-            todo = (
-                "update the package tokenizers, or save it again by transformers' save_pretrained"
-            )
             raise DataError(
-                f"{self.file}: the library tokenizers refuses it: {error}; {todo}"
+                f"{self.file}: the library tokenizers refuses it: {error}; "
+                "update the package tokenizers, or save it again by transformers' save_pretrained"
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -32,8 +32,10 @@ def connect(rank: int, size: int, seconds: float) -> Any:
         return dist.PrefixStore(session, store)  # type: ignore[attr-defined]
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).splitlines()[0]
-        todo = "start all of them, with a MASTER_PORT that nothing else uses"
-        raise PeerLostError(f"rendezvous of {size} ranks failed ({reason}); {todo}") from error
+        raise PeerLostError(
+            f"rendezvous of {size} ranks failed ({reason}); "
+            "start all of them, with a MASTER_PORT that nothing else uses"
+        ) from error
 
 
 class ProcessGroup:
@@ -89,9 +91,9 @@ class ProcessGroup:
                 arenas = []
                 reason = str(error)
         if reason and self.rank == 0:
-            problem = f"the ranks of this host cannot read each other's memory ({reason})"
             print_line(
-                f"warning: {problem}; gradients and parameters go through slower collectives",
+                f"warning: the ranks of this host cannot read each other's memory ({reason}); "
+                "gradients and parameters go through slower collectives",
                 error=True,
             )
         return own, arenas
@@ -143,8 +145,10 @@ class ProcessGroup:
         except RuntimeError as error:
             # a sentence, no C++ location
             reason = re.sub(r"^\[\S+:\d+\] |\. .*", "", str(error).splitlines()[0])
-            todo = "another rank has exited; see its log, or the launcher's"
-            raise PeerLostError(f"{function.__name__} failed ({reason}): {todo}") from error
+            raise PeerLostError(
+                f"{function.__name__} failed ({reason}): another rank has exited; "
+                "see its log, or the launcher's"
+            ) from error
 
     def control(self, name: str) -> ControlGroup:
         """Return a control group of all ranks.  Each thread needs a

@@ -74,5 +74,7 @@ def _lock(file: int, path: Path, is_new: bool) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         if not is_new:
-            todo = f"if it has ended, delete {path}, since this file system has no flock"
-            raise ConfigError(f"--run_dir: {holder} may write to {path.parent}; {todo}") from None
+            raise ConfigError(
+                f"--run_dir: {holder} may write to {path.parent}; "
+                f"if it has ended, delete {path}, since this file system has no flock"
+            ) from None

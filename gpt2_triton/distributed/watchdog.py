@@ -137,8 +137,11 @@ class Watchdog:
             # meanwhile collectives outside CUDA graphs raise a better error
             time.sleep(5 * self._interval)
             if not self._closed:
-                lost = "rank 0 or the launcher has exited; restart the job, with --resume"
-                print_line(f"error: rank {self.group.rank}: {lost}", error=True)
+                print_line(
+                    f"error: rank {self.group.rank}: rank 0 or the launcher has exited; "
+                    "restart the job, with --resume",
+                    error=True,
+                )
                 os._exit(1)
 
     def _publish(self) -> None:
@@ -177,9 +180,11 @@ class Watchdog:
         reports = self.group.store.add("watchdog/reported", 1)
         if reports == 1:
             seconds = time.monotonic() - self._last_progress
-            waited = f"no progress for {seconds:.0f} s at step {self._step}"
-            todo = "restart the job, with --resume"
-            print_line(f"error: rank {self.group.rank}: {waited}: {diagnosis}; {todo}", error=True)
+            print_line(
+                f"error: rank {self.group.rank}: no progress for {seconds:.0f} s at step "
+                f"{self._step}: {diagnosis}; restart the job, with --resume",
+                error=True,
+            )
         else:
             # the first exit makes the launcher end all ranks: let another report first
             time.sleep(2 * self._interval)

@@ -116,8 +116,10 @@ def require_fitting(model: Model, questions: Questions) -> None:
     length = max(map(len, questions.endings))
     longest = _longest(model)
     if length > longest:
-        what = f"its longest ending has {length} tokens, and this model sees {longest} at once"
-        raise DataError(f"HellaSwag: {what}; it needs a model.block_size of {length} or more")
+        raise DataError(
+            f"HellaSwag: its longest ending has {length} tokens, and this model sees {longest} at "
+            f"once; it needs a model.block_size of {length} or more"
+        )
 
 
 def _longest(model: Model) -> int:

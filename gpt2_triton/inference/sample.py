@@ -44,9 +44,12 @@ def draw(
     """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
     long = [len(prompt) for prompt in prompts if len(prompt) > model.T]
     if long:
-        cut = f"prompts over {model.T:,} tokens are cut to their last {max(1, model.T // 2):,}"
-        texts = f"{len(long):,} of {len(prompts):,} texts, up to {max(long):,} tokens"
-        print_line(f"note: {cut}: {texts}", error=True)
+        print_line(
+            f"note: prompts over {model.T:,} tokens are cut to their last "
+            f"{max(1, model.T // 2):,}: {len(long):,} of {len(prompts):,} texts, "
+            f"up to {max(long):,} tokens",
+            error=True,
+        )
     batch = len(model.decoding.seq)
     for first in range(0, len(prompts), batch):
         wanted = range(first, min(first + batch, len(prompts)))

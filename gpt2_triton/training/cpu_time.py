@@ -44,10 +44,12 @@ def require_time(config: Config, run_dir: Path | None) -> None:
     steps = config.train.steps
     step = _product_seconds(config)
     if step * steps > 3600 * MOST_HOURS:
-        takes = f"{steps:,} steps take at least {_words(step * steps)}, {_words(step)} each"
         todo = "to train all the same, set train.max_minutes; "
         todo += "or choose a smaller model, or fewer steps"
-        raise ConfigError(f"no GPU: on this CPU {takes}; {todo}")
+        raise ConfigError(
+            f"no GPU: on this CPU {steps:,} steps take at least {_words(step * steps)}, "
+            f"{_words(step)} each; {todo}"
+        )
 
 
 def expected(config: Config) -> str:

@@ -50,12 +50,16 @@ def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[
     planned = learning_rate(step, then, steps) if step < steps else last
     rate = learning_rate(step, config.optim, config.train.steps)
     if not math.isclose(rate, planned):
-        rates = f"{last:.2e} at step {step}, {rate:.2e} at step {step + 1}"
-        lines.append(f"learning rate: {rates}: its schedule has changed")
+        lines.append(
+            f"learning rate: {last:.2e} at step {step}, "
+            f"{rate:.2e} at step {step + 1}: its schedule has changed"
+        )
     decay = config.model_copy(update=dict(optim=then)).replace(train=dict(steps=steps)).weight_decay
     if config.optim.tau is not None and not math.isclose(decay, config.weight_decay):
-        change = f"{decay:.3g} -> {config.weight_decay:.3g}"
-        lines.append(f"weight decay: {change}, by optim.tau, optim.lr and train.steps")
+        lines.append(
+            f"weight decay: {decay:.3g} -> {config.weight_decay:.3g}, by optim.tau, "
+            "optim.lr and train.steps"
+        )
     return lines
 
 

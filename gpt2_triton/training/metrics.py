@@ -42,8 +42,11 @@ def read_metrics(path: Path) -> list[Record]:
     records = [_record(line) for line in lines if line.strip()]
     damaged = records.count(None)
     if damaged:
-        what = f"{damaged:,} of {len(records):,}, the first is line {records.index(None) + 1:,}"
-        print_line(f"warning: {path}: damaged lines left out: {what}", error=True)
+        print_line(
+            f"warning: {path}: damaged lines left out: {damaged:,} of {len(records):,}, "
+            f"the first is line {records.index(None) + 1:,}",
+            error=True,
+        )
     return [record for record in records if record is not None]
 
 

@@ -135,9 +135,11 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         trained = {shard.path.resolve() for shard in train.shards}
         both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
         if both:
-            wrong = f"data.train contains the validation data {both[0]}"
-            todo = "narrow data.train, or name other files in data.val"
-            print_line(f"warning: {wrong}: the validation loss will be too low; {todo}", error=True)
+            print_line(
+                f"warning: data.train contains the validation data {both[0]}: the validation loss "
+                "will be too low; narrow data.train, or name other files in data.val",
+                error=True,
+            )
     return data
 
 
@@ -203,8 +205,10 @@ def build_model(
         require_space(run_dir / "checkpoints", spec, state.step, state.best_step, config)
     if group.device == "cuda":
         made = compile_kernels(model, data)
-        ready = f"{made.kernels} kernels ready in {made.seconds:.1f} s"
-        start.notes.append(f"{ready}, {made.from_cache} from Triton's cache")
+        start.notes.append(
+            f"{made.kernels} kernels ready in {made.seconds:.1f} s, "
+            f"{made.from_cache} from Triton's cache"
+        )
     _fill(model, start)
     return model
 

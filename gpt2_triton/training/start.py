@@ -48,10 +48,9 @@ def starting(
     project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
     wrong = sorted({*project} & {*"/\\#?%:"})
     if config.log.wandb != "disabled" and wrong:
-        todo = "choose another name; WANDB_ENTITY names a team"
         raise ConfigError(
-            "log.wandb_project or WANDB_PROJECT: "
-            f"W&B refuses {' '.join(wrong)} in {project!r}; {todo}"
+            f"log.wandb_project or WANDB_PROJECT: W&B refuses {' '.join(wrong)} in {project!r}; "
+            "choose another name; WANDB_ENTITY names a team"
         )
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
     for note in require_rows(config, tokenizer):
@@ -67,8 +66,10 @@ def require_fp8(name: str, architecture: str) -> None:
     from gpt2_triton import device
 
     if not device.has_fp8(architecture):
-        needs = "fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950)"
-        raise ConfigError(f"train.precision: {needs}, {name} is {architecture}; set it to bf16")
+        raise ConfigError(
+            "train.precision: fp8 needs a GPU that multiplies e4m3 (NVIDIA from 8.9, AMD gfx950), "
+            f"{name} is {architecture}; set it to bf16"
+        )
 
 
 def require_own_fp8() -> None:
@@ -90,8 +91,10 @@ def require_rows(config: Config, tokenizer: str) -> list[str]:
     tokens = get_tokenizer(tokenizer).vocab_size
     rows = config.model.vocab_size
     if rows < tokens:
-        has = f"the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}"
-        raise ConfigError(f"model.vocab_size: {has}; set model.vocab_size to {tokens}")
+        raise ConfigError(
+            f"model.vocab_size: the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}; "
+            f"set model.vocab_size to {tokens}"
+        )
     return vocabulary_note(config, tokens)
 
 

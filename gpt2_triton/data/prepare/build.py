@@ -152,9 +152,9 @@ def _build(
     if not count_tokens(shards, "train"):
         # else the command that the message suggests would be refused
         _remove(out_dir, *shards, PROGRESS)
-        few = f"the validation shard takes all {count_tokens(shards):,} tokens"
         raise DataError(
-            f"{source.name}: too little text: {few}; give that number as --tokens, or less"
+            f"{source.name}: too little text: the validation shard takes all "
+            f"{count_tokens(shards):,} tokens; give that number as --tokens, or less"
         )
     for split in ("train", "val"):
         names = [name for name in shards if name.startswith(split)]
@@ -225,8 +225,10 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
     places = record.pop("places")
     for key in sorted(key for key in recipe if record.get(key) != recipe[key]):
         then, now = (textwrap.shorten(str(value), 300) for value in (record.get(key), recipe[key]))
-        todo = "give that again, remove the directory, or choose another --out"
-        raise DataError(f"{out_dir}: begun with another {key}: {then}, now {now}; {todo}")
+        raise DataError(
+            f"{out_dir}: begun with another {key}: {then}, now {now}; "
+            "give that again, remove the directory, or choose another --out"
+        )
     with Progress("checking finished shards", count_tokens(found), "tokens") as progress:
         for name, row in found.items():
             path = out_dir / name
@@ -303,9 +305,9 @@ def require_space(directory: Path, size: int) -> None:
     """DataError unless shards of `size` more bytes fit on the disk."""
     free = free_space(directory)
     if free < size:
-        missing = f"{size:,} bytes needed, {free:,} free"
         raise DataError(
-            f"{directory}: not enough room: {missing}; make room or choose another directory"
+            f"{directory}: not enough room: {size:,} bytes needed, {free:,} free; "
+            "make room or choose another directory"
         )
 
 

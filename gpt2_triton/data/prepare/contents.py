@@ -98,11 +98,10 @@ def _values(path: Path, line: int, text: str) -> Iterator[Any]:
         try:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            where = f"{path}, line {line + error.lineno - 1:,}"
-            todo = (
+            raise DataError(
+                f"{path}, line {line + error.lineno - 1:,}: not JSON: {error.msg}; "
                 "correct or remove this row; a .json may have rows of several lines, a .jsonl not"
-            )
-            raise DataError(f"{where}: not JSON: {error.msg}; {todo}") from None
+            ) from None
         yield from value if isinstance(value, list) else [value]
         at = cast(Any, SPACE.match(text, end)).end()
 

@@ -161,8 +161,10 @@ class _Documents:
             names = rows.column_names or [*next(iter(rows), {field: ""})]
         top = field if field in names else field.partition(".")[0]
         if top not in names:
-            what = f"no field {top!r}, it has {', '.join(names)}"
-            raise DataError(f"{name}: {what}; name the field that holds the text as --field")
+            raise DataError(
+                f"{name}: no field {top!r}, it has {', '.join(names)}; "
+                "name the field that holds the text as --field"
+            )
         rows = rows.select_columns([top])
         if place:
             rows.load_state_dict(place)

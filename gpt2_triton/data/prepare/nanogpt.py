@@ -19,8 +19,10 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
     """Write the tokens of folder/train.bin and folder/val.bin into out_dir."""
     meta = folder / "meta.pkl"
     if meta.exists():
-        todo = f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
-        raise DataError(f"{meta}: the tokens beside it are characters, not GPT-2's; {todo}")
+        raise DataError(
+            f"{meta}: the tokens beside it are characters, not GPT-2's; "
+            f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
+        )
     files = {split: folder / f"{split}.bin" for split in ("train", "val")}
     tokens = {split: _map(path) for split, path in files.items()}
     size = sum(map(len, tokens.values()))
@@ -76,9 +78,8 @@ class _Tokens:
             tokens = self._tokens[split][first : first + step]
             largest = tokens.max()
             if largest >= GPT2Tokenizer.vocab_size:
-                what = (
-                    f"a token {largest} after the first {first:,}, "
-                    f"GPT-2 has {GPT2Tokenizer.vocab_size:,}"
+                raise DataError(
+                    f"{self.name}/{split}.bin: a token {largest} after the first {first:,}, "
+                    f"GPT-2 has {GPT2Tokenizer.vocab_size:,}; give other files"
                 )
-                raise DataError(f"{self.name}/{split}.bin: {what}; give other files")
             yield Batch(split, number, [Piece(tokens)])

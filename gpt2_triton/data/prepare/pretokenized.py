@@ -52,8 +52,10 @@ def download(name: str, out_dir: Path, shards: int | None = None) -> Path:
     """
     repo = REPOSITORIES.get(name, name)
     if "/" not in repo:
-        known = f"{', '.join(REPOSITORIES)} or a repository's owner/name"
-        raise DataError(f"prepare pretokenized: unknown data {name!r}; choose {known}")
+        raise DataError(
+            f"prepare pretokenized: unknown data {name!r}; "
+            f"choose {', '.join(REPOSITORIES)} or a repository's owner/name"
+        )
     info = repository(repo, None, OFFLINE, files_metadata=True)
     with disk_errors(out_dir):
         rows = _download_missing(repo, info.sha, _choose(repo, info.siblings, shards), out_dir)

@@ -135,8 +135,10 @@ def prepare_text(
     documents.report(notes, tokenizer)
     lost = measured.lost_samples(tokenizer)
     if lost:
-        what = f"{lost:,} of {len(measured.sample):,} samples of the text come back changed"
-        print_line(f"note: {what} from the tokenizer's tokens: it has none for some characters")
+        print_line(
+            f"note: {lost:,} of {len(measured.sample):,} samples of the text come back changed "
+            "from the tokenizer's tokens: it has none for some characters"
+        )
     each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
     todo = (
         "its own tokens are longer: `gpt2-triton tokenizer FILES --out tok`, then "
@@ -200,8 +202,10 @@ def prepare_texts(
     """Tokenise the texts that `texts` returns, `size` characters in all, into out_dir."""
     cut = _cut(size, recipe["val_fraction"])
     if not 0 < cut < size:
-        what = f"an empty split: {recipe['val_fraction']} of {size:,} characters"
-        raise DataError(f"val_fraction: {what}; choose one between 0 and 1, or give more text")
+        raise DataError(
+            f"val_fraction: an empty split: {recipe['val_fraction']} of {size:,} characters; "
+            "choose one between 0 and 1, or give more text"
+        )
     # tokens, so that no disk with room is refused
     fewest = size if recipe["tokenizer"] == "bytes" else size // 5
     return build.build_splits(
@@ -239,9 +243,9 @@ class _Texts:
                     yield batch
                 characters += batch.characters
         if not found or characters != self.size:
-            what = f"it has {characters:,} characters, {self.size:,} when it was measured"
             raise DataError(
-                f"text: it changed meanwhile: {what}; remove what was prepared and start again"
+                f"text: it changed meanwhile: it has {characters:,} characters, "
+                f"{self.size:,} when it was measured; remove what was prepared and start again"
             )
 
 

@@ -44,8 +44,10 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
     try:
         yield parallel_map
     except BrokenProcessPool:
-        what = f"one of {processes} workers died, perhaps for lack of memory"
-        raise DataError(f"prepare: {what}; try again with fewer --workers") from None
+        raise DataError(
+            f"prepare: one of {processes} workers died, perhaps for lack of memory; "
+            "try again with fewer --workers"
+        ) from None
     finally:
         # a second Ctrl-C would leave both sides waiting
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
