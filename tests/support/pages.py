@@ -45,7 +45,9 @@ def commands(text: str) -> list[Command]:
     """
     lines = [line for block in blocks(text, "") for line in block.replace("\\\n", " ").splitlines()]
     found = [
-        command_of(line) for line in (re.split(r"\s+# ", line)[0].strip() for line in lines) if line
+        command_of(line)
+        for line in (re.split(r"(?:^|\s+)# ", line)[0].strip() for line in lines)
+        if line
     ]
     inline = re.compile(r"(gpt2-triton|python -m (gpt2_triton|benchmarks)|python train.py) [\w./]+")
     return found + [
