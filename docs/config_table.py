@@ -12,14 +12,12 @@ from gpt2_triton.config.schema import may_change_on_resume, options
 
 HEAD = """# The configuration
 
-Every key can be given as `--section.key value` on the command line, \
-or in YAML with the key below its section
-([an example](training.md#a-file-of-your-own)). The defaults are the recipe `gpt2_124m`, \
-which is llm.c's, except that
-they print no samples, ask no HellaSwag and keep only the newest checkpoints. \
-A resume may change `free` keys. It
-refuses another value of a `kept` key: that would be a new run. \
-`python docs/config_table.py` prints this page.
+Give a key as `--section.key value` on the command line, \
+or in YAML below its section ([an example](training.md#a-file-of-your-own)).
+The defaults are llm.c's recipe `gpt2_124m`, but print no samples, ask no HellaSwag \
+and keep only the newest checkpoints.
+A resume may change `free` keys, and refuses another value of a `kept` key: \
+that would be a new run. `python docs/config_table.py` prints this page.
 """
 LIMITS = {
     "ge": "at least {}",

@@ -128,7 +128,7 @@ class ModelConfig(ConfigSection):
         exclude=True,
     )
     arch: Literal["gpt2", "llama"] = kept(
-        "gpt2", "gpt2, or llama: Llama 3 and Qwen3, without dropout", formats=("hf",)
+        "gpt2", "architecture; llama is Llama 3's and Qwen3's", formats=("hf",)
     )
     n_layer: int = kept(12, "transformer layers", ge=1, le=256)
     n_head: int = kept(
@@ -161,7 +161,7 @@ class ModelConfig(ConfigSection):
         lt=1,
     )
     activation: Literal["gelu", "relu2"] = kept(
-        "gelu", "of the MLP; relu2 is ReLU squared", "gpt2", fp8=False, formats=("hf",)
+        "gelu", "the MLP's; relu2 is ReLU squared", "gpt2", fp8=False, formats=("hf",)
     )
     norm_eps: float = kept(1e-5, "epsilon of the norms", "llama", gt=0)
     qk_norm: bool = kept(
@@ -240,8 +240,8 @@ class DataConfig(ConfigSection):
     # The data may move: a resume compares its content by fingerprint.
     train: Patterns = free(
         "data/fineweb10B/train_*.bin",
-        "training shards: path, pattern or builtin; several sources as PATTERN=WEIGHT,... or, "
-        "in YAML, a list of {path, weight}",
+        "training shards: path, pattern or builtin, names of Unicode's characters; several "
+        "sources as PATTERN=WEIGHT,... or, in YAML, a list of {path, weight}",
         min_length=1,
     )
     val: Patterns = free(
@@ -279,9 +279,8 @@ class TrainConfig(ConfigSection):
     dtype: Literal["bf16", "fp32"] = kept("bf16", "storage of parameters and activations")
     precision: Literal["auto", "bf16", "fp8"] = free(
         "bf16",
-        "operands of matrix products; fp8 needs dtype bf16, and compute "
-        "capability >= 8.9, gfx950 or a CPU; "
-        "auto is fp8 for model.arch gpt2 on 9.0, else bf16",
+        "operands of matrix products; fp8 needs dtype bf16, and compute capability 8.9 or "
+        "newer, gfx950 or a CPU; auto is fp8 for model.arch gpt2 on Hopper, else bf16",
     )
     seed: int = kept(
         42, "seed of the initial weights, of stochastic rounding and of dropout", ge=0, lt=2**62
@@ -296,7 +295,10 @@ class TrainConfig(ConfigSection):
         10, "stop after this many non-finite steps in a row; 0 never stops", ge=0
     )
     skip_loss_z: float = free(
-        0, "skip losses so many standard deviations above the mean of 128; 0 never", ge=0, le=11
+        0,
+        "skip a step if its loss is so many standard deviations above the mean of 128; 0 never",
+        ge=0,
+        le=11,
     )
     skip_norm_z: float = free(0, "like skip_loss_z, for the gradient norm", ge=0, le=11)
     rewind_after: int = free(
@@ -315,8 +317,7 @@ class TrainConfig(ConfigSection):
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(
         "none",
-        "what train.precision fp8 leaves in bf16: head, the products of the "
-        "logits and their gradients, or none",
+        "what train.precision fp8 leaves in bf16; head: products of the logits and their gradients",
     )
 
 
@@ -339,7 +340,7 @@ class OptimConfig(ConfigSection):
         0.0, "learning rate at the end, as a fraction of lr; constant ignores it", ge=0, le=1
     )
     wsd_decay_frac: float = free(
-        0.2, "fraction of steps in which wsd (1 - sqrt), trapezoid (linear) decay", gt=0, le=1
+        0.2, "fraction of steps in which wsd (by 1 - sqrt) and trapezoid decay", gt=0, le=1
     )
     beta1: float = free(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     beta2: float = free(0.95, "decay of AdamW's second moment", ge=0, lt=1)
@@ -352,14 +353,11 @@ class OptimConfig(ConfigSection):
         None, "decay of embeddings and an untied head; null as for matrices", ge=0
     )
     tau: OptionalFloat = free(
-        None,
-        "lr * weight_decay * train.steps, from which weight_decay follows: a tenth of "
-        "the steps has ten times the decay",
-        ge=0,
+        None, "lr * weight_decay * train.steps: sets weight_decay for any number of steps", ge=0
     )
     clip: float = free(1.0, "largest global norm of the gradient; 0 does not clip", ge=0)
     master: Literal["none", "fp32"] = kept(
-        "none", "none: bf16 weights, rounded stochastically; fp32: 16 bits more"
+        "none", "none: bf16 weights, rounded stochastically; fp32: fp32 weights"
     )
     m: Literal["fp32", "bf16"] = kept(
         "fp32", "storage of AdamW's first moment and Muon's momentum; bf16 as in optim.v"
@@ -381,7 +379,7 @@ class MemoryConfig(ConfigSection):
         "what the backward pass recomputes: "
         f"{', '.join(RECOMPUTE_LEVELS)}; gelu+ln:4 is gelu+ln in "
         "the first 4 layers, gelu in the others; auto takes the first that "
-        "fits; act and norm stand for gelu and ln",
+        "fits; act and norm also name gelu and ln",
     )
     head_rows: OptionalInt = free(
         None, "rows of logits computed at once; null is 10112 to 16384, by n_embd", ge=1
