@@ -433,7 +433,7 @@ def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, tra
     (here / "folder" / "A.MD").write_text(TEXT)
     (here / "folder" / "b.pdf").touch()
     (here / "x.jsonl").write_text(json.dumps({"doc": {"body": TEXT}}))
-    left_out = "files of other kinds (.pdf): 1, first folder/b.pdf"
+    left_out = "files of other kinds (.pdf), not given by their ending: 1, first folder/b.pdf"
     for words, code, said in (
         (["folder"], 0, f"left out: {left_out}\n"),
         (["folder", "--plan"], 0, f"left out: {left_out}\n"),

@@ -1,8 +1,8 @@
 """Local files as documents.
 
-A .txt or .md is a document, or several between `<|endoftext|>`; a .jsonl, .json or .parquet
-has a document in each row.  Memory grows with the longest line, not with the file.  What is
-left out is counted in `Notes`.
+A .jsonl, .json or .parquet has a document in each row; any other file is a document, or several
+between `<|endoftext|>`.  Memory grows with the longest line, not with the file.  What is left out
+is counted in `Notes`.
 """
 
 import glob
@@ -29,6 +29,8 @@ TOKENIZER = {FILE, CONFIG}
 ENDINGS = (
     f"names that end in {', '.join(TEXT_KINDS)} (also with {', '.join(COMPRESSIONS)}) or .parquet"
 )
+ROWS = (".jsonl", ".json", ".parquet")
+BEGIN = 8192  # bytes in which a file that is no text has a NUL
 OURS = {RECORD, PROGRESS, "metrics.jsonl", *TOKENIZER}  # where _is_written
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 PIECE = 4096  # characters of a sample that follow each other
@@ -127,18 +129,23 @@ def no_text(where: object, notes: Notes) -> DataError:
 def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
     """Return the files as given, each once, and notes; the files of a folder or a glob are sorted.
 
+    A file of another kind is text if it is given itself, or by a glob with its ending.
     DataError if an input is missing or has no text.
     """
     files: dict[Path, File] = {}
     notes: Notes = {}
     others = []
+    plain = []
     for given in inputs:
         texts = 0
         found = _matches(given)
         for file in found:
-            if not (is_text(file.path) and file.path.is_file()):
+            by_name = is_text(file.path)
+            if not (file.path.is_file() and (by_name or _is_plain(file.path, given))):
                 others.append(file.path)
                 continue
+            if not by_name:
+                plain.append(file.path)
             texts += 1
             first = files.setdefault(file.path.resolve(), file)
             if first is not file:
@@ -146,13 +153,29 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
         if not texts:
             what = "no text" if found or given.exists() else "no such file"
             raise DataError(
-                f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}"
+                f"{given}: {what}; give a file, a folder or a quoted glob; text has {ENDINGS}; "
+                'other text goes by its ending, as "code/**/*.py"'
             )
+    if plain:
+        print_line(f"read as plain text: {_kinds(plain)}: {len(plain):,}, first {plain[0]}")
     if others:
-        endings = sorted({path.suffix or "no ending" for path in others})
-        shown = textwrap.shorten(", ".join(endings), 100)
-        note(notes, f"files of other kinds ({shown})", others[0], len(others))
+        what = f"files of other kinds ({_kinds(others)}), not given by their ending"
+        note(notes, what, others[0], len(others))
     return [*files.values()], notes
+
+
+def _kinds(paths: Sequence[Path]) -> str:
+    """Return the endings of files, for a message."""
+    endings = sorted({path.suffix or "no ending" for path in paths})
+    return textwrap.shorten(", ".join(endings), 100)
+
+
+def _is_plain(path: Path, given: Path) -> bool:
+    """Return whether an input names this file or its ending, and it has no NUL at its begin."""
+    if path != given and path.suffix != (given.suffix or None):
+        return False
+    with open(path, "rb") as file:
+        return b"\0" not in file.read(BEGIN)
 
 
 def _matches(given: Path) -> list[File]:
@@ -235,7 +258,7 @@ def read(path: Path, how: Reading, notes: Notes) -> Iterator[tuple[int, str]]:
     where = ""
     document = 0
     ending = contents.ending_of(path)
-    if ending in (".txt", ".md"):
+    if ending not in ROWS:
         texts = contents.parts(path)
     else:
         is_parquet = ending == ".parquet"

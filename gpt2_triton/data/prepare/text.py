@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_triton.console import Progress, print_line
+from gpt2_triton.console import Progress, command_line, print_line
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Piece, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
@@ -141,7 +141,7 @@ def prepare_text(
         )
     each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
     todo = (
-        "its own tokens are longer: `gpt2-triton tokenizer FILES --out tok`, then "
+        f"its own tokens are longer: `{command_line('tokenizer')} FILES --out tok`, then "
         "--tokenizer tok, or --data.tokenizer tok of train own"
     )
     if each < FEW_BYTES:

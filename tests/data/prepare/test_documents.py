@@ -56,7 +56,7 @@ def texts_of(path, how=AS_DOCUMENTS):
 
 def test_find_files_refuses_what_is_not_text(tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "x.pdf").touch()
+    (tmp_path / "x.pdf").write_bytes(b"%PDF-1.7\0")
     for name, message in (
         ("folder", "folder: no text; give .* text has names that end in .txt, .md"),
         ("mytext", "mytext: no such file; give a file, a folder or a quoted glob"),
@@ -102,7 +102,27 @@ def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
     assert sorted(file.name for file in files) == sorted(found)
     twice, others = left_out(notes).split("; ")
     assert twice.endswith(f"twice: 4, first {inside}/train.txt")
-    assert others.endswith(f"(.c, .pdf, .txt, no ending): 4, first {inside}/a.pdf")
+    kinds = "(.c, .pdf, .txt, no ending), not given by their ending"
+    assert others.endswith(f"{kinds}: 4, first {inside}/a.pdf")
+
+
+def test_a_file_of_another_kind_is_text_by_its_name_or_its_ending(tmp_path, capsys):
+    """As code is: in a folder, or by a glob without an ending, it is counted as left out."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("a = 1\n")
+    (tmp_path / "src" / "b.md").write_text("b")
+    (tmp_path / "src" / "bytes.py").write_bytes(b"\1\0")
+    (tmp_path / "Makefile").write_text("all:\n")
+    files, notes = find_files([tmp_path / "**" / "*.py", tmp_path / "Makefile"])
+    assert [file.name for file in files] == ["a.py", "Makefile"]
+    assert "(.py), not given by their ending: 1, first" in left_out(notes)  # bytes.py
+    shown = capsys.readouterr().out
+    assert shown == f"read as plain text: .py, no ending: 2, first {files[0].path}\n"
+    assert texts_of(files[0].path) == (["a = 1\n"], {})
+    for source in (tmp_path / "src", tmp_path / "src" / "*"):
+        files, notes = find_files([source])
+        assert [file.name for file in files] == ["b.md"]
+        assert "(.py), not given by their ending: 2, first" in left_out(notes)
 
 
 # ---- what is in them ----
