@@ -1,7 +1,7 @@
-"""Hooks of hatchling: the repository's addresses, and what only a built package needs.
+"""Hook of hatchling: what only a built package needs.
 
 A built package has the commit of the code; a wheel has recipes and figures too.  An editable
-install has only the addresses: it runs in the checkout, which has git, configs/ and docs/results/.
+install needs neither: it runs in the checkout, which has git, configs/ and docs/results/.
 """
 
 import json
@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt2_triton import version as code  # noqa: E402
-
-
-class UrlsHook(MetadataHookInterface):
-    """Sets [project.urls], if the checkout was cloned from the web."""
-
-    def update(self, metadata: dict[str, Any]) -> None:
-        if address := code.web_address(Path(self.root) / "gpt2_triton"):
-            metadata["urls"] = {"Repository": address, "Issues": f"{address}/issues"}
 
 
 class BuiltPackageHook(BuildHookInterface):

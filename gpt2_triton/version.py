@@ -85,22 +85,6 @@ def git_state(directory: Path) -> dict[str, Any] | None:
         return None
 
 
-def web_address(directory: Path) -> str | None:
-    """Return the address from which the checkout that tracks `directory` was cloned,
-    as https; None without one.
-    """
-    if git_state(directory) is None:
-        return None
-    try:
-        origin = _git(directory, "remote", "get-url", "origin")
-    except subprocess.SubprocessError:
-        return None
-    found = re.fullmatch(
-        r"(?:(?:https?|ssh)://(?:[^/@]+@)?|[^/@]+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", origin
-    )
-    return f"https://{found[1]}/{found[2]}" if found else None
-
-
 def _git(directory: Path, *words: str) -> str:
     command = ["git", "-C", str(directory), *words]
     return subprocess.run(

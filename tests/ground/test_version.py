@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_triton import __version__, version
-from gpt2_triton.version import git_state, web_address
+from gpt2_triton.version import git_state
 
 
 def git(directory, *words):
@@ -33,23 +33,6 @@ def test_git_state_is_the_commit_and_whether_tracked_files_differ(tmp_path):
     assert git_state(tmp_path) == {"commit": head, "dirty": False}
     (tmp_path / "__init__.py").write_text("1")
     assert git_state(tmp_path) == {"commit": head, "dirty": True}
-
-
-@pytest.mark.parametrize(("origin", "address"), [
-    ("https://host.org/us/it.git", "https://host.org/us/it"),
-    ("https://me:secret@host.org/us/it", "https://host.org/us/it"),
-    ("git@host.org:us/it.git", "https://host.org/us/it"),
-    ("ssh://git@host.org/us/it/", "https://host.org/us/it"), ("/home/me/it", None),
-    ("../it.git", None), (None, None),
-])  # fmt: skip
-def test_web_address_is_of_the_clone_s_origin_without_a_password(tmp_path, origin, address):
-    git(tmp_path, "init", "-q")
-    (tmp_path / "__init__.py").touch()
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
-    if origin:
-        git(tmp_path, "remote", "add", "origin", origin)
-    assert web_address(tmp_path) == address
 
 
 @pytest.mark.parametrize("dirty", [False, True])
