@@ -8,7 +8,6 @@ have one state for a process.
 
 import contextlib
 import gc
-import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import numpy as np
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config as Config
 from gpt2_triton.console import print_line, silent
-from gpt2_triton.errors import ConfigError, DataError, UserError
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -51,18 +50,6 @@ def _path(name: str, given: str | Path) -> Path:
     if given == "":
         raise ConfigError(f"{name}: empty, perhaps from an unset variable; give a path")
     return Path(given).expanduser()
-
-
-@contextlib.contextmanager
-def _in_words_of_python() -> Iterator[None]:
-    """Name arguments of `train` in errors as Python does: resume="must" for --resume must."""
-    words = {"--resume must": 'resume="must"', "--resume": "resume=True", "--run_dir": "run_dir"}
-    try:
-        yield
-    except UserError as error:
-        text = re.sub("|".join(words), lambda option: words[option[0]], str(error))
-        error.args = (text,)
-        raise
 
 
 def _free_unused_memory() -> None:
@@ -172,7 +159,6 @@ def train(
     directory = _path("run_dir", run_dir)
     settings = config if isinstance(config, Config) else Config.load(config, gpus=ranks)
     with (
-        _in_words_of_python(),
         _exclusive(console and rank == 0),
         starting(settings, directory, resume),
     ):

@@ -234,7 +234,7 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
     with pytest.raises(ConfigError, match="^config: own is a recipe of the command line"):
         gpt2_triton.train("own", tmp_path / "own")
     with pytest.raises(
-        ConfigError, match="^run_dir: .* has checkpoints up to step_00000004; add resume=True, or"
+        ConfigError, match="^--run_dir: .* has checkpoints up to step_00000004; add --resume, or"
     ):
         gpt2_triton.train(small_config(), run.directory)
     missing = str(tmp_path / "nothing.bin")
