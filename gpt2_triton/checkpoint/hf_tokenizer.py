@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+
 from gpt2_triton.checkpoint.source_files import has_tokenizer, read_if_there
 from gpt2_triton.checkpoint.weights import tokenizer_of
 from gpt2_triton.config.rules import TOKENIZER_SIZES
@@ -23,16 +26,11 @@ from gpt2_triton.data.tokenizer import (
     has_llama3,
 )
 from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, FileTokenizer, byte_spelling
+from gpt2_triton.files import write_json
 
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
 SPELLING = byte_spelling()
-STEPS = ("pre_tokenizer", "post_processor", "decoder")  # of tokenizer.json
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object as transformers does: indented, in UTF-8."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
@@ -73,78 +71,58 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     end = special[tokenizer.eot]
     about: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
     if tokenizer.name == "llama3":
-        steps = _llama3_steps(tokenizer.delimiter, begin)
-        model = _llama3_model(tokens[: tokenizer.delimiter])
+        vocabulary = {_spell(token): i for i, token in enumerate(tokens[: tokenizer.delimiter])}
+        pairs = [*map(_spelled, every_merge(tokens[: tokenizer.delimiter]))]
+        whole = _llama3(
+            models.BPE(vocabulary, pairs, ignore_merges=True), tokenizer.delimiter, begin
+        )
         about |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
         }
     else:
-        steps = dict.fromkeys(STEPS, _bytes_level())
-        model = _gpt2_model(tokens, special)
+        # all tokens, also of bytes, whose byte 0 is the end of a text
+        vocabulary = {special.get(i) or _spell(token): i for i, token in enumerate(tokens)}
+        ordinary = [token for i, token in enumerate(tokens) if i not in special]
+        pairs = [*map(_spelled, merges(ordinary))]
+        whole = _gpt2(models.BPE(vocabulary, pairs))
         about |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
-        write_json(directory / "vocab.json", model["vocab"])
-        lines = "\n".join(["#version: 0.2", *model["merges"]])
-        (directory / "merges.txt").write_text(f"{lines}\n", encoding="utf-8")
-    exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": i, "content": text, "special": True} | exact for i, text in special.items()]
-    whole: dict[str, Any] = {"version": "1.0", "added_tokens": added}
-    whole |= dict.fromkeys(("truncation", "padding", "normalizer"))
-    write_json(directory / "tokenizer.json", whole | steps | {"model": model})
-    write_json(directory / "tokenizer_config.json", about)
+        whole.model.save(str(directory))  # vocab.json and merges.txt
+    whole.decoder = decoders.ByteLevel()
+    whole.add_special_tokens([AddedToken(text, normalized=False) for text in special.values()])
+    content = json.loads(whole.to_str())
+    content["model"]["merges"] = [" ".join(pair) for pair in pairs]  # as all versions read them
+    write_json(directory / FILE, content)
+    write_json(directory / tokenizer_file.CONFIG, about)
 
 
 def _spell(token: bytes) -> str:
     return "".join(SPELLING[b] for b in token)
 
 
-def _gpt2_model(tokens: list[bytes], special: dict[int, str]) -> dict[str, Any]:
-    """Return tokenizer.json's model: all tokens, also of bytes, whose byte 0 is spelt as Ā is."""
-    vocabulary = {special.get(i) or _spell(token): i for i, token in enumerate(tokens)}
-    ordinary = [token for i, token in enumerate(tokens) if i not in special]
-    return _model(vocabulary, merges(ordinary), ignore_merges=False)
+def _spelled(pair: Iterable[bytes]) -> tuple[str, str]:
+    left, right = map(_spell, pair)
+    return left, right
 
 
-def _llama3_model(ordinary: list[bytes]) -> dict[str, Any]:
-    """Return tokenizer.json's model: the tokens before the special ones."""
-    vocabulary = {_spell(token): i for i, token in enumerate(ordinary)}
-    return _model(vocabulary, every_merge(ordinary), ignore_merges=True)
+def _gpt2(model: models.BPE) -> tokenizers.Tokenizer:
+    """Return GPT-2's steps around a model."""
+    whole = tokenizers.Tokenizer(model)
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole.post_processor = processors.ByteLevel(trim_offsets=False)
+    return whole
 
 
-def _model(
-    vocabulary: dict[str, int], parts: Iterable[Iterable[bytes]], ignore_merges: bool
-) -> dict[str, Any]:
-    pairs = [" ".join(map(_spell, pair)) for pair in parts]
-    return {"type": "BPE", "ignore_merges": ignore_merges, "vocab": vocabulary, "merges": pairs}
-
-
-def _bytes_level(splits: bool = True) -> dict[str, Any]:
-    """Return a step of tokenizer.json: bytes in GPT-2's spelling, with its pattern if it splits."""
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": splits,
-    }
-
-
-def _llama3_steps(number: int, begin: str) -> dict[str, Any]:
-    """Return the steps of tokenizer.json: Llama 3's pattern, and `begin` before a text."""
-    pattern = {
-        "type": "Split",
-        "pattern": {"Regex": LLAMA3_PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    text = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    template = {
-        "type": "TemplateProcessing",
-        "single": text,
-        "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
-    }
-    splits = {"type": "Sequence", "pretokenizers": [pattern, _bytes_level(splits=False)]}
-    return dict(zip(STEPS, (splits, template, _bytes_level()), strict=True))
+def _llama3(model: models.BPE, number: int, begin: str) -> tokenizers.Tokenizer:
+    """Return Llama 3's steps around a model: its pattern, and the token `begin` before a text."""
+    whole = tokenizers.Tokenizer(model)
+    pattern = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole.pre_tokenizer = pre_tokenizers.Sequence([pattern, bytes_level])
+    whole.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A $B:1", special_tokens=[(begin, number)]
+    )
+    return whole
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:

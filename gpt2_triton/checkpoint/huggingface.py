@@ -8,23 +8,25 @@ state_dict.py finds the tensors.
 
 import dataclasses
 import functools
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_files, source_files
 from gpt2_triton.checkpoint.format import read_object
-from gpt2_triton.checkpoint.hf_tokenizer import write_json
 from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError, login_advice
+from gpt2_triton.files import write_json
 
 # weights, and what source_files.py names
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -176,10 +178,10 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         prefix + k: shape[::-1] if k.endswith(CONV1D) else shape
         for k, shape in weights.shapes.items()
     }
-    read = weights.read_all("exporting", whole=CONV1D)
-    parts = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
-    stored = np.ascontiguousarray if dtype == "fp32" else round_bf16
-    safetensors_files.write(directory, shapes, dtype, map(stored, parts))
+    read = weights.read_all("exporting", part=sys.maxsize)
+    matrices = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
+    tensors = (_stored(values, dtype) for values in matrices)
+    safetensors_files.write(directory, shapes, {"fp32": 4, "bf16": 2}[dtype], tensors)
     if weights.beside:
         source_files.copy(weights.beside, directory)
     if source_files.has_tokenizer(directory):
@@ -188,6 +190,12 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         return 0
     hf_tokenizer.write(directory, tokenizer, weights.model.block_size)
     return tokenizer.vocab_size
+
+
+def _stored(values: np.ndarray, dtype: str) -> Tensor:
+    if dtype == "fp32":
+        return torch.from_numpy(np.ascontiguousarray(values))
+    return torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -1,69 +1,51 @@
-"""Write safetensors files part by part, as the package safetensors cannot.
-
-A file is the length of its header as a little-endian uint64, the header (JSON: each tensor's dtype,
-shape and place in the bytes that follow), and the tensors' bytes.  A large model is split into
-files, which an index names.
+"""Write a model's tensors in safetensors files: a large model is split into several, which an index
+names, so that no more than one file's tensors are in memory.
 """
 
-import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt2_triton.checkpoint.source_files import CONFIG
+from gpt2_triton.files import write_json
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST = 5 * 10**9  # bytes of tensors in a file, unless one tensor has more
-DTYPES = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def write(directory: Path, shapes: Shapes, dtype: str, parts: Iterator[np.ndarray]) -> None:
-    """Write tensors of these shapes in dtype "fp32" or "bf16"; `parts` are their
-    elements, one after the other.
-    """
-    files = _split(shapes, DTYPES[dtype][1])
+def write(directory: Path, shapes: Shapes, element: int, tensors: Iterator[Tensor]) -> None:
+    """Write tensors of these shapes, with `element` bytes a number, beside a config.json."""
+    files = _split(shapes, element)
     names = [MODEL]
     if len(files) > 1:
         names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
         where = {tensor: name for name, tensors in zip(names, files) for tensor in tensors}
         elements = sum(map(math.prod, shapes.values()))
-        sizes = {"total_parameters": elements, "total_size": elements * DTYPES[dtype][1]}
-        index = json.dumps({"metadata": sizes, "weight_map": where}, indent=2, sort_keys=True)
-        (directory / INDEX).write_text(index + "\n", encoding="utf-8")
-    for name, tensors in zip(names, files, strict=True):
-        with open(directory / name, "wb") as file:
-            header, left = _header(tensors, dtype)
-            file.write(header)
-            while left:
-                part = next(parts)
-                file.write(part.data)
-                left -= part.nbytes
+        sizes = {"total_parameters": elements, "total_size": elements * element}
+        write_json(directory / INDEX, {"metadata": sizes, "weight_map": where})
+    for name, of_file in zip(names, files, strict=True):
+        content = {tensor: next(tensors) for tensor in of_file}
+        save_file(content, directory / name, metadata={"format": "pt"})
+        with suppress(OSError):  # mounts of Windows refuse it
+            # safetensors makes its files private
+            shutil.copymode(directory / CONFIG, directory / name)
 
 
-def _split(shapes: Shapes, element: int) -> list[dict[str, tuple[int, ...]]]:
+def _split(shapes: Shapes, element: int) -> list[list[str]]:
     """Return the tensors of each file: LARGEST bytes at most, or one tensor."""
-    files = [dict[str, tuple[int, ...]]()]
+    files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
         size += math.prod(shape) * element
         if files[-1] and size > LARGEST:
-            files.append({})
+            files.append([])
             size = math.prod(shape) * element
-        files[-1][name] = shape
+        files[-1].append(name)
     return files
-
-
-def _header(shapes: Shapes, dtype: str) -> tuple[bytes, int]:
-    """Return what stands before the tensors' bytes, and the number of these bytes."""
-    stored, element = DTYPES[dtype]
-    at = 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, shape in shapes.items():
-        end = at + math.prod(shape) * element
-        header[name] = {"dtype": stored, "shape": shape, "data_offsets": (at, end)}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-    return len(text).to_bytes(8, "little") + text, at

@@ -26,6 +26,8 @@ def test_several_files_are_the_model_of_one(tmp_path, monkeypatch, arch, dtype):
     assert n > 4 and [f.name for f in files] == [
         f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)
     ]
+    modes = {path.stat().st_mode for path in (tmp_path / "several").iterdir()}
+    assert len(modes) == 1  # safetensors would make its files private
     parts, whole = (
         [load_file(path) for path in files],
         load_file(tmp_path / "one" / "model.safetensors"),
