@@ -27,7 +27,7 @@ app = make_app(
 app.help_epilogue = (
     "Further programs have --help and are run by name, "
     "such as python -m benchmarks.speed.multi_gpu: "
-    "speed.multi_gpu, speed.epilogues, speed.text, accuracy.tokenizers, accuracy.gradients, "
+    "speed.multi_gpu, speed.epilogues, speed.text, accuracy.tokenizers, "
     "losses.pairs, losses.torch_train, losses.corpus, losses.loss_compare, losses.vs_torch, "
     "losses.as_portable, as_gpu, results."
 )
