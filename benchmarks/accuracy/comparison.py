@@ -77,7 +77,6 @@ empty32 = functools.partial(empty, dtype=F32)
 
 @functools.cache
 def scratch(s: Sizes) -> Tensor:
-    _, _, slots = scatter_bounds(s.R, s.V)
     dims = dict(
         B=s.B,
         T=s.T,
@@ -93,8 +92,8 @@ def scratch(s: Sizes) -> Tensor:
         Vp=s.Vp,
         N=s.updated,
         Qn=2 * s.NH,
+        slots=scatter_bounds(s.R, s.V)[2],
     )
-    dims["slots"] = slots
     return empty32(K.scratch_elements(dims, "bf16" if GPU else "fp32"))
 
 
@@ -127,3 +126,8 @@ def compare(
 def same(op: str, output: str, ours: Tensor, want: Tensor) -> Comparison:
     """Return a comparison that passes if both are equal bit for bit."""
     return Comparison(op, output, ours, want, want.double(), equal=True)
+
+
+def within(op: str, output: str, ours: Tensor, exact: Tensor, limit: float) -> Comparison:
+    """Return a comparison with a limit of its own, where PyTorch has no such operation."""
+    return Comparison(op, output, ours, None, exact, limit=limit)

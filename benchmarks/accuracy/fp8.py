@@ -16,7 +16,9 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks.accuracy.comparison import (
+    BF16,
     DEVICE,
+    F32,
     GPU,
     STORAGE,
     Comparison,
@@ -26,13 +28,13 @@ from benchmarks.accuracy.comparison import (
     randn,
     same,
     scratch,
+    within,
 )
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.operands import Branch, Linear, Norm
 
-BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in
 # 14 bits, which Hopper's kernels avoid.  Rounding to e4m3 gives 2.65e-2 in any case.  dW is
@@ -101,9 +103,9 @@ def of_operand(
     op: str, output: str, x: fp8.Fp8, want: Tensor, transposed: bool = False
 ) -> Iterator[Comparison]:
     """Compare an operand's rows and amax with exact numbers, and its columns with its rows."""
-    yield Comparison(op, output, exact(x), None, want, limit=QUANTISED)
+    yield within(op, output, exact(x), want, QUANTISED)
     assert x.amax is not None
-    yield Comparison(op, "amax", x.amax.view(F32).max(), None, want.abs().max(), limit=AMAX)
+    yield within(op, "amax", x.amax.view(F32).max(), want.abs().max(), AMAX)
     if transposed:
         yield same(op, "columns", x.columns.view(torch.uint8), in_pairs(x.rows))
 
@@ -115,9 +117,7 @@ def products(R: int, C: int) -> Iterator[Comparison]:
     b = randn(3 * C)
     out = empty(R, 3 * C)
     K.matmul(out, inp, Linear(w, b))
-    yield Comparison(
-        "fp8 matmul", "out", out, None, exact(inp) @ exact(w).T + b.double(), limit=ROUNDED
-    )
+    yield within("fp8 matmul", "out", out, exact(inp) @ exact(w).T + b.double(), ROUNDED)
     inp = activation(R, 4 * C)
     w = weight(C, 4 * C, 0.02)
     b = randn(C)
@@ -125,11 +125,11 @@ def products(R: int, C: int) -> Iterator[Comparison]:
     out = empty(R, C)
     K.matmul_add(out, res, inp, Linear(w, b))
     want = exact(inp) @ exact(w).T + b.double() + res.double()
-    yield Comparison("fp8 matmul_add", "out", out, None, want, limit=ROUNDED)
+    yield within("fp8 matmul_add", "out", out, want, ROUNDED)
     dout = activation(R, 4 * C, 1e-3)
     w = weight(4 * C, C, 0.02)
     K.matmul_dx(out, dout, Linear(w))
-    yield Comparison("fp8 matmul_dx", "dinp", out, None, exact(dout) @ exact(w), limit=ROUNDED)
+    yield within("fp8 matmul_dx", "dinp", out, exact(dout) @ exact(w), ROUNDED)
 
 
 def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
@@ -142,9 +142,7 @@ def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
         for acc in (False, True):
             K.matmul_dw(dw, scratch, dout, inp, acc)
             output = f"dw{' added' * acc}"
-            yield Comparison(
-                "fp8 matmul_dw", output, dw.clone(), None, (1 + acc) * want, limit=SUMMED
-            )
+            yield within("fp8 matmul_dw", output, dw.clone(), (1 + acc) * want, SUMMED)
     pair = (empty32(3 * C, C), empty32(C, 4 * C))
     dout = activation(R, 3 * C, 1e-3)
     inp = activation(R, C)
@@ -155,7 +153,7 @@ def weight_gradients(R: int, C: int) -> Iterator[Comparison]:
     for i, (dw, want) in enumerate(
         zip(pair, (exact(dout).T @ exact(inp), exact(dout2).T @ exact(inp2)))
     ):
-        yield Comparison("fp8 matmul_dw", f"pair {i}", dw, None, want, limit=SUMMED)
+        yield within("fp8 matmul_dw", f"pair {i}", dw, want, SUMMED)
 
 
 def gelu(R: int, C: int) -> Iterator[Comparison]:
@@ -183,7 +181,7 @@ def gelu(R: int, C: int) -> Iterator[Comparison]:
     K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w), slope, False, "gelu")
     [want] = torch.autograd.grad(value, pre, exact(dout) @ exact(w))
     yield from of_operand(op, "dpre", dpre, want, transposed=True)
-    yield Comparison(op, "dbias", dbias, None, want.sum(0), limit=SLOPES)
+    yield within(op, "dbias", dbias, want.sum(0), SLOPES)
 
 
 def norms(R: int, C: int) -> Iterator[Comparison]:
@@ -208,7 +206,7 @@ def norms(R: int, C: int) -> Iterator[Comparison]:
     yield same(
         "fp8 layernorm", "out again", again.rows.view(torch.uint8), out.rows.view(torch.uint8)
     )
-    yield Comparison("fp8 layernorm", "beside bf16", plain, None, want.detach(), limit=ROUNDED)
+    yield within("fp8 layernorm", "beside bf16", plain, want.detach(), ROUNDED)
     yield from of_operand(
         "fp8 layernorm", "dx", dx, torch.autograd.grad(want, wide, dout.double())[0]
     )
@@ -252,16 +250,16 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     z = exact(lnf) @ exact(wte).T
     at = targets.long()[:, None]
     target = z.gather(1, at)
-    yield Comparison(op, "zt", zt, None, target[:, 0] / math.log(2), limit=LOGITS)
+    yield within(op, "zt", zt, target[:, 0] / math.log(2), LOGITS)
     want = (z - target).exp().scatter(1, at, 0.0)
     want[:, V:] = 0
     units = 2 ** (1 + rowsum[2 * R : 3 * R].double()).log2().floor()
     want /= units[:, None]
     # a logit's absolute error is a relative error of its exponential
     of_exp = LOGITS * z.abs().max().item()
-    yield Comparison(op, "p", exact(p), None, want, limit=QUANTISED_E5M2 + of_exp)
+    yield within(op, "p", exact(p), want, QUANTISED_E5M2 + of_exp)
     yield same(op, "columns", p.columns.view(torch.uint8), in_pairs(p.rows))
-    yield Comparison(op, "row sums", rowsum[:R], None, want.sum(1), limit=of_exp)
+    yield within(op, "row sums", rowsum[:R], want.sum(1), of_exp)
     losses, rs, ks = empty32(3, R)
     dln = empty(R, C)
     dw = empty32(Vp, C)
@@ -275,10 +273,10 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
         rs.double()[:, None] * (exact(p) @ exact(wte))
         + ks.double()[:, None] * exact(wte)[targets.long()]
     )
-    yield Comparison(op, "dln", dln, None, want, limit=ROUNDED)
+    yield within(op, "dln", dln, want, ROUNDED)
     K.matmul_dw(dw, empty32(max(1, K.matmul_dw_scratch(R, "fp8", (Vp, C)))), p, lns, False)
     want = exact(p).T @ (stored.double() / lns.scale.double())
-    yield Comparison(op, "dwte", dw, None, want, limit=2 * SUMMED)
+    yield within(op, "dwte", dw, want, 2 * SUMMED)
 
 
 def casts(N: int, C: int) -> Iterator[Comparison]:

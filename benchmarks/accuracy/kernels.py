@@ -13,6 +13,7 @@ from torch import Tensor
 import gpt2_triton.kernels as K
 from benchmarks.accuracy.comparison import (
     DEVICE,
+    F32,
     Comparison,
     Sizes,
     compare,
@@ -21,12 +22,11 @@ from benchmarks.accuracy.comparison import (
     randn,
     same,
     scratch,
+    within,
 )
 from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
 from gpt2_triton.operands import Branch, Dropout, Linear, Norm, TokenRows
-
-F32 = torch.float32
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
@@ -204,9 +204,7 @@ def dropout(s: Sizes) -> Iterator[Comparison]:
     K.dropout(out, res, quarter)
     share = mask.double().mean()
     deviation = (0.25 / 0.75 / mask.numel()) ** 0.5  # of the share, relative
-    yield Comparison(
-        "dropout", "share kept", share, None, torch.full_like(share, 0.75), limit=5 * deviation
-    )
+    yield within("dropout", "share kept", share, torch.full_like(share, 0.75), 5 * deviation)
     yield from compare(
         lambda x, res: res + x * mask * (4 / 3), (x, res), x, dict(out=out), "dropout"
     )

@@ -7,7 +7,10 @@ from torch import Tensor
 
 import gpt2_triton.kernels as K
 from benchmarks.accuracy.comparison import (
+    BF16,
     DEVICE,
+    F32,
+    F64,
     Comparison,
     Sizes,
     empty,
@@ -15,12 +18,10 @@ from benchmarks.accuracy.comparison import (
     randn,
     same,
     scratch,
+    within,
 )
 from gpt2_triton.operands import Betas, Matrices, Span, Step
 
-BF16 = torch.bfloat16
-F32 = torch.float32
-F64 = torch.float64
 BETA1 = 0.9
 BETA2 = 0.95
 EPS = 1e-8
@@ -247,7 +248,7 @@ def filled(s: Sizes) -> Iterator[Comparison]:
     tenths = torch.arange(1, 10, device=DEVICE)
     deciles = w.sort().values[tenths * s.updated // 10]
     want = 0.02 * torch.special.ndtri(tenths.double() / 10)
-    yield Comparison("normal_init", "deciles", deciles, None, want, limit=4 / s.updated**0.5)
+    yield within("normal_init", "deciles", deciles, want, 4 / s.updated**0.5)
 
 
 def comparisons(s: Sizes) -> Iterator[Comparison]:
