@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from benchmarks.figures import Record, flat, value_of
+from benchmarks.layout import markdown
 from benchmarks.losses import pairs, ratio
 from benchmarks.pictures import LOSSES, MACHINE, NAMES
 from benchmarks.speed.sizes import MODELS, work_of
@@ -58,10 +59,6 @@ COLUMNS = {  # name of a figure: head and format of its column
     "cold_s": ("s, empty cache", ".1f"), "warm_s": ("s, filled cache", ".1f"),
     "compile_s": ("s of `compile`", ".1f"), "compiled_s": ("s after it", ".1f"),
 }  # fmt: skip
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def caption(meta: dict[str, Any]) -> str:

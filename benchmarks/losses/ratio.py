@@ -1,8 +1,6 @@
 """How many tokens does AdamW need for Muon's loss?  Fits L = E + A D^-a to the runs
 of scale.yaml, size by size.
 
-    python -m benchmarks.losses.ratio RESULTS.jsonl
-
 E is one for both optimizers.  The fit leaves out L1's runs and is compared with them.  A
 run's noise is that of equal runs of other seeds and the same size.  A size without such runs
 has the largest noise of its optimizer.  With E given, log A and a follow from log(L - E) by
@@ -13,21 +11,19 @@ Muon's two runs has AdamW's loss.
 A loss beyond the line's ends has no ratio there, but a bound.
 """
 
-import argparse
 import re
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.losses.pairs import T_QUANTILES, Result, read_results
+from benchmarks.layout import markdown
+from benchmarks.losses.pairs import T_QUANTILES, Result
 
 OPTIMIZERS = ("adamw", "muon")
 LEAST, MOST = 0.1, 30.0  # ratios that are reported
 LOG_RATIOS = np.linspace(np.log(LEAST / 1.01), np.log(MOST * 1.01), 2001)
-BUDGETS = 3  # of an optimizer; fewer leave E open
 FARTHEST = 10_000.0  # million tokens
 
 
@@ -58,7 +54,7 @@ def runs_of(rows: Iterable[Result]) -> list[Run]:
     return found
 
 
-def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise | None:
+def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise:
     """Return the noise of this size's runs, or of the noisiest size if
     these have no other seeds.
     """
@@ -72,7 +68,7 @@ def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise | None:
         if freedom:
             variance = sum(map(_squares, losses.values())) / freedom
             found[name] = Noise(variance**0.5, freedom, name)
-    return found.get(size) or max(found.values(), default=None)
+    return found.get(size) or max(found.values())
 
 
 def _squares(losses: list[float]) -> float:
@@ -148,7 +144,7 @@ def bounds(runs: list[Run]) -> tuple[float, float]:
     return adamw[0] / max(muon), adamw[0] / min(muon)
 
 
-def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, float] | None:
+def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, float]:
     """Return AdamW's tokens in L1 divided by what Muon needs for its loss, and
     the ends of the 95% interval.
 
@@ -158,8 +154,6 @@ def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, fl
         sorted(run for run in runs if run.optimizer == name and not run.fitted)
         for name in OPTIMIZERS
     )
-    if not adamw or len(muon) < 2 or len(noise) < 2:
-        return None
     (short, first), (long, last) = ((np.log(run.tokens), run.loss) for run in muon)
     share = (adamw[0].loss - first) / (last - first)  # 0 at Muon's shorter run, 1 at its longer run
     middle = np.log(adamw[0].tokens) - short - share * (long - short)
@@ -170,15 +164,13 @@ def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, fl
 
 
 class Size:
-    """The runs of one size, their noise, and their fit unless they lack something for it."""
+    """The runs of one size, their noise and their fit."""
 
     def __init__(self, name: str, runs: list[Run]):
         self.name = name
         self.runs = [run for run in runs if run.size == name]
-        found = {optimizer: noise_of(runs, optimizer, name) for optimizer in OPTIMIZERS}
-        self.noise = {optimizer: one for optimizer, one in found.items() if one}
-        self.lacks = _lacks(self.runs, self.noise)
-        self.fit = None if self.lacks else Fit(self.runs, self.noise)
+        self.noise = {optimizer: noise_of(runs, optimizer, name) for optimizer in OPTIMIZERS}
+        self.fit = Fit(self.runs, self.noise)
         self.later = {run.tokens for run in self.runs if not run.fitted}
 
 
@@ -190,16 +182,12 @@ def sizes_of(rows: Iterable[Result]) -> list[Size]:
 
 def table(sizes: list[Size]) -> str:
     """Return losses and ratios by size and budget."""
-    lines = [
-        "| size | million tokens | AdamW | Muon | Muon - AdamW | ratio | 95% |",
-        "|---" * 7 + "|",
-    ]
+    head = ["size", "million tokens", "AdamW", "Muon", "Muon - AdamW", "ratio", "95%"]
+    rows: list[list[str]] = []
     for size in sizes:
         budgets = sorted({run.tokens for run in size.runs})
-        if size.fit:
-            budgets.append(FARTHEST)
-        lines += [f"| {' | '.join(_cells(size, tokens))} |" for tokens in budgets]
-    return "\n".join(lines)
+        rows += [_cells(size, tokens) for tokens in [*budgets, FARTHEST]]
+    return markdown(head, rows)
 
 
 def _cells(size: Size, tokens: float) -> list[str]:
@@ -215,67 +203,19 @@ def _cells(size: Size, tokens: float) -> list[str]:
 
 def _ratio(size: Size, tokens: float) -> list[str]:
     """Return a ratio and its interval, of L1's own runs at the longest of them."""
-    found = None
-    limits = LEAST, MOST
-    if size.fit and tokens not in size.later:
+    if tokens not in size.later:
+        limits = LEAST, MOST
         found = size.fit.ratio(tokens)
-    if tokens == max(size.later, default=0):
-        found = measured(size.runs, size.noise)
-    if found is None:
-        return ["", ""]
-    if tokens in size.later:
+    elif tokens == max(size.later):
         limits = bounds(size.runs)
+        found = measured(size.runs, size.noise)
+    else:
+        return ["", ""]
     ratio, low, high = (_shown(one, *limits) for one in found)
     return [ratio, f"{low} to {high}"]
-
-
-def notes(size: Size) -> list[str]:
-    """Return what a size lacks for a fit; or its fit, its noise, and L1's runs beside the fit."""
-    fit = size.fit
-    if fit is None:
-        return [f"{size.name} has no fit: {', '.join(size.lacks)}"]
-    a = [curve.found[fit.best, 1] for curve in fit.curves]
-    fitted = sum(run.fitted for run in size.runs)
-    lines = [
-        f"{size.name}: E {fit.E[fit.best]:.3f}, a {a[0]:.3f} with AdamW, {a[1]:.3f} with Muon, "
-        f"{fit.squares[fit.best]:.1f} squares of the noise in {fitted} runs"
-    ]
-    for name, (sd, freedom, source) in size.noise.items():
-        noise = f"a run's sd {sd:.4f}, from {source} with {freedom} degrees of freedom"
-        lines.append(f"{size.name} {name}: {noise}")
-    for run in size.runs:
-        if not run.fitted:
-            expected = f"{run.loss:.4f}; the fit has {fit.loss(run.optimizer, run.tokens):.4f}"
-            lines.append(f"{size.name} {run.optimizer} {run.tokens:,.0f}: {expected}")
-    return lines
-
-
-def _lacks(mine: list[Run], noise: dict[str, Noise]) -> list[str]:
-    """Name what the runs of one size lack for a fit."""
-    lacks = []
-    for name in OPTIMIZERS:
-        budgets = {run.tokens for run in mine if run.optimizer == name and run.fitted}
-        if len(budgets) < BUDGETS:
-            lacks.append(f"{name} has {len(budgets)} of {BUDGETS} budgets")
-        if name not in noise:
-            lacks.append(f"{name} has no equal runs of two seeds")
-    return lacks
 
 
 def _shown(ratio: float, least: float, most: float) -> str:
     if ratio > most:
         return f"> {most:.3g}"
     return f"< {least:.3g}" if ratio < least else f"{ratio:.2f}"
-
-
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", type=Path)
-    sizes = sizes_of(read_results(parser.parse_args(words).results))
-    print(table(sizes), "", *(line for size in sizes for line in notes(size)), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

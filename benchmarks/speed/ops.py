@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
+from benchmarks.layout import aligned
 from benchmarks.speed import floors
 from benchmarks.speed.energy import Power
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps
@@ -47,18 +48,19 @@ WARMUP = 10  # steps that are not counted: the clock settles within a second
 # operations that touch only the tokens' rows of wte, and the input that numbers the rows
 GATHERED = {"embedding_fwd": "ids", "classifier_target": "targets", "embedding_bwd": "tokens.order"}
 
-# launcher -> (M, N, K) of its product, and its layout: forward a @ w.T, dX a @ w, dW a.T @ b
-PRODUCTS: dict[str, tuple[Callable[[Arguments], tuple[int, int, int]], str]] = {
-    "matmul": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
-    "matmul_rope": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
-    "matmul_swiglu": (lambda a: (*a["pre"].shape, a["inp"].shape[1]), "forward"),
-    "matmul_act": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
-    "matmul_add": (lambda a: (*a["out"].shape, a["inp"].shape[1]), "forward"),
-    "matmul_dx": (lambda a: (*a["dinp"].shape, a["dout"].shape[1]), "dx"),
-    "matmul_dx_dact": (lambda a: (*a["dpre"].shape, a["dout"].shape[1]), "dx"),
-    "matmul_dw": (lambda a: (*a["dw"].shape, a["inp"].shape[0]), "dw"),
-    "classifier_fwd": (lambda a: (a["lnf"].shape[0], *a["wte"].shape), "forward"),
-    "classifier_dx": (lambda a: (*a["dln"].shape, a["p"].shape[1]), "dx"),
+# launcher: layout of its product, output of M x N, and input with K.
+# forward: a @ w.T, dX: a @ w, dW: a.T @ b
+PRODUCTS = {
+    "matmul": ("forward", "out", "inp"),
+    "matmul_rope": ("forward", "out", "inp"),
+    "matmul_swiglu": ("forward", "pre", "inp"),
+    "matmul_act": ("forward", "out", "inp"),
+    "matmul_add": ("forward", "out", "inp"),
+    "matmul_dx": ("dx", "dinp", "dout"),
+    "matmul_dx_dact": ("dx", "dpre", "dout"),
+    "matmul_dw": ("dw", "dw", "inp"),
+    "classifier_fwd": ("forward", "p", "lnf"),
+    "classifier_dx": ("dx", "dln", "p"),
 }
 # these read the bf16 tensor of an operand (`value`), not its fp8 form (`rows`)
 READ_IN_FULL = {"attention_bwd", "classifier_loss", "embedding_fwd", "embedding_bwd"}
@@ -75,8 +77,8 @@ def products(name: str, a: Arguments) -> list[tuple[str, int, int, int]]:
         return [("dw", *a[dw].shape, a["inp"].shape[0]) for dw in ("dw", "dw2")]
     if name not in PRODUCTS:
         return []
-    sizes, layout = PRODUCTS[name]
-    return [(layout, *sizes(a))]
+    layout, out, inp = PRODUCTS[name]
+    return [(layout, *a[out].shape, a[inp].shape[layout != "dw"])]
 
 
 def forms(name: str, operand: Any, output: bool) -> list[Tensor]:
@@ -285,20 +287,8 @@ def table(rows: list[OpTime], step: Step) -> str:
     """Return one line per operation: calls per step, ms per call and step, work, rates,
     floor, shares; then sums.
     """
-    head = [
-        "operation",
-        "shape",
-        "calls",
-        "ms",
-        "ms per step",
-        "GFLOP",
-        "MB",
-        "TFLOP/s",
-        "GB/s",
-        "floor ms",
-        "by",
-    ]
-    lines = [[*head, "floor/ms", "of step"]]
+    head = "operation,shape,calls,ms,ms per step,GFLOP,MB,TFLOP/s,GB/s,floor ms,by,floor/ms,of step"
+    lines = [head.split(",")]
     for op, calls, ms, least, by in rows:
         shape = (
             " ".join("x".join(map(str, sizes)) for _, *sizes in op.products)
@@ -315,22 +305,15 @@ def table(rows: list[OpTime], step: Step) -> str:
         line += [f"{op.nbytes / 1e6:.1f}", f"{op.flops / ms / 1e9:.0f}" if op.flops else "-"]
         line += [f"{op.nbytes / ms / 1e6:.0f}", f"{least:.3f}", by]
         lines.append([*line, f"{least / ms:.0%}", f"{calls * ms / step.ms:.1%}"])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
-        for line in lines
-    ]
     total = sum(row.calls * row.ms for row in rows)
     least = sum(row.calls * row.floor for row in rows)
     if step.joules is None:
         energy = ""
     else:
         energy = f", {step.joules:.1f} J, {step.joules / step.ms * 1e3:.0f} W"
-    text.append(f"operations {total:.1f} ms, step {step.ms:.1f} ms{energy}")
-    text.append(
-        f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x"
-    )
-    return "\n".join(text)
+    measured = f"operations {total:.1f} ms, step {step.ms:.1f} ms{energy}"
+    beside = f"floors {least:.1f} ms; operations {total / least:.3f}x, step {step.ms / least:.3f}x"
+    return "\n".join([aligned(lines, left=(0, 1)), measured, beside])
 
 
 def figures(rows: list[OpTime], step: Step) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import as_gpu
 from benchmarks.as_gpu import Code
+from benchmarks.layout import aligned
 from benchmarks.speed.sizes import Work, work_of
 from gpt2_triton import device
 
@@ -158,10 +159,7 @@ def table(rows: list[dict[str, Any]], peak: float | None) -> str:
     relative to PyTorch in bf16.
     """
     torchs = {row["size"]: row["report"] for row in rows if row["program"] == PYTORCH.name}
-    lines = [HEAD, *(cells(row, torchs.get(row["size"]), peak) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [[cell.rjust(width) for cell, width in zip(line, widths)] for line in lines]
-    return "\n".join(map("  ".join, aligned))
+    return aligned([HEAD, *(cells(row, torchs.get(row["size"]), peak) for row in rows)])
 
 
 def cells(row: dict[str, Any], torch: dict[str, Any] | None, peak: float | None) -> list[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import gpt2_triton.kernels as kernels
+from benchmarks.layout import aligned
 from benchmarks.speed.sizes import MODELS, work_of
 from benchmarks.tune import calls, tables
 from benchmarks.tune.calls import Call, Trial, trying
@@ -251,17 +252,7 @@ def report(tries: dict[str, list[Row]], times: dict[str, Times]) -> str:
         )
         verdict = changed if winner(rows, times[op]) else f"unchanged ({changed})"
         lines.append([op, f"{old:.3f}", f"{new:.3f}", f"{gain(times[op], best) - 1:+.1%}", verdict])
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join(
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(line[1:4], widths[1:])),
-                line[4],
-            ]
-        ).rstrip()
-        for line in lines
-    )
+    return aligned(lines, left=(0, 4))
 
 
 def faults(*searches: Search) -> list[str]:
