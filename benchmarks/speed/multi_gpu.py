@@ -1,8 +1,7 @@
 """Measures the cost of communication: GPUs train independently and jointly, by turns.
 
-torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--zero 1]
-[--micro_steps 1] [--rounds 2]
-    [--precision fp8] [--optimizer muon] [--torch] [--json FILE] [--fp8.keep_bf16 none] ...
+torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--precision fp8]
+    [--recompute none] [--optimizer muon] [--torch] [--json FILE] [--parallel.zero 2] ...
 
 The GPUs of a machine differ in speed by some percent, and at the power limit their
 clocks vary.  A joint step waits for the slowest GPU, even if nothing is exchanged.  So
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.layout import aligned
 from benchmarks.speed import torch_gpt2
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of
@@ -47,6 +47,7 @@ from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 
+ROUNDS = 2  # stretches of each kind
 # a name, and a function that returns the milliseconds of N steps
 Kind = tuple[str, Callable[[int], list[float]]]
 
@@ -65,10 +66,10 @@ class Pair:
     same memory: only one trains.
     """
 
-    def __init__(self, group: Ranks, config: Config, zero: int):
+    def __init__(self, group: Ranks, config: Config):
         def allocate(nbytes: int) -> tuple[Tensor, list[Tensor]]:
             group.least = nbytes
-            self.together = Model(shared(config, group.size, zero), K, group.device, group=group)
+            self.together = Model(shared(config, group.size), K, group.device, group=group)
             return self.together.arena, []
 
         # the other model is made once this one has seen that its plan fits into the free memory
@@ -104,7 +105,7 @@ def pytorch(size: str) -> list[Kind]:
     model, optimizers = torch_gpt2.build(size)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compiled = torch.compile(ddp)
-    batch = torch_gpt2.batch_of(size, SIZES[size].batch, None)
+    batch = torch_gpt2.batch_of(size, SIZES[size].batch)
 
     def together(steps: int) -> list[float]:
         return torch_gpt2.run_steps(compiled, optimizers, batch, steps)[0]
@@ -131,34 +132,19 @@ def speed_table(everyone: list[dict[str, list[float]]], tokens: int) -> str:
     steps relative to other kinds.
     """
     ranks = [{kind: statistics.median(times) for kind, times in rank.items()} for rank in everyone]
-    lines = [f"{'rank':>4}" + "".join(f"{kind + ' ms':>14}" for kind in ranks[0])]
-    lines += [
-        f"{i:>4}" + "".join(f"{ms:>14.2f}" for ms in rank.values()) for i, rank in enumerate(ranks)
-    ]
+    lines = [["rank", *(f"{kind} ms" for kind in ranks[0])]]
+    lines += [[str(i), *(f"{ms:.2f}" for ms in rank.values())] for i, rank in enumerate(ranks)]
     alone, step = ([rank[kind] for rank in ranks] for kind in ("alone", "together"))
     ms = statistics.median(step)
     mean = statistics.fmean(1 / a for a in alone)
     of = f"{max(alone) / ms:.1%} of the slowest alone, {1 / ms / mean:.1%} of the mean alone"
-    return "\n".join([*lines, f"together {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {of}"])
-
-
-def configured(given: argparse.Namespace, keys: list[str]) -> Config:
-    """Return the configuration of one GPU alone, from the command line."""
-    words = given.size, given.batch, given.recompute, given.precision, given.optimizer
-    config = work_of(*words, tuple(keys)).config()
-    return config.replace(
-        train={"total_batch_tokens": given.micro_steps * config.train.step_tokens}
-    )
+    return f"{aligned(lines)}\ntogether {tokens / ms * 1e3:,.0f} tokens/s on each GPU: {of}"
 
 
 def title_of(config: Config) -> str:
     t = config.train
-    micro_steps = t.step_tokens // (t.batch_size * t.seq_len)
-    work = (
-        f"{config.model.n_layer} layers, {t.precision}, "
-        f"{config.optim.name}, {micro_steps} x B {t.batch_size}"
-    )
-    return f"{work}, recompute {config.memory.recompute}"
+    work = f"{config.model.n_layer} layers, {t.precision}, {config.optim.name}, B {t.batch_size}"
+    return f"{work}, recompute {config.memory.recompute}, ZeRO-{config.parallel.zero}"
 
 
 def main(config: Config, given: argparse.Namespace) -> None:
@@ -166,13 +152,13 @@ def main(config: Config, given: argparse.Namespace) -> None:
     set_env_from_slurm()
     group = Ranks("cuda", 300)
     control = group.control("multi_gpu")
-    pair = None if given.torch else Pair(group, config, given.zero)
+    pair = None if given.torch else Pair(group, config)
     times = control.all_gather(
-        by_turns(pair.kinds if pair else pytorch(given.size), given.steps, given.rounds)
+        by_turns(pair.kinds if pair else pytorch(given.size), given.steps, ROUNDS)
     )
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     if group.rank == 0:
-        title = f"{title_of(config)}, ZeRO-{given.zero}" if pair else f"PyTorch, {given.size}"
+        title = title_of(config) if pair else f"PyTorch, {given.size}"
         print(f"{title}, {group.size} GPUs, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.train.step_tokens))
         if given.json:
@@ -185,7 +171,6 @@ def main(config: Config, given: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
-    parser.add_argument("--batch", type=int, help="sequences on each GPU")
     parser.add_argument("--recompute", help="memory.recompute")
     parser.add_argument(
         "--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision"
@@ -193,21 +178,15 @@ if __name__ == "__main__":
     parser.add_argument(
         "--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name"
     )
-    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage")
-    parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps per step")
     parser.add_argument(
         "--torch", action="store_true", help="PyTorch's DistributedDataParallel in bf16"
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps per stretch")
-    parser.add_argument("--rounds", type=int, default=2, help="stretches of each kind")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the milliseconds of all steps"
     )
     given, keys = parser.parse_known_args()
-    if given.torch and (given.batch or given.micro_steps > 1):
-        parser.error(
-            "--torch: takes one micro-step of the usual batch; leave out --batch and --micro_steps"
-        )
     if not device.present():
         parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    main(configured(given, keys), given)
+    words = given.size, None, given.recompute, given.precision, given.optimizer, tuple(keys)
+    main(work_of(*words).config(), given)

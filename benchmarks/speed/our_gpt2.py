@@ -71,10 +71,10 @@ def packed_batch(config: Config) -> torch.Tensor:
     return pack_batch(None, *tokens_of(config), config.model.vocab_size).pin_memory()
 
 
-def shared(config: Config, ranks: int, zero: int = 1) -> Config:
+def shared(config: Config, ranks: int) -> Config:
     """Return the configuration in which each of several GPUs has the work of one GPU alone."""
     tokens = ranks * config.train.step_tokens
-    return config.replace(train={"total_batch_tokens": tokens}, parallel={"zero": zero})
+    return config.replace(train={"total_batch_tokens": tokens})
 
 
 def main(work: Work, steps: int, start: float) -> None:
@@ -82,7 +82,7 @@ def main(work: Work, steps: int, start: float) -> None:
     config = shared(work.config(), group.size)
     free, _ = torch.cuda.mem_get_info()
     model = Model(config, K, "cuda", group=group)
-    compiled = compile_run(model)
+    compile_run(model)
     model.initialise(config.train.seed)
     packed = packed_batch(config)
     list(run_steps(calibrated(model, packed), packed, range(1)))
@@ -94,7 +94,6 @@ def main(work: Work, steps: int, start: float) -> None:
     seconds = statistics.median(result.seconds for result in results)
     report = dict(ms=seconds * 1e3, joules=power.joules(seconds), gib=grown / GIB)
     report |= dict(planned=model.plan.total / GIB, first_step=first_step)
-    report |= dict(compile=compiled.seconds, kernels=compiled.kernels, loss=results[-1].loss)
     print(json.dumps(report), flush=True)
     model.release_graphs()
     group.close()

@@ -151,10 +151,8 @@ def in_float8(model: nn.Module, recipe: str) -> nn.Module:
     )
 
 
-def batch_of(size: str, batch: int, seq_len: int | None) -> tuple[Tensor, Tensor]:
-    tokens = tokens_of(
-        work_of(size, batch, keys=("--train.seq_len", str(seq_len)) if seq_len else ()).config()
-    )
+def batch_of(size: str, batch: int) -> tuple[Tensor, Tensor]:
+    tokens = tokens_of(work_of(size, batch).config())
     ids, targets = (torch.from_numpy(t.astype("int64")).cuda() for t in tokens)
     return ids, targets
 
@@ -167,7 +165,7 @@ def main(a: argparse.Namespace) -> None:
     if a.fp8:
         in_float8(model, a.fp8)
     compiled = torch.compile(model)
-    tokens = batch_of(a.size, a.batch, a.seq_len)
+    tokens = batch_of(a.size, a.batch)
     run = functools.partial(run_steps, compiled, optimizers, tokens, micro_steps=a.micro_steps)
     run(1)
     first_step = time.time() - a.start
@@ -198,5 +196,4 @@ if __name__ == "__main__":
     parser.add_argument(
         "--chunks", type=int, default=1, help="pieces in which GPT-2's loss is computed"
     )
-    parser.add_argument("--seq_len", type=int, help="tokens of a sequence; by default the size's")
     main(parser.parse_args())

@@ -187,7 +187,7 @@ def losses_by_turns(config):
     multi_gpu.run_steps, multi_gpu.packed_batch = seen, packed_batch
     multi_gpu.compile_run = lambda model: None
     group = multi_gpu.Ranks("cpu", 60)
-    pair = multi_gpu.Pair(group, config, zero=1)
+    pair = multi_gpu.Pair(group, config)
     # NaN: a stretch depends on nothing that the other model has left
     pair.together.arena.fill_(255)
     times = multi_gpu.by_turns(pair.kinds, steps=2, rounds=1)
