@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 from pydantic import ValidationError
 
 from benchmarks.as_gpu import Code, execute_as, require_hopper
+from benchmarks.keys import Keys
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 
@@ -31,7 +32,6 @@ app.help_epilogue = (
     "losses.pairs, losses.torch_train, losses.corpus, losses.loss_compare, losses.vs_torch, "
     "losses.as_portable, as_gpu, results."
 )
-Keys = Annotated[str, Parameter(allow_leading_hyphen=True)]
 As = Annotated[
     Code | None, Parameter(help="Execute this GPU's code, on a Hopper GPU (benchmarks/as_gpu.py).")
 ]

@@ -19,21 +19,24 @@ is 1 if it is more, or if a byte differs.  The scatter is that of one pair of ru
 the bound though its first losses agree, compare more seeds (--train.seed).
 """
 
-import argparse
-import json
 import math
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks import as_gpu
+from benchmarks.keys import Keys
+from benchmarks.layout import aligned
+from benchmarks.losses import vs_torch
 from benchmarks.losses.loss_compare import Result, differences, read_result
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import parse_overrides
+from gpt2_triton.files import write_json
 
-CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
+app = make_app("python -m benchmarks.losses.as_portable")
+app.help_epilogue = __doc__
 STEPS = 300
 LAST = 100
 BOUND = 2.0
@@ -45,18 +48,8 @@ KEYS = {
 
 
 def train(code: as_gpu.Code | None, run_dir: Path, keys: dict[str, Any], *more: str) -> None:
-    """Train with a GPU's code, or with Hopper's own; CalledProcessError if the run fails."""
-    words = [
-        *as_gpu.program(code),
-        "gpt2_triton",
-        "train",
-        str(CONFIG),
-        "--run_dir",
-        str(run_dir),
-        *more,
-    ]
-    words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    subprocess.run([sys.executable, "-m", *words], check=True, stdout=subprocess.DEVNULL)
+    """Train with a GPU's code, or with Hopper's own; exit if the run fails."""
+    vs_torch.train([*as_gpu.program(code), "gpt2_triton", "train"], run_dir, keys, *more)
 
 
 def resumed(code: as_gpu.Code, run_dir: Path, keys: dict[str, Any]) -> Result:
@@ -105,9 +98,9 @@ def compare(code: as_gpu.Code, keys: dict[str, Any], work: Path) -> dict[str, An
 def report(found: dict[str, Any]) -> int:
     """Print the curves and the verdict; return the exit code."""
     title, curves = found["code"], found["curves"]
-    print(f"{'step':>5}" + "".join(f"{name:>14}" for name in (title, "portable", "hopper")))
-    for step in sorted({1, *range(25, len(curves["code"]) + 1, 25)}):
-        print(f"{step:>5}" + "".join(f"{curve[step - 1]:>14.5f}" for curve in curves.values()))
+    steps = [1, *range(25, len(curves["code"]) + 1, 25)]
+    rows = [[str(step), *(f"{curve[step - 1]:.5f}" for curve in curves.values())] for step in steps]
+    print(aligned([["step", title, "portable", "hopper"], *rows]))
     near = found["distance"] <= BOUND * found["scatter"]
     apart = f"{title} and portable: {found['distance']:.2e} apart"
     scatter = f"portable and hopper {found['scatter']:.2e}"
@@ -118,29 +111,23 @@ def report(found: dict[str, Any]) -> int:
     return 0 if near and not found["bytes"] else 1
 
 
-def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "code", choices=[code for code in get_args(as_gpu.Code) if code in as_gpu.KEYS]
-    )
-    parser.add_argument(
-        "--data", required=True, help="glob of the shards, with {} for train and val"
-    )
-    parser.add_argument("--out", type=Path, help="file for the curves")
-    given, more = parser.parse_known_args(words)
-    keys = (
-        KEYS
-        | {f"data.{split}": given.data.format(split) for split in ("train", "val")}
-        | parse_overrides(more)
-    )
+@app.default
+def command(code: as_gpu.Code, *keys: Keys, data: str, out: Path | None = None) -> int:
+    """Compare the losses of another GPU's code with those of the portable kernels.
+
+    Args:
+        code: a100, rtx3090 or rtx4090.
+        keys: Keys of a configuration, which all runs get.
+        data: Glob of the shards, with {} for train and val.
+        out: File for the curves.
+    """
+    shards = {f"data.{split}": data.format(split) for split in ("train", "val")}
     with tempfile.TemporaryDirectory() as work:
-        found = compare(given.code, keys, Path(work))
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        found = compare(code, KEYS | shards | parse_overrides(keys), Path(work))
+    if out:
+        write_json(out, found)
     return report(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(app, sys.argv[1:]))

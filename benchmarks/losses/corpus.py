@@ -1,8 +1,7 @@
 """Makes a corpus as shards of tokens: the code of this machine, or English prose.
 
     python -m benchmarks.losses.corpus OUT [--mb 400] [--tokenizer gpt2|bytes]
-    python -m benchmarks.losses.corpus OUT --prose [BOOKS] [--parts PARTS]
-    python -m benchmarks.losses.corpus OUT --join PARTS
+    python -m benchmarks.losses.corpus OUT --prose
 
 Code needs no network: Python sources, headers and documentation of site-packages, the standard
 library, CUDA and /usr/share/doc.  A machine with PyTorch and CUDA has more than 400 MB.  Prose
@@ -11,41 +10,34 @@ what was fetched.  Compare ways of training on either, but no loss on code with 
 Texts with the same first 2,000 characters count once.  A package, or all books of an author,
 are in one split only, training or validation.  For small models choose bytes: the head for
 GPT-2's vocabulary would be slow.
-
-To move a corpus to a machine without a network, --parts also compresses each shard, at most 30 MB
-of prose.  --join makes the shards from the parts and compares their hashes.
 """
 
-import argparse
-import functools
 import hashlib
 import json
-import lzma
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from benchmarks.losses import prose
-from gpt2_triton.console import Progress
+from benchmarks.losses.prose import BOOKS, collect
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.data.prepare.build import SHARD_TOKENS
 from gpt2_triton.data.prepare.text import measure_text, prepare_text
-from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.shards import RECORD, read_record
-from gpt2_triton.errors import DataError, UserError
+from gpt2_triton.errors import DataError
 from gpt2_triton.files import write_atomic
 
 SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt")
 SHORTEST, LONGEST = 500, 2_000_000  # characters of a text, and of a file of code
 COMPARED = 2000  # first characters, by which duplicates are found
 VAL_SHARE, LARGEST_VAL = 0.03, 0.01  # shares of all characters: validation, and its largest package
-PART_TOKENS = 25_000_000  # of a shard of prose: a byte a token when compressed
+PROSE_TOKENS = 25_000_000  # of a shard of prose
 SOURCES = "sources.tsv"
+app = make_app("python -m benchmarks.losses.corpus")
 
 
 class Document(NamedTuple):
@@ -154,102 +146,40 @@ def build_prose(out: Path, books: str, tokenizer: str) -> None:
     if (out / SOURCES).exists():
         return print(f"{out} is prepared already")
     work = out.with_name(f"{out.name}.sources")
-    texts, table = prose.collect(work, books)
+    texts, table = collect(work, books)
     documents = sorted(
         (Document(*row) for row in texts), key=lambda document: _digest(document.text)
     )
-    build(out, distinct(documents), tokenizer, PART_TOKENS)
+    build(out, distinct(documents), tokenizer, PROSE_TOKENS)
     write_atomic(out / SOURCES, table.encode())
     shutil.rmtree(work)
 
 
-def _compress(out: Path, parts: Path, name: str) -> None:
-    part = parts / f"{name}.xz"
-    if not part.exists():
-        write_atomic(part, lzma.compress((out / name).read_bytes()))
+@app.default
+def make(
+    out: Path,
+    *,
+    mb: float = 400,
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2",
+    prose: bool = False,
+    books: str = BOOKS,
+) -> None:
+    """Make shards of the code of this machine, or of English prose.
 
-
-def _copy_records(source: Path, target: Path) -> None:
-    for name in {RECORD, SOURCES} & {path.name for path in source.iterdir()}:
-        shutil.copy(source / name, target / name)
-
-
-def write_parts(out: Path, parts: Path) -> None:
-    """Compress the shards of a corpus, each into a file of its own, and copy its
-    record; finished parts stay.
+    Args:
+        out: Directory of the shards, train_*.bin and val_*.bin.
+        mb: Millions of characters of code at most.
+        tokenizer: Tokenizer of the shards.
+        prose: Make prose.
+        books: A repository for `git clone`, or a folder with its files.
     """
-    parts.mkdir(parents=True, exist_ok=True)
-    shards = read_record(out / RECORD)["shards"]
-    with (
-        paired_map(os.cpu_count() or 1) as run,
-        Progress("compressing", len(shards), "parts") as progress,
-    ):
-        for _ in run(functools.partial(_compress, out, parts), shards):
-            progress.advance(1)
-    _copy_records(out, parts)
-    print(f"{parts}: {len(shards)} parts; copy all files, then --join")
-
-
-def join(parts: Path, out: Path) -> None:
-    """Write the shards of parts into `out`; DataError if a part is missing or damaged."""
-    shards = read_record(parts / RECORD).get("shards")
-    if not shards:
-        raise DataError(
-            f"{parts / RECORD}: missing or damaged; copy it again, with the parts that it names"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    with Progress("joining", len(shards), "parts") as progress:
-        for name, row in shards.items():
-            try:
-                data = lzma.decompress((parts / f"{name}.xz").read_bytes())
-            except (OSError, lzma.LZMAError) as error:
-                raise DataError(f"{parts / name}.xz: {error}; copy this part again") from None
-            found = hashlib.sha256(data).hexdigest()
-            if found != row["sha256"]:
-                raise DataError(
-                    f"{parts / name}.xz: sha256 {found}, not {row['sha256']}; copy this part again"
-                )
-            write_atomic(out / name, data)
-            progress.advance(1)
-    _copy_records(parts, out)
-    print(f"{out}: {len(shards)} shards, sha256 equal")
-
-
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="directory of the shards, train_*.bin and val_*.bin")
-    parser.add_argument(
-        "--mb", type=float, default=400, help="millions of characters of code at most"
-    )
-    parser.add_argument(
-        "--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="tokenizer of the shards"
-    )
-    what = parser.add_mutually_exclusive_group()
-    help = "prose; BOOKS is a repository for `git clone`, or a folder with its files"
-    what.add_argument("--prose", metavar="BOOKS", nargs="?", const=prose.BOOKS, help=help)
-    what.add_argument(
-        "--join", metavar="PARTS", type=Path, help="make the shards from the parts in this folder"
-    )
-    parser.add_argument("--parts", type=Path, help="folder for compressed shards")
-    a = parser.parse_args(words)
-    out = a.out.absolute()
+    out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if a.join:
-            join(a.join, out)
-        elif a.prose:
-            build_prose(out, a.prose, a.tokenizer)
-        else:
-            build(out, distinct(code(roots()), a.mb * 1e6), a.tokenizer, SHARD_TOKENS)
-        if a.parts:
-            write_parts(out, a.parts)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    if prose:
+        build_prose(out, books, tokenizer)
+    else:
+        build(out, distinct(code(roots()), mb * 1e6), tokenizer, SHARD_TOKENS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(app, sys.argv[1:]))

@@ -5,7 +5,7 @@ their results, or their speed.
     python -m benchmarks.losses.loss_compare OLD NEW --gpu
         GPT-2 124M, 5 steps at each recompute level, and fp32
     python -m benchmarks.losses.loss_compare OLD NEW --gpus 2
-        on 2 GPUs: ZeRO stages by peer copies, and NCCL
+        on 2 GPUs, at each ZeRO stage
     python -m benchmarks.losses.loss_compare OLD NEW --time 60 --size d12 --batch_size 64
 
 OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers
@@ -17,27 +17,30 @@ keys of a configuration that are given, such as --train.precision fp8.  The exit
 bit differs, 2 if a run fails.
 """
 
-import argparse
 import hashlib
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
+from benchmarks.keys import Keys
+from benchmarks.speed.steps import torchrun
 from gpt2_triton import device
+from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
 from gpt2_triton.console import print_line
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
+app = make_app("python -m benchmarks.losses.loss_compare")
+app.help_epilogue = __doc__
 ROOT = Path(__file__).parents[2]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
@@ -56,17 +59,12 @@ class Case(NamedTuple):
     name: str
     options: str
     gpus: int = 1
-    nodes: int = 1  # torchrun agents on this host; several agents make ranks exchange through NCCL
 
 
 class Result(NamedTuple):
     metrics: list[dict[str, Any]]  # without times
     tensors: dict[str, str]  # sha256 by "file: tensor"
     ms: list[float]  # of each step
-
-
-class RunFailed(RuntimeError):
-    """A training run or the export of a commit failed."""
 
 
 def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> str:
@@ -78,32 +76,27 @@ def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> st
     return f"configs/gpt2_124m.yaml {DATA} {QUIET} {sizes} --optim.warmup 1"
 
 
-def cases(given: argparse.Namespace) -> list[Case]:
+def cases(cpu: bool, gpu: bool, gpus: int, timed: int, size: str, batch_size: int) -> list[Case]:
     """Return the runs that the options select."""
     found = []
-    gpus = given.gpus
-    batch_size = given.batch_size
-    if given.time:
-        options = f"{gpt2(given.time, batch_size, gpus=gpus)} --model.size {given.size}"
-        return [Case(f"{given.size}, batch {batch_size}, GPUs {gpus}", options, gpus)]
-    if given.cpu:
+    if timed:
+        options = f"{gpt2(timed, batch_size, gpus=gpus)} --model.size {size}"
+        return [Case(f"{size}, batch {batch_size}, GPUs {gpus}", options, gpus)]
+    if cpu:
         options = "--train.steps 20 --optim.warmup 8 --eval.every 10 --sample.every 0"
         found.append(Case("quickstart", f"configs/quickstart.yaml {options}"))
-    if given.gpu:
+    if gpu:
         run = gpt2(5, batch_size)
         found += [Case(level, f"{run} --memory.recompute {level}") for level in LEVELS]
         found.append(
             Case("2 micro-steps, master fp32", f"{gpt2(5, batch_size, 2)} --optim.master fp32")
         )
         found.append(Case("fp32", f"{run} --train.dtype fp32"))
-    # with one torchrun agent ranks use peer copies, with an agent per GPU they use NCCL
     if gpus > 1:
         run = gpt2(5, batch_size, 2, gpus)
         found += [
-            Case(f"{gpus} GPUs, copies, ZeRO-{z}", f"{run} --parallel.zero {z}", gpus)
-            for z in (1, 0, 2)
+            Case(f"{gpus} GPUs, ZeRO-{z}", f"{run} --parallel.zero {z}", gpus) for z in (1, 0, 2)
         ]
-        found.append(Case(f"{gpus} GPUs, NCCL, ZeRO-1", run, gpus, gpus))
     return found
 
 
@@ -111,66 +104,29 @@ def cases(given: argparse.Namespace) -> list[Case]:
 
 
 def train(tree: Path, case: Case, work: Path) -> Result:
-    """Train in a new directory under `work`, read the result and delete the directory."""
-    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=work))
-    processes = []
-    try:
-        with open(run_dir / "output.txt", "w+") as output:
-            for command, environment in commands(tree, case, run_dir):
-                process = subprocess.Popen(
-                    command, cwd=work, env=environment, stdout=output, stderr=output
-                )
-                processes.append(process)
-            codes = [process.wait() for process in processes]
-            if any(codes):
-                output.seek(0)
-                last = "\n".join(output.read().splitlines()[-20:])
-                raise RunFailed(
-                    f"{tree}: {case.name}: train.py {case.options}: exit codes {codes}\n{last}"
-                )
-        return read_result(run_dir)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def commands(tree: Path, case: Case, run_dir: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield each process's command line and environment.  Its working directory
-    receives the builtin data.
+    """Train in a new directory under `work`, which also receives the builtin data, and
+    read the result.
     """
     config, *options = case.options.split()
-    words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", str(run_dir)]
+    launcher = ["-m", *torchrun(case.gpus)[:-1]] if case.gpus > 1 else []
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    if case.gpus == 1:
-        yield [sys.executable, *words], environment
-        return
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(case.gpus // case.nodes),
-    ]
-    if case.nodes == 1:
-        yield [*torchrun, "--standalone", *words], environment
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torchrun += [
-        "--nnodes",
-        str(case.nodes),
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(port),
-        "--node_rank",
-    ]
-    for node in range(case.nodes):
-        yield [*torchrun, str(node), *words], environment | {"CUDA_VISIBLE_DEVICES": str(node)}
+    with tempfile.TemporaryDirectory(prefix="run-", dir=work) as run_dir:
+        words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", run_dir]
+        done = subprocess.run(
+            [sys.executable, *launcher, *words],
+            cwd=work,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            last = "\n".join(done.stdout.splitlines()[-20:])
+            raise ConfigError(
+                f"{tree}: {case.name}: train.py {case.options}: exit code {done.returncode}\n{last}"
+            )
+        return read_result(Path(run_dir))
 
 
 def read_result(run_dir: Path) -> Result:
@@ -256,7 +212,7 @@ def checkout(source: str, work: Path, name: str) -> Path:
         ["git", "-C", ROOT, "archive", "-o", archive, source], capture_output=True, text=True
     )
     if done.returncode:
-        raise RunFailed(
+        raise ConfigError(
             f"{source}: neither a directory with train.py nor a commit: {done.stderr.strip()}"
         )
     tree.mkdir()
@@ -265,61 +221,50 @@ def checkout(source: str, work: Path, name: str) -> Path:
     return tree
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the keys of a configuration among the words."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("old", help="commit or directory")
-    parser.add_argument("new", help="commit or directory")
-    parser.add_argument("--cpu", action="store_true", help="compare configs/quickstart.yaml")
-    parser.add_argument("--gpu", action="store_true", help="compare GPT-2 124M on one GPU")
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="compare, or time, on this number of GPUs"
-    )
-    parser.add_argument(
-        "--time", type=int, default=0, metavar="STEPS", help="time runs of this number of steps"
-    )
-    parser.add_argument("--size", default="d12", help="model.size of timed runs")
-    parser.add_argument(
-        "--batch_size", type=int, default=8, help="sequences of 1024 tokens per GPU and micro-step"
-    )
-    given, keys = parser.parse_known_args(words)
-    if not (given.cpu or given.gpu or given.time or given.gpus > 1):
-        parser.error("nothing to compare: expected --cpu, --gpu, --gpus 2 or --time STEPS")
-    if given.time and given.time <= WARM_STEPS:
-        parser.error(
-            f"--time: expected more than the {WARM_STEPS} steps that are "
-            f"not timed, got {given.time}"
-        )
-    unknown = [key for key in keys if key.startswith("--") and "." not in key]
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}")
-    if (given.gpu or given.time or given.gpus > 1) and device.count() < given.gpus:
-        found = f"needs {given.gpus} CUDA GPUs, found {device.count()}"
-        parser.exit(2, f"error: loss_compare: {found}; --cpu needs none\n")
-    return given, keys
+@app.default
+def versions(
+    old: str,
+    new: str,
+    *keys: Keys,
+    cpu: bool = False,
+    gpu: bool = False,
+    gpus: Annotated[int, AT_LEAST_1] = 1,
+    time: int = 0,
+    size: str = "d12",
+    batch_size: Annotated[int, AT_LEAST_1] = 8,
+) -> int:
+    """Compare two versions; return 1 if a bit differs.
 
-
-def main(words: list[str]) -> int:
-    given, keys = parse(words)
+    Args:
+        old: Commit or directory.
+        new: Commit or directory.
+        keys: Keys of a configuration, which all runs get.
+        cpu: Compare configs/quickstart.yaml.
+        gpu: Compare GPT-2 124M on one GPU.
+        gpus: Compare, or time, on this number of GPUs.
+        time: Time runs of this number of steps.
+        size: model.size of timed runs.
+        batch_size: Sequences of 1024 tokens per GPU and micro-step.
+    """
+    if not (cpu or gpu or time or gpus > 1):
+        raise ConfigError("nothing to compare: expected --cpu, --gpu, --gpus 2 or --time STEPS")
+    if 0 < time <= WARM_STEPS:
+        raise ConfigError(f"--time {time}: the first {WARM_STEPS} steps are not timed; give more")
+    if (gpu or time or gpus > 1) and device.count() < gpus:
+        raise ConfigError(f"needs {gpus} CUDA GPUs, found {device.count()}; --cpu needs none")
     # sys.exit raises, so that `train` kills its run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    order = ("old", "new", "new", "old") if given.time else ("old", "new")
+    order = ("old", "new", "new", "old") if time else ("old", "new")
     with tempfile.TemporaryDirectory(prefix="loss_compare-") as directory:
         work = Path(directory)
-        try:
-            trees = {name: checkout(getattr(given, name), work, name) for name in ("old", "new")}
-            selected = [
-                case._replace(options=" ".join([case.options, *keys])) for case in cases(given)
-            ]
-            rows = [compare(trees, case, work, order) for case in selected]
-        except RunFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        trees = {"old": checkout(old, work, "old"), "new": checkout(new, work, "new")}
+        rows = [
+            compare(trees, case._replace(options=" ".join([case.options, *keys])), work, order)
+            for case in cases(cpu, gpu, gpus, time, size, batch_size)
+        ]
     print_line(table(rows))
-    return 1 if any(row["differences"] for row in rows) else 0
+    return int(any(row["differences"] for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(app, sys.argv[1:]))

@@ -26,27 +26,28 @@ standard deviation of each arm, and its mean difference over pairs of equal seed
 95% interval by Student's t.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.keys import words_of
+from benchmarks.layout import markdown
 from gpt2_triton.checkpoint.format import step_path
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.config.config import Config
-from gpt2_triton.errors import ConfigError, DataError, UserError
+from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.run_info import read_run
 
@@ -59,6 +60,8 @@ T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
 )  # fmt: skip
 
 Result = dict[str, Any]
+app = make_app("python -m benchmarks.losses.pairs")
+app.help_epilogue = __doc__
 
 
 class Arm(NamedTuple):
@@ -79,10 +82,8 @@ class Series(NamedTuple):
     def check(self, arm: str) -> None:
         """Raise ConfigError for a key that is unknown, or a value that is not valid."""
         whole, end = parts(self.arms[arm].options)
-        Config.load(
-            ROOT / self.config,
-            {key: value for key, value in (whole | end).items() if key != "from"},
-        )
+        end.pop("from", None)
+        Config.load(ROOT / self.config, {key: str(value) for key, value in (whole | end).items()})
 
     def against(self, arm: str) -> str:
         """Return the arm to compare `arm` with; the baseline if the series no longer has `arm`."""
@@ -182,8 +183,7 @@ def folder_of(run: str, work: Path | None) -> Iterator[Path]:
     if the run is interrupted.
     """
     if work is None:
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
-        with tempfile.TemporaryDirectory(dir=shared) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
     else:
         kept = work / hashlib.sha256(run.encode()).hexdigest()[:16]
@@ -235,39 +235,22 @@ def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> 
     whole, end = parts(series.options(arm, seed))
     save = {"checkpoint.every": end.pop("from")} if end else {}
     words = [sys.executable, "-m", *series.arms[arm].program.split(), str(ROOT / series.config)]
-    words += [
-        "--run_dir",
-        str(run_dir),
-        "--data.train",
-        f"{data}/train_*.bin",
-        "--data.val",
-        f"{data}/val_*.bin",
-    ]
+    shards = {f"data.{split}": f"{data}/{split}_*.bin" for split in ("train", "val")}
+    words += words_of({"run_dir": run_dir, **shards})
     again = [] if end or series.arms[arm].program != PROGRAM else ["--resume"]
     if not again:
         shutil.rmtree(run_dir, ignore_errors=True)  # what an interrupted run left
-    yield [
-        *words,
-        *again,
-        *(word for key, value in (whole | save).items() for word in (f"--{key}", value)),
-    ]
+    yield [*words, *again, *words_of(whole | save)]
     if end:
         shutil.rmtree(step_path(run_dir / "checkpoints", int(whole["train.steps"])))
-        yield [
-            *words,
-            "--resume",
-            *(word for key, value in (whole | end).items() for word in (f"--{key}", value)),
-        ]
+        yield [*words, "--resume", *words_of(whole | end)]
 
 
-def parts(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def parts(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of all steps, and those of the last steps without `end.`."""
-    end = {
-        key.removeprefix("end."): str(value)
-        for key, value in options.items()
-        if key.startswith("end.")
-    }
-    return {key: str(value) for key, value in options.items() if not key.startswith("end.")}, end
+    whole = dict(options)
+    end = {key.removeprefix("end."): whole.pop(key) for key in options if key.startswith("end.")}
+    return whole, end
 
 
 def figures(run_dir: Path) -> Result:
@@ -318,15 +301,12 @@ def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference
     return Difference(statistics.fmean(found), t * statistics.stdev(found) / math.sqrt(n), n)
 
 
-def report(series: Series, rows: list[Result]) -> str:
+def table(series: Series, rows: list[Result]) -> str:
     """Return the table, a line for each arm with results: first the arms of the
     series, then earlier arms.
     """
-    head = (
-        "| arm | runs | training loss | sd | validation | sd | ms | tok/s | "
-        "difference in training | in validation |"
-    )
-    lines = [head, "|---" * 10 + "|"]
+    head = "arm,runs,training loss,sd,validation,sd,ms,tok/s,difference in training,in validation"
+    lines = []
     for arm in dict.fromkeys([*series.arms, *(row["arm"] for row in rows)]):
         mine = [row for row in rows if row["arm"] == arm]
         if not mine:
@@ -347,28 +327,30 @@ def report(series: Series, rows: list[Result]) -> str:
         for key in ("train_loss", "val_loss"):
             found = difference(rows, arm, other, key)
             cells.append(f"{found}{against}" if found else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(head.split(","), lines)
 
 
-def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> int:
+def train_missing(
+    series: Series, data: Path | None, out: Path, work: Path | None, names: list[str],
+    seeds: Iterable[int],
+) -> int:  # fmt: skip
     """Make the runs that have no result; return the number of runs that failed."""
-    if not (a.data and any(a.data.glob("train_*.bin")) and any(a.data.glob("val_*.bin"))):
-        raise ConfigError(f"--data {a.data}: expected a directory of train_*.bin and val_*.bin")
-    rows = read_results(a.out)
-    digest = data_digest(a.data)
+    if not (data and any(data.glob("train_*.bin")) and any(data.glob("val_*.bin"))):
+        raise ConfigError(f"--data {data}: expected a directory of train_*.bin and val_*.bin")
+    rows = read_results(out)
+    digest = data_digest(data)
     failed = 0
     require_same(series, rows, digest)
     done = {(row["arm"], row["seed"]) for row in rows}
-    seeds = a.seeds or range(max(series.arms[name].seeds for name in names))
     every = [(name, seed) for seed in seeds for name in names if seed < series.arms[name].seeds]
     runs = [run for run in every if run not in done]
     for name in {name for name, _ in runs}:
         series.check(name)
     for number, (name, seed) in enumerate(runs, start=1):
-        row = train(series, name, seed, a.data, digest, a.work)
+        row = train(series, name, seed, data, digest, work)
         if row:
-            with open(a.out, "a") as file:
+            with open(out, "a") as file:
                 file.write(json.dumps(row) + "\n")
             losses = (
                 f"train {row['train_loss']:.4f}, val {row['val_loss']}, {row['ms']:.2f} ms a step"
@@ -378,42 +360,40 @@ def train_missing(series: Series, a: argparse.Namespace, names: list[str]) -> in
     return failed
 
 
-def compare(a: argparse.Namespace) -> int:
-    """Train unless --report, and print the table; return the exit code."""
-    series = read_series(a.file)
-    names = a.arm or [*series.arms]
-    if unknown := [name for name in names if name not in series.arms]:
-        raise ConfigError(f"--arm {unknown[0]}: the series has {', '.join(series.arms)}")
-    failed = 0 if a.report else train_missing(series, a, names)
-    print(report(series, read_results(a.out)))
-    return 1 if failed else 0
+@app.default
+def compare(
+    file: Path,
+    *,
+    out: Path,
+    data: Path | None = None,
+    work: Path | None = None,
+    arm: list[str] | None = None,
+    seeds: str = "",
+    report: bool = False,
+) -> int:
+    """Train the runs of a series that have no result, and print the table.
 
-
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path, help="the series, YAML")
-    parser.add_argument("--out", type=Path, required=True, help="results: one line of JSON per run")
-    parser.add_argument("--data", type=Path, help="directory of train_*.bin and val_*.bin")
-    parser.add_argument(
-        "--work", type=Path, help="directory of unfinished runs; by default they are lost"
-    )
-    parser.add_argument(
-        "--arm", action="append", help="an arm to train; may be repeated; by default all"
-    )
-    parser.add_argument(
-        "--seeds", type=lambda s: [int(n) for n in s.split(",")], help="seeds to train, as 0,1"
-    )
-    parser.add_argument("--report", action="store_true", help="train nothing, print the table")
+    Args:
+        file: The series, YAML.
+        out: Results, one line of JSON per run.
+        data: Directory of train_*.bin and val_*.bin.
+        work: Directory of unfinished runs; by default they are lost.
+        arm: An arm to train; may be repeated; by default all.
+        seeds: Seeds to train, as 0,1.
+        report: Train nothing, print the table.
+    """
     # sys.exit raises, so that `train` ends its run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        return compare(parser.parse_args(words))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    series = read_series(file)
+    names = arm or [*series.arms]
+    if unknown := [name for name in names if name not in series.arms]:
+        raise ConfigError(f"--arm {unknown[0]}: the series has {', '.join(series.arms)}")
+    most = max(series.arms[name].seeds for name in names)
+    chosen = map(int, seeds.split(",")) if seeds else range(most)
+    failed = 0 if report else train_missing(series, data, out, work, names, chosen)
+    print(table(series, read_results(out)))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(app, sys.argv[1:]))

@@ -12,7 +12,6 @@ computes in fp32 without TF32 and without torch.compile.  Without a GPU it train
 DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
 """
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -29,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from benchmarks.keys import Keys
 from benchmarks.speed.floors import ATTENTION
 from benchmarks.speed.torch_gpt2 import GPT2
 from benchmarks.speed.torch_llama import Llama
-from gpt2_triton.commands.app import select_device
+from gpt2_triton.commands.app import main, make_app, select_device
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
@@ -42,13 +42,15 @@ from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.device import device_name
-from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.metrics import METRICS
 
 EMBEDDINGS = ("wte", "wpe", "head")  # what optim.embed_lr is of; a tied head is wte
 SYNC = 20  # steps that may be launched before the host waits for their losses
 
+app = make_app("python -m benchmarks.losses.torch_train")
+app.help_epilogue = __doc__
 Module = GPT2 | Llama
 Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
 # index, loss and gradient norm on the device, learning rate
@@ -279,26 +281,21 @@ def train(config: Config, run_dir: Path, fp32: bool, cap: float = 0) -> None:
         )
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", help="configuration file")
-    parser.add_argument(
-        "--run_dir", type=Path, required=True, help="directory for metrics.jsonl and run.json"
-    )
-    parser.add_argument("--fp32", action="store_true", help="compute in fp32, without autocast")
-    parser.add_argument("--cap", type=float, default=0, help="largest logit; 0: as they are")
-    a, keys = parser.parse_known_args(words)
-    try:
-        config = Config.load(a.config, parse_overrides(keys))
-        select_device()
-        train(config, a.run_dir, a.fp32 or config.train.dtype == "fp32", a.cap)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+@app.default
+def command(config: str, *keys: Keys, run_dir: Path, fp32: bool = False, cap: float = 0) -> None:
+    """Train a configuration with PyTorch.
+
+    Args:
+        config: Configuration file.
+        keys: Keys of a configuration, as --train.steps 100.
+        run_dir: Directory for metrics.jsonl and run.json.
+        fp32: Compute in fp32, without autocast.
+        cap: Largest logit; 0 leaves them as they are.
+    """
+    given = Config.load(config, parse_overrides(keys))
+    select_device()
+    train(given, run_dir, fp32 or given.train.dtype == "fp32", cap)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(app, sys.argv[1:]))

@@ -19,16 +19,21 @@ differs (docs/engineering/numerics.md).  For such rates, compare the mean of the
     --optim.lr 3e-4 --optim.warmup 100
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.keys import Keys, words_of
+from benchmarks.layout import aligned
+from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
+app = make_app("python -m benchmarks.losses.vs_torch")
+app.help_epilogue = __doc__
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
 KEYS = {
     "data.train": "builtin", "data.val": "builtin", "data.tokenizer": "bytes",
@@ -41,14 +46,18 @@ BOUNDS = {True: dict(relative=1e-4), False: dict(absolute=0.02, norm=0.02)}  # i
 LAST = 20  # steps that the printed mean covers
 
 
-def metrics_of(program: list[str], keys: dict[str, str]) -> list[dict]:
-    """Train with a program, and return the records of its steps; exit if it fails."""
+def train(program: Sequence[str], run_dir: Path, keys: Mapping[str, object], *more: str) -> None:
+    """Train GPT-2 124M, with other keys, by a module and its options; exit if it fails."""
+    words = [*program, str(CONFIG), *more, *words_of({"run_dir": run_dir, **keys})]
+    code = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.DEVNULL).returncode
+    if code:
+        sys.exit(code)
+
+
+def metrics_of(program: list[str], keys: dict[str, str], *more: str) -> list[dict]:
+    """Train with a program, and return the records of its steps."""
     with tempfile.TemporaryDirectory() as run_dir:
-        words = [sys.executable, "-m", *program, "--run_dir", run_dir]
-        words += [word for key, value in keys.items() for word in (f"--{key}", value)]
-        code = subprocess.run(words, stdout=subprocess.DEVNULL).returncode
-        if code:
-            sys.exit(code)
+        train(program, Path(run_dir), keys, *more)
         return [record for record in read_metrics(Path(run_dir) / METRICS) if "loss" in record]
 
 
@@ -64,24 +73,25 @@ def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
     )
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    _, given = parser.parse_known_args(words)
+@app.default
+def compare(*given: Keys) -> int:
+    """Compare every step of this package with PyTorch's; return 1 if they disagree.
+
+    Args:
+        given: Keys of a configuration, as --train.dtype fp32.
+    """
     keys = KEYS | parse_overrides(given)
     is_fp32 = keys.get("train.dtype") == "fp32"
     if is_fp32:
         keys["optim.master"] = "none"
-    ours = metrics_of(["gpt2_triton", "train", str(CONFIG)], keys)
+    ours = metrics_of(["gpt2_triton", "train"], keys)
     in_fp32 = is_fp32 or keys["optim.master"] == "none"
-    theirs = metrics_of(["benchmarks.losses.torch_train", str(CONFIG)] + ["--fp32"] * in_fp32, keys)
-    print(f"{'step':>5} {'loss, ours':>12} {'PyTorch':>12} {'norm, ours':>12} {'PyTorch':>12}")
+    theirs = metrics_of(["benchmarks.losses.torch_train"], keys, *["--fp32"] * in_fp32)
+    lines = [["step", "loss, ours", "PyTorch", "norm, ours", "PyTorch"]]
     for a, b in list(zip(ours, theirs))[:: max(1, len(ours) // 10)]:
-        print(
-            f"{a['step']:>5} {a['loss']:>12.6f} {b['loss']:>12.6f} "
-            f"{a['norm']:>12.6f} {b['norm']:>12.6f}"
-        )
+        pair = (record[key] for key in ("loss", "norm") for record in (a, b))
+        lines.append([str(a["step"]), *(f"{value:.6f}" for value in pair)])
+    print(aligned(lines))
     found = differences(ours, theirs)
     print(
         "largest difference: " + ", ".join(f"{name} {value:.2e}" for name, value in found.items())
@@ -98,4 +108,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(app, sys.argv[1:]))

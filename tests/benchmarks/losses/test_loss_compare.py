@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.losses import loss_compare
 from benchmarks.losses.loss_compare import WARM_STEPS, Result, differences, read_result
+from gpt2_triton.commands.app import main
 
 
 def test_differences_name_the_first_record_and_each_tensor(tmp_path):
@@ -46,7 +47,7 @@ def test_runs_of_both_versions_are_compared_and_timed_without_their_first_steps(
     monkeypatch.setattr(loss_compare, "train", lambda tree, *_: runs[tree.name].pop(0))
     monkeypatch.setattr(loss_compare.device, "count", lambda: 1)
     words = [str(tmp_path / name) for name in runs]
-    assert loss_compare.main([*words, "--time", "20"]) == 1
+    assert main(loss_compare.app, [*words, "--time", "20"]) == 1
     *_, row, found = capsys.readouterr().out.splitlines()
     assert row.split()[-5:] == ["DIFFERENT", "1", "11.00", "8.50", "0.7727"]
     assert found.strip() == "step 1: loss 4.0 != 5.0"

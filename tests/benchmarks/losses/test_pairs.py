@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.losses import pairs
+from gpt2_triton.commands.app import main
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.training.run_info import write_run
 
@@ -43,7 +44,7 @@ def test_missing_runs_are_trained_and_compared(tmp_path, capsys):
     series = pairs.read_series(file)
     done = [row(*run, 2.0, options=series.options(*run)) for run in [("one", 1), ("other rate", 0)]]
     out.write_text("".join(json.dumps(each) + "\n" for each in done))
-    assert pairs.main([str(file), "--data", str(tmp_path), "--out", str(out)]) == 0
+    assert main(pairs.app, [str(file), "--data", str(tmp_path), "--out", str(out)]) == 0
     _, _, *rows = pairs.read_results(out)
     made = [(r["arm"], r["seed"], r["steps"]) for r in rows]
     assert made == [(arm, 0, 5) for arm in ("one", "PyTorch", "other end")]
@@ -62,7 +63,7 @@ def test_a_run_that_fails_leaves_no_result(tmp_path, monkeypatch):
     out = tmp_path / "r.jsonl"
     monkeypatch.setattr(pairs, "commands", lambda *_: [[sys.executable, "-c", "raise OSError"]])
     words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(out)]
-    assert pairs.main([*words, "--arm", "one"]) == 1 and not pairs.read_results(out)
+    assert main(pairs.app, [*words, "--arm", "one"]) == 1 and not pairs.read_results(out)
 
 
 def test_a_run_is_its_last_fifth_of_losses_its_last_validation_and_median_time(tmp_path):
@@ -82,7 +83,7 @@ def test_each_series_has_valid_keys_and_its_own_results(file):
     pairs.require_same(series, [r | {"data": ""} for r in rows], "")
     for arm in series.arms:
         series.check(arm)
-    assert len(pairs.report(series, rows).splitlines()) == 2 + len({r["arm"] for r in rows})
+    assert len(pairs.table(series, rows).splitlines()) == 2 + len({r["arm"] for r in rows})
 
 
 def test_differences_are_those_of_pairs_on_the_same_data():

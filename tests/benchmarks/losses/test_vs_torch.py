@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.losses import vs_torch
-from benchmarks.losses.vs_torch import differences, main
+from benchmarks.losses.vs_torch import compare, differences
 
 SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_size 16
     --model.vocab_size 256 --train.seq_len 16 --train.batch_size 2 --train.total_batch_tokens 32
@@ -17,7 +17,7 @@ MODERN = ["--model.arch", "llama", "--model.qk_norm", "true"]
 def test_ours_and_pytorch_agree(keys, monkeypatch):
     """Both select Triton's interpreter where there is no GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert main([*SMALL, *keys]) == 0
+    assert compare(*SMALL, *keys) == 0
 
 
 def test_a_difference_is_found(monkeypatch):
@@ -27,14 +27,14 @@ def test_a_difference_is_found(monkeypatch):
     assert differences(ours, theirs) == pytest.approx(expected)
     in_fp32 = []
 
-    def metrics_of(program, keys):
-        in_fp32.append("--fp32" in program)
+    def metrics_of(program, keys, *more):
+        in_fp32.append("--fp32" in more)
         return ours if "train" in program else theirs
 
     monkeypatch.setattr(vs_torch, "metrics_of", metrics_of)
-    assert main([]) == main(["--optim.master", "none"]) == 1
+    assert compare() == compare("--optim.master", "none") == 1
     assert in_fp32 == [False, False, False, True]  # PyTorch, where ours has no fp32 masters
     theirs[1] = dict(step=2, loss=4.0, norm=1.03)
-    assert main([]) == 1
+    assert compare() == 1
     theirs[1] = dict(step=2, loss=4.001, norm=1.0)
-    assert (main([]), main(FP32)) == (0, 1)
+    assert (compare(), compare(*FP32)) == (0, 1)
