@@ -159,7 +159,10 @@ class Mixture:
             tokens = sum(shard.count for shard in loader.windows.shards)
             epochs = samples * share / loader.windows.n
             if len(self.sources) > 1:
-                yield f"data.train {name}: {share:.4%} of {tokens:,} tokens, {epochs:.3g} epochs"
+                yield (
+                    f"data.train {name}: {100 * share:.4g}% of the sequences, "
+                    f"{epochs:.3g} epochs of {tokens:,} tokens"
+                )
 
 
 def label(parts: Sequence[tuple[Source, Sequence[Shard]]]) -> list[Shard]:
@@ -218,4 +221,7 @@ class Validation:
         """Yield a line for each source of several."""
         for name, share, loader in zip(self.names, self.shares, self.loaders, strict=True):
             if len(self.loaders) > 1:
-                yield f"data.val {name}: {share:.4%} of the loss, from {loader.tokens:,} tokens"
+                yield (
+                    f"data.val {name}: {100 * share:.4g}% of the loss, "
+                    f"from {loader.tokens:,} tokens"
+                )

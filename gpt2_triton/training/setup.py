@@ -261,7 +261,7 @@ def open_log(
         log.info(f"fp8: products of all layers{head}")
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    log.info(f"arena {format_bytes(planned)}{each} on {where}")
+    log.info(f"memory: {format_bytes(planned)}{each} on {where}")
     for note in (rates_line(config), *vocabulary_note(config)):
         log.info(note)
     samples = t.steps * t.step_tokens // t.seq_len

@@ -72,9 +72,9 @@ def test_a_resume_on_other_ranks_reads_the_same_samples(data):
 def test_a_run_logs_a_loss_of_each_source(data, tmp_path, capsys):
     train(mixed(), tmp_path / "run")
     log = capsys.readouterr().out
-    assert "data.train a: 75.0000% of 4,000 tokens, 0.0482 epochs" in log
-    assert "data.train b: 25.0000% of 4,000 tokens, 0.0161 epochs" in log
-    assert "data.val a: 75.0000% of the loss, from 192 tokens" in log
+    assert "data.train a: 75% of the sequences, 0.0482 epochs of 4,000 tokens" in log
+    assert "data.train b: 25% of the sequences, 0.0161 epochs of 4,000 tokens" in log
+    assert "data.val a: 75% of the loss, from 192 tokens" in log
     found = [record for record in records(tmp_path / "run") if "val_loss" in record]
     assert len(found) == 3
     for record in found:
@@ -141,7 +141,7 @@ def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
     assert main(app, ["mine.yaml", "--print_config"]) == 0
     out = capsys.readouterr().out
     assert "train: a/train_*.bin=3,b/train_*.bin=1" in out
-    assert "# data.train b: 25.0000% of 4,000 tokens, 0.0161 epochs" in out
+    assert "# data.train b: 25% of the sequences, 0.0161 epochs of 4,000 tokens" in out
 
 
 def test_wrong_weights_end_with_code_2(data, tmp_path, capsys):
