@@ -155,6 +155,10 @@ def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the tree in a YAML file, and the line of each dotted key of its first two levels."""
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path}: expected YAML; docs/guide/interop.md has the keys for nanoGPT's options"
+        )
     try:
         loader = DecimalLoader(path.read_bytes().decode("utf-8"))
         root = loader.get_single_node()

@@ -150,11 +150,10 @@ class ValidationLoader:
         self.count = tokens // seq_len if tokens else self.windows.n
         self.tokens = self.count * seq_len
         if not 1 <= self.count <= self.windows.n:
-            many = "many" if self.count else "few"
             most = self.windows.n * seq_len
             raise DataError(
-                f"{shards[0].path}: {tokens:,} tokens are too {many}; "
-                f"give eval.tokens, or --tokens, {seq_len:,} to {most:,}, or 0 for all"
+                f"{shards[0].path}: {most:,} tokens in whole sequences, but eval.tokens, or "
+                f"--tokens, asks for {tokens:,}; give {seq_len:,} to {most:,}, or 0 for all"
             )
 
     def batches(

@@ -140,8 +140,8 @@ def test_validation_loader_of_0_tokens_takes_all():
 def test_validation_loader_refuses_too_little_data(tokens):
     assert ValidationLoader(SHARDS, SEQ_LEN, 67).tokens == 64
     message = (
-        f"shard0.bin: {tokens} tokens are too (few|many); give eval.tokens, "
-        "or --tokens, 4 to 64, or 0 for all"
+        "shard0.bin: 64 tokens in whole sequences, but eval.tokens, or --tokens, asks for "
+        f"{tokens}; give 4 to 64, or 0 for all"
     )
     with pytest.raises(DataError, match=message):
         ValidationLoader(SHARDS, SEQ_LEN, tokens)
