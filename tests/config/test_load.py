@@ -278,13 +278,6 @@ MISTAKES = [  # YAML, overrides, what the message says
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
-def test_a_configuration_of_nanogpt_is_no_yaml(tmp_path):
-    file = tmp_path / "train_shakespeare_char.py"
-    file.write_text("out_dir = 'out'\neval_interval = 250 # often\nbatch_size = 64\n")
-    with pytest.raises(ConfigError, match="char.py: expected YAML; .* nanoGPT's options"):
-        Config.load(file)
-
-
 def test_load_reports_a_mistake_with_its_place(tmp_path, monkeypatch, text, overrides, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text(text or "{}")
@@ -417,3 +410,10 @@ def test_init_from_a_directory_brings_its_tokenizer(tmp_path):
     assert Config.load("gpt2_124m", weights | {"data.tokenizer": "gpt2"}).data.tokenizer == "gpt2"
     (tmp_path / "tokenizer.json").unlink()
     assert Config.load("gpt2_124m", weights).data.tokenizer == "gpt2"
+
+
+def test_a_configuration_of_nanogpt_is_no_yaml(tmp_path):
+    file = tmp_path / "train_shakespeare_char.py"
+    file.write_text("out_dir = 'out'\neval_interval = 250 # often\nbatch_size = 64\n")
+    with pytest.raises(ConfigError, match="char.py: expected YAML; .* nanoGPT's options"):
+        Config.load(file)
