@@ -1,9 +1,8 @@
 """Commands `hellaswag` and `perplexity`: evaluate a model."""
 
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -20,6 +19,7 @@ from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_json
 
 if TYPE_CHECKING:
+    from gpt2_triton.data.mixture import Source
     from gpt2_triton.data.shards import Shard
     from gpt2_triton.inference.losses import Perplexity
 
@@ -92,14 +92,13 @@ def perplexity(
     require_directory("json", json)
     select_device()
     from gpt2_triton.checkpoint.sources import is_own_run, load_weights
-    from gpt2_triton.data.mixture import validation_tokens
+    from gpt2_triton.data.mixture import Validation
     from gpt2_triton.inference import losses
     from gpt2_triton.inference.load import load_for_losses
 
     if not (shards or is_own_run(checkpoint)):
         raise ConfigError(f"perplexity: {checkpoint} is no run with data.val; name shards after it")
     config, stored, _ = load_weights(checkpoint)
-    groups = _groups(shards, config)
     if seq_len:
         config = config.replace(train={"seq_len": seq_len})
     if config.train.seq_len > config.model.block_size:
@@ -107,63 +106,51 @@ def perplexity(
             f"--seq_len: {config.train.seq_len:,}, "
             f"but the model's longest sequence has {config.model.block_size:,}; lower it"
         )
-    opened = [_open(group, config) for group in groups]
+    validation = Validation(_open_sources(shards, config), config.train.seq_len, tokens)
     model = load_for_losses(config, stored, batch_tokens, dtype)
-    T = config.train.seq_len
-    results = [
-        losses.perplexity(model, each, validation_tokens(group.share, each, T, tokens))
-        for group, each in zip(groups, opened, strict=True)
-    ]
-    several = len(groups) > 1
-    for group, result in zip(groups, results, strict=True):
+    results = [losses.perplexity(model, loader) for loader in validation.loaders]
+    loss = validation.mean([result.loss for result in results])
+    several = len(results) > 1
+    for name, result in zip(validation.names, results, strict=True):
         line = _line(result, model.config.train.dtype)
-        print(f"{group.name}: {line}" if several else line)
-    pairs = zip(groups, results, strict=True)
-    weighted = sum(float(group.share) * result.loss for group, result in pairs)
+        print(f"{name}: {line}" if several else line)
     if several:
-        print(f"all sources, weighted by share | loss {weighted:.4f}")
+        print(f"all sources, weighted by share | loss {loss:.4f}")
     if json:
-        paths = [str(shard.path) for each in opened for shard in each]
+        paths = [str(shard.path) for shard in validation.shards]
         found: dict[str, object] = {"checkpoint": checkpoint, "shards": paths}
-        by_name = {g.name: result._asdict() for g, result in zip(groups, results, strict=True)}
-        found |= {"sources": by_name, "loss": weighted} if several else results[0]._asdict()
-        write_json(json, found)
+        rows = [result._asdict() for result in results]
+        by_name = dict(zip(validation.names, rows, strict=True))
+        write_json(json, found | ({"sources": by_name, "loss": loss} if several else rows[0]))
 
 
-class Group(NamedTuple):
-    """Patterns of shards that have a loss of their own."""
-
-    name: str
-    share: Fraction  # of the loss of all
-    patterns: Sequence[str]
-
-
-def _groups(shards: Sequence[str], config: Config) -> list[Group]:
-    """Return the sources of `shards`, or without them those of a run's data.val, and print
-    their patterns.  Several patterns without weights are one source.
+def _open_sources(shards: Sequence[str], config: Config) -> "list[tuple[Source, list[Shard]]]":
+    """Return the sources of `shards`, or without them those of a run's data.val, with their shards.
+    Several patterns without weights are one source.
     """
-    from gpt2_triton.data.mixture import names, sources
-    from gpt2_triton.data.prepare.builtin import pattern_of
+    from gpt2_triton.data.mixture import sources
 
     found = sources(",".join(shards) or config.data.val)
+    groups = [[source.pattern] for source in found]
     if len(found) == 1 and len(shards) > 1:
-        return [Group("", Fraction(1), shards)]
-    patterns = [pattern_of(each.pattern, "val", config.data.tokenizer) for each in found]
+        groups = [[*shards]]
     if not shards:
-        print_line(f"data.val of the run: {' '.join(patterns)}")
-    rows = zip(names(found), found, patterns, strict=True)
-    return [Group(name, each.share, [pattern]) for name, each, pattern in rows]
+        print_line(f"data.val of the run: {config.data.val}")
+    return [(source, _open(group, config)) for source, group in zip(found, groups, strict=True)]
 
 
-def _open(group: Group, config: Config) -> "list[Shard]":
-    """Return the shards of a group; DataError if they have another tokenizer's tokens."""
+def _open(patterns: Sequence[str], config: Config) -> "list[Shard]":
+    """Return the shards of one source; DataError if they have another tokenizer's tokens."""
+    from gpt2_triton.data.prepare.builtin import pattern_of
     from gpt2_triton.data.shards import open_shards, require_tokenizer
 
-    for pattern in group.patterns:
-        require_tokenizer(pattern, config.data.tokenizer)
-    V = config.model.vocab_size
-    T = config.train.seq_len
-    return [shard for pattern in group.patterns for shard in open_shards(pattern, V, T)]
+    tokenizer = config.data.tokenizer
+    found = []
+    for given in patterns:
+        pattern = pattern_of(given, "val", tokenizer)
+        require_tokenizer(pattern, tokenizer)
+        found += open_shards(pattern, config.model.vocab_size, config.train.seq_len)
+    return found
 
 
 def _line(result: "Perplexity", dtype: str) -> str:

@@ -3,7 +3,7 @@ loss of single sequences.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.loader import ValidationLoader
-from gpt2_triton.data.shards import Shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError, same_on_all_ranks
@@ -66,14 +65,12 @@ class Perplexity(NamedTuple):
     bits_per_byte: float | None
 
 
-def perplexity(model: Model, shards: Sequence[Shard], tokens: int) -> Perplexity:
-    """Return the perplexity of the first `tokens` tokens of `shards` (0: all), in windows
-    of seq_len as in validation.
+def perplexity(model: Model, loader: ValidationLoader) -> Perplexity:
+    """Return the perplexity of a loader's tokens, in windows of seq_len as in validation.
 
     Bits per byte leave out special tokens, which have no bytes.
     """
     byte_lengths = _byte_lengths(model.config)
-    loader = ValidationLoader(shards, model.T, tokens)
     total = of_text = 0.0
     text_bytes = 0
     with Progress("perplexity", loader.tokens, "tokens") as progress:

@@ -15,6 +15,7 @@ import torch
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
+from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
@@ -67,7 +68,7 @@ def test_perplexity_takes_all_windows_of_the_shards(trained):
     model = load_for_losses(config, stored, 210)
     assert (model.B, model.T) == (13, 16)
     assert load_for_losses(config, stored, 64).B == 192 // 16  # at least one sequence of block_size
-    found = losses.perplexity(model, opened, 0)
+    found = losses.perplexity(model, ValidationLoader(opened, 16, 0))
     assert found.tokens == 199 // 16 * 16
     # one byte per token, no end of text
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
@@ -83,7 +84,8 @@ def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     found_losses = model.evaluate(
         tokens[None, :16].astype(np.int32), tokens[None, 1:].astype(np.int32)
     ).numpy()
-    found = losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 50300, 16), 0)
+    opened = open_shards(str(tmp_path / "a.bin"), 50300, 16)
+    found = losses.perplexity(model, ValidationLoader(opened, 16, 0))
     # the first token is no target, the last has no text
     size = len(gpt2().decode(tokens[1:16]).encode())
     assert found.bits_per_byte == pytest.approx(found_losses[:15].sum() / size / math.log(2))
@@ -96,10 +98,8 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
     monkeypatch.setattr(losses, "get_tokenizer", missing)
     write_shard(tmp_path / "a.bin", np.arange(17, dtype=np.uint16))
     model, _ = tiny_model()
-    assert (
-        losses.perplexity(model, open_shards(str(tmp_path / "a.bin"), 256, 16), 0).bits_per_byte
-        is None
-    )
+    opened = open_shards(str(tmp_path / "a.bin"), 256, 16)
+    assert losses.perplexity(model, ValidationLoader(opened, 16, 0)).bits_per_byte is None
     assert capsys.readouterr().err.startswith("warning: no bits per byte: tokenizer gpt2: ")
 
 
