@@ -21,13 +21,6 @@ from gpt2_triton.errors import DataError
 
 READ_BYTES = 1 << 20
 POINTER = b"version https://git-lfs.github.com/"  # stands for a file that Git LFS has not fetched
-# how compressed files begin; people's files have other names too
-MAGIC = re.compile(
-    rb"(?P<gz>\x1f\x8b)|(?P<xz>\xfd7zXZ\0)|(?P<zst>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)"
-)
-UNPACK = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc"}
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
-OFTEN = "often CP1252, of Greek CP1253, of Russian CP1251, of Japanese CP932"
 SPACE = re.compile(r"\s*")
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # cut off or damaged
 
@@ -49,10 +42,8 @@ def refuse_pointer(path: Path) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file, unpacked as it begins, else as it is named."""
-    with open(path, "rb") as file:
-        found = MAGIC.match(file.read(16))
-    ending = f".{found.lastgroup}" if found else path.suffix.lower()
+    """Open a file, unpacked as it is named."""
+    ending = path.suffix.lower()
     if ending == ".zst":
         import pyarrow
 
@@ -136,18 +127,9 @@ def decode(path: Path, line: int, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        where = f"{path}, line {line + data.count(bytes([10]), 0, error.start):,}"
-        is_utf16 = line == 1 and data[:2] in UTF16
-        encoding = "UTF-16" if is_utf16 else "ENCODING"
-        guess = "" if is_utf16 else f" ({OFTEN})"
-        unpack = UNPACK.get(path.suffix.lower())
-        plain = path.with_suffix("") if unpack else path
-        old, new = (
-            shlex.quote(str(file)) for file in (path, plain.with_suffix(f".utf8{plain.suffix}"))
-        )
-        convert = f"iconv -f {encoding} -t utf-8"
-        command = f"{unpack} {old} | {convert}" if unpack else f"{convert} {old}"
-        todo = f"`{command} > {new}` converts it{guess}; then move the old one"
-        if str(path) == "-":  # stdin
-            todo = f"`{convert}` before it in the pipe converts it{guess}"
-        raise DataError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}; {todo}") from None
+        number = line + data.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{path}, line {number:,}: not UTF-8: byte 0x{data[error.start]:02x}; "
+            f"`iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > NEW` converts it, unpacked; "
+            "ENCODING is often UTF-16 or CP1252"
+        ) from None

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import contents
 from gpt2_triton.data.prepare.build import PROGRESS
-from gpt2_triton.data.shards import RECORD, read_record
+from gpt2_triton.data.shards import RECORD
 from gpt2_triton.data.text_names import COMPRESSIONS, TEXT_KINDS, is_text
 from gpt2_triton.data.tokenizer import get_tokenizer, label, special_names
-from gpt2_triton.data.tokenizer_file import CONFIG, END_OF_TEXT, FILE
+from gpt2_triton.data.tokenizer_file import CONFIG, END_OF_TEXT, FILE, HALF
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import expand_glob, sha256
+from gpt2_triton.files import expand_glob, object_in, sha256
 
 MOST_ROWS_WITHOUT_TEXT = 10_000  # at the start of a source, which then has another field
 TOKENIZER = {FILE, CONFIG}
@@ -32,7 +32,6 @@ ENDINGS = (
 ROWS = (".jsonl", ".json", ".parquet")
 BEGIN = 8192  # bytes in which a file that is no text has a NUL
 OURS = {RECORD, PROGRESS, "metrics.jsonl", *TOKENIZER}  # where _is_written
-HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 PIECE = 4096  # characters of a sample that follow each other
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 # what special tokens look like: Llama 3's and GPT-2's, then names of other tokenizers
@@ -211,7 +210,7 @@ def _is_written(folder: str, names: set[str]) -> bool:
     """Return whether a folder is a run, a model or shards; texts may have one of the names."""
     sets = ({"metrics.jsonl", "config.yaml"}, {"config.json", "generation_config.json"}, TOKENIZER)
     return any(known <= names for known in sets) or any(
-        "shards" in read_record(Path(folder, name)) for name in {RECORD, PROGRESS} & names
+        "shards" in object_in(Path(folder, name)) for name in {RECORD, PROGRESS} & names
     )
 
 

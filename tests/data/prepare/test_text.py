@@ -168,7 +168,7 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
             "latin.txt",
             (
                 r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 "
-                r".*latin.txt > .*latin.utf8.txt` "
+                r".*latin.txt > NEW` converts it"
             ),
         ),
         ("lfs.txt", "a pointer of Git LFS, not the text; `git lfs pull` "),
