@@ -56,6 +56,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the object in a file; {} if the file is missing, damaged or another thing."""
+    try:
+        return read_json(path)
+    except FileError:
+        return {}
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Name `path` in an OSError of the block that names no file, as a full disk's does."""

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
-from gpt2_triton.checkpoint.source_files import has_tokenizer, read_if_there
+from gpt2_triton.checkpoint.source_files import has_tokenizer
 from gpt2_triton.checkpoint.weights import tokenizer_of
 from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
@@ -26,7 +26,7 @@ from gpt2_triton.data.tokenizer import (
     has_llama3,
 )
 from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, FileTokenizer, byte_spelling
-from gpt2_triton.files import write_json
+from gpt2_triton.files import object_in, write_json
 
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
@@ -43,7 +43,7 @@ def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
         known = ["llama3"]
     elif not has_tokenizer(directory):
         return tokenizer_of(model)
-    added = read_if_there(directory / FILE).get("added_tokens", [])
+    added = object_in(directory / FILE).get("added_tokens", [])
     most = max((token["id"] for token in added), default=0)
     name = next((name for name in known if most < TOKENIZER_SIZES[name] <= model.vocab_size), None)
     if name or not has_file(directory):
@@ -54,8 +54,8 @@ def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
 
 def _vocabulary(directory: Path) -> dict[str, int]:
     """Return the number of each token in a model's files, {} where they have another kind."""
-    whole = read_if_there(directory / "tokenizer.json").get("model", {}).get("vocab")
-    found = whole or read_if_there(directory / "vocab.json")
+    whole = object_in(directory / "tokenizer.json").get("model", {}).get("vocab")
+    found = whole or object_in(directory / "vocab.json")
     return found if isinstance(found, dict) else {}  # sentencepiece's is a list
 
 

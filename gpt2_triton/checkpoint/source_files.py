@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.checkpoint.format import read_object
 from gpt2_triton.console import print_line
 from gpt2_triton.data import tokenizer
-from gpt2_triton.files import new_directory, remove
+from gpt2_triton.files import new_directory, object_in, remove
 
 DIRECTORY = "source"  # in a run's directory
 CONFIG = "config.json"
@@ -38,14 +37,9 @@ def has_tokenizer(directory: Path | None) -> bool:
     return directory is not None and any((directory / name).is_file() for name in VOCABULARIES)
 
 
-def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} without the file."""
-    return read_object(path) if path.is_file() else {}
-
-
 def ids(directory: Path | None) -> dict[str, Any]:
     """Return the ids of special tokens in a model's config.json."""
-    config = read_if_there(directory / CONFIG) if directory else {}
+    config = object_in(directory / CONFIG) if directory else {}
     return {key: config[key] for key in IDS if config.get(key) is not None}
 
 
@@ -53,7 +47,7 @@ def ends(directory: Path | None) -> set[int]:
     """Return the tokens that end a text, by generation_config.json, else by config.json."""
     if directory is None:
         return set()
-    named = [read_if_there(directory / name).get("eos_token_id") for name in (GENERATION, CONFIG)]
+    named = [object_in(directory / name).get("eos_token_id") for name in (GENERATION, CONFIG)]
     found: Any = next((ids for ids in named if ids is not None), [])
     return {*found} if isinstance(found, list) else {found}
 

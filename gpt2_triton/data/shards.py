@@ -22,7 +22,7 @@ from gpt2_triton.console import command_line
 from gpt2_triton.data.text_names import is_text
 from gpt2_triton.data.tokenizer import NAMES, has_tokens_of
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import FileError, expand_glob, read_json, write_atomic
+from gpt2_triton.files import expand_glob, object_in, write_atomic
 
 # magic and version: type of the tokens
 FORMATS: dict[tuple[int, int], np.dtype] = {
@@ -247,18 +247,10 @@ def require_tokenizer(pattern: str, tokenizer: str) -> None:
             f"--tokenizer {tokenizer} --out data/shards` makes data/shards/*.bin"
         )
     for record in sorted({Path(path).parent / RECORD for path in found}):
-        made_with = str(read_record(record).get("tokenizer", tokenizer))
+        made_with = str(object_in(record).get("tokenizer", tokenizer))
         if not has_tokens_of(tokenizer, made_with, record.parent):
             theirs = made_with if made_with in NAMES else record.parent  # its file lies there
             raise DataError(
                 f"{record}: made with another tokenizer, {made_with}, not {tokenizer}; prepare the "
                 f"text with --tokenizer {tokenizer}, or take a model with data.tokenizer {theirs}"
             )
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a preparation; empty if it is missing or damaged."""
-    try:
-        return read_json(path)
-    except FileError:
-        return {}

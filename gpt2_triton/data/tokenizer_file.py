@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import expand
+from gpt2_triton.files import expand, object_in, write_json
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -164,20 +164,11 @@ def _read(file: Path) -> dict[str, Any]:
 def _named_end(folder: Path) -> str:
     """Return the end of a text that the files beside a tokenizer name, "" for none."""
     for name in NAMES_OF_TOKENS:
-        token = _object(folder / name).get("eos_token")
+        token = object_in(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
             return token
     return ""
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """Return the object in a file, an empty one if it is missing or another thing."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def stem(name: str) -> str:
@@ -191,8 +182,7 @@ def copy(tokenizer: FileTokenizer, folder: Path) -> None:
     if tokenizer.file.resolve() == (folder / FILE).resolve():
         return
     shutil.copyfile(tokenizer.file, folder / FILE)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | _object(
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | object_in(
         tokenizer.file.parent / CONFIG
     )
-    text = json.dumps(config | {"eos_token": tokenizer.end}, indent=2, ensure_ascii=False)
-    (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    write_json(folder / CONFIG, config | {"eos_token": tokenizer.end})

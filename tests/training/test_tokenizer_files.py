@@ -10,9 +10,10 @@ from gpt2_triton.checkpoint import hf_tokenizer, sources
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.data.prepare import text
-from gpt2_triton.data.shards import map_tokens, read_record, require_tokenizer
+from gpt2_triton.data.shards import map_tokens, require_tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer, identity
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError
+from gpt2_triton.files import object_in
 from tests.support.tiny import tiny_config
 from tests.support.tokenizer_files import PROSE, byte_level, sentencepiece
 
@@ -46,7 +47,7 @@ def test_shards_are_the_tokens_of_the_documents(here, kind):
         tokens.count(coder.eot) == 1
         and coder.decode(tokens[:20]) == PROSE[: len(coder.decode(tokens[:20]))]
     )
-    record = read_record(shards / "shards.json")
+    record = object_in(shards / "shards.json")
     assert record["tokenizer"] == identity(str(tokenizer)) == identity(str(shards))
     assert record["end_of_text"] == coder.end
 

@@ -22,13 +22,12 @@ from gpt2_triton.data.shards import (
     RECORD,
     map_tokens,
     read_header,
-    read_record,
     token_dtype,
     write_shard,
 )
 from gpt2_triton.data.tokenizer import encode_rest, get_tokenizer, keep, record_of, with_delimiter
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import FULL, free_space, sha256, write_json
+from gpt2_triton.files import FULL, free_space, object_in, sha256, write_json
 
 PROGRESS = "progress.json"
 LOCK = ".lock"
@@ -116,7 +115,7 @@ def build_splits(
 ) -> Path:
     """Build as `build` does, of a source of both splits; say how many tokens each has."""
     if build(source, recipe, out_dir, tokens, workers):
-        shards = read_record(out_dir / RECORD)["shards"]
+        shards = object_in(out_dir / RECORD)["shards"]
         train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
         print_line(
             f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation"
@@ -215,7 +214,7 @@ def _cut(
 
 def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[Place | None]]:
     """Return the finished shards, and where each and the next one begin (None: the start)."""
-    record = read_record(out_dir / PROGRESS)
+    record = object_in(out_dir / PROGRESS)
     shards = {}
     if not record and ((out_dir / RECORD).exists() or any(out_dir.glob("*.bin"))):
         raise directory_in_use(out_dir)
@@ -279,7 +278,7 @@ def is_done(out_dir: Path, recipe: dict[str, Any]) -> bool:
     """Return whether out_dir holds what `recipe` makes, by its record
     and the sizes of its shards.
     """
-    record = read_record(out_dir / RECORD)
+    record = object_in(out_dir / RECORD)
     shards = record.pop("shards", {})
     try:
         return record == recipe and all(

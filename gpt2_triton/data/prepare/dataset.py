@@ -26,8 +26,9 @@ from gpt2_triton.data.prepare.build import (
 )
 from gpt2_triton.data.prepare.documents import Reading
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
-from gpt2_triton.data.shards import RECORD, read_record
+from gpt2_triton.data.shards import RECORD
 from gpt2_triton.errors import DataError
+from gpt2_triton.files import object_in
 
 OFFLINE = "check the name in --source and the network, or use `prepare text` for its files"
 
@@ -69,7 +70,7 @@ def prepare_dataset(
     source = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe)
     begun = time.monotonic()
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
-        shards = read_record(out_dir / RECORD)["shards"]
+        shards = object_in(out_dir / RECORD)["shards"]
         took = timedelta(seconds=round(time.monotonic() - begun))
         documents.report(source.notes, tokenizer)
         print_line(
@@ -83,7 +84,7 @@ def _commit(dataset: Dataset, out_dir: Path) -> str | None:
     if re.fullmatch(r"[0-9a-f]{40}", dataset.revision or ""):
         return dataset.revision
     for record in (RECORD, PROGRESS):
-        recorded = read_record(out_dir / record).get("source")
+        recorded = object_in(out_dir / record).get("source")
         if (
             dataset.revision is None
             and isinstance(recorded, dict)

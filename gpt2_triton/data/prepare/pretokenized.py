@@ -20,9 +20,9 @@ from gpt2_triton.data.prepare.build import (
     require_space,
 )
 from gpt2_triton.data.prepare.hub import AGAIN, hub_errors, repository
-from gpt2_triton.data.shards import RECORD, map_tokens, read_record
+from gpt2_triton.data.shards import RECORD, map_tokens
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import fsync, sha256, write_json
+from gpt2_triton.files import fsync, object_in, sha256, write_json
 
 REPOSITORIES = {
     "fineweb10B": "kjj0/fineweb10B-gpt2",
@@ -88,7 +88,7 @@ def _download_missing(repo: str, commit: str, files: list[Remote], out_dir: Path
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe = {"tokenizer": "gpt2", "source": {"name": repo, "revision": commit}}
     shards: ShardRecords = {}
-    source = read_record(out_dir / RECORD).get("source")
+    source = object_in(out_dir / RECORD).get("source")
     ours = isinstance(source, dict) and source.get("name") == repo
     missing = []
     with Progress("checking shards", len(files), "shards") as progress:

@@ -3,7 +3,6 @@
 The last tenth of the text is held out, to say how many bytes a token has.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from gpt2_triton.data.prepare.text import MeasuredText
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
 from gpt2_triton.data.tokenizer_file import CONFIG, END_OF_TEXT, FILE, FileTokenizer
 from gpt2_triton.errors import DataError
-from gpt2_triton.files import new_directory
+from gpt2_triton.files import new_directory, write_json
 
 HELD_OUT = 0.1  # of the characters
 HELD_OUT_CHARACTERS = 1 << 22  # most of them that are tokenised
@@ -46,8 +45,8 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     with new_directory(out) as directory:
         trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
-        (directory / FILE).write_text(trained.to_str(pretty=True), encoding="utf-8")
-        (directory / CONFIG).write_text(json.dumps(config | names, indent=2) + "\n")
+        trained.save(str(directory / FILE))
+        write_json(directory / CONFIG, config | names)
     return _compared(FileTokenizer(str(out)), vocab, held_out)
 
 

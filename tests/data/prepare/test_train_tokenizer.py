@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_line_that_names_the_directory(greek, monkeypatch, ca
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(train_tokenizer, "write_json", refuse)
     assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 2
     assert capsys.readouterr().err == "error: tok: No space left on device; make room\n"
     assert os.listdir(greek) == ["my.txt"]
