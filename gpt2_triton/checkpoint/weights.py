@@ -84,7 +84,7 @@ class Weights:
     def read_all(
         self, what: str, names: Iterable[str] | None = None, part: int | None = None
     ) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yield (name, first row, rows) of each name: `part` elements (PART) at most, or one row."""
+        """Yield (name, first row, rows) of each name, `part` elements at most, by default PART."""
         names = list(self.shapes if names is None else names)
         with Progress(
             what, sum(math.prod(self.shapes[name]) for name in names), "parameters"
