@@ -1,14 +1,9 @@
 """Command `sample`: print texts that a model writes."""
 
-import fcntl
 import itertools
-import os
 import re
 import sys
-import termios
 import time
-from array import array
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -72,12 +67,6 @@ def sample(
         print_line(f"special tokens in the prompts: {found:,}", error=True)
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
-    # not read unasked: an open pipe without data, as of a scheduler, would never end
-    if not (prompt or prompt_file) and _has_input():
-        print_line(
-            "note: stdin is not read; --prompt_file - takes each of its lines as a prompt",
-            error=True,
-        )
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     encoded = [encode_prompt(tokenizer, text, special).tolist() for text in prompts]
     texts = [
@@ -104,14 +93,6 @@ def sample(
     shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     made = counted(count, "token")
     print(f"{made} in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
-
-
-def _has_input() -> bool:
-    """Return whether stdin, if it is no terminal, holds bytes that nobody has read."""
-    waiting = array("i", [0])
-    with suppress(OSError):  # closed, or /dev/null
-        fcntl.ioctl(0, termios.FIONREAD, waiting)
-    return waiting[0] > 0 and not os.isatty(0)
 
 
 def _lines(file: Path) -> list[str]:

@@ -5,7 +5,6 @@ and seeds; text is streamed.
 import io
 import itertools
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -357,24 +356,6 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
             sample_command.sample(str(step_dir), prompt=[prompt], tokens=3, num=int(num))
             alone.append(capsys.readouterr().out)
         assert together == "---\n".join(alone)
-
-
-@pytest.mark.parametrize(("words", "told"), [([], True), (["--prompt", "First"], False)])
-def test_unread_input_is_told_and_an_open_pipe_is_not_waited_for(step_dir, capsys, words, told):
-    kept = os.dup(0)
-    end, other_end = os.pipe()
-    os.dup2(end, 0)
-    said = []
-    try:
-        for text in (b"", b"Second\n"):
-            os.write(other_end, text)
-            assert main(tools, ["sample", str(step_dir), *words, "--tokens", "1"]) == 0
-            said.append("note: stdin is not read; --prompt_file - " in capsys.readouterr().err)
-    finally:
-        os.dup2(kept, 0)
-        for file in (kept, end, other_end):
-            os.close(file)
-    assert said == [False, told]
 
 
 @pytest.mark.parametrize(
