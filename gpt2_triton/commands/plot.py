@@ -6,9 +6,7 @@ Okabe and Ito's colours remain distinct to colour-blind readers.
 
 import io
 import json
-import os
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,14 +22,6 @@ from gpt2_triton.training.metrics import METRICS, read_metrics
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is readable without smoothing
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-FALLBACKS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "WenQuanYi Zen Hei",
-    "Microsoft YaHei",
-    "SimHei",
-    "PingFang SC",
-)
 PANELS = dict(
     lr="learning rate",
     norm="gradient norm",
@@ -75,9 +65,7 @@ class Curves(NamedTuple):
         keys = ("val_loss", "loss", "tok_s", "mfu", "hellaswag")
         val, train, speed, mfu, hellaswag = (self.points(key)[:, 1] for key in keys)
         loss = f"val {val[-1]:.4f}" if len(val) else f"train {train[-50:].mean():.4f}"
-        name = textwrap.fill(self.name, 28).replace("$", r"\$")  # no mathematics
-        hidden = name.startswith("_")  # matplotlib leaves such labels out
-        lines = [f" {name}" if hidden else name, loss]
+        lines = [textwrap.fill(self.name, 28), loss]
         if len(speed):
             share = f", MFU {np.median(mfu):.0%}" if len(mfu) else ""
             lines.append(f"{format_count(np.median(speed))} tokens/s{share}")
@@ -140,20 +128,14 @@ def draw_runs(
         _finish(panel, PANELS.get(key, LOSS_TITLE))
     handles = axes["loss"].get_legend_handles_labels()
     figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=8.5)
-    _save(figure, out, runs)
+    _save(figure, out)
     return [compare(run, curve) for curve in curves for run in runs]
 
 
 def _new_figure(runs: Sequence[Curves], curves: int) -> tuple[Any, dict[str, Any]]:
     """Return a figure and its empty panels by key; HellaSwag has one if a run has a score."""
-    # a notebook's shell names a backend that matplotlib may not have
-    os.environ["MPLBACKEND"] = "agg"
-    from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    fallbacks = [font for font in FALLBACKS if font in installed]
-    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], *fallbacks])]
     scored = any(len(run.points("hellaswag")) for run in runs)
     panels = [key for key in PANELS if key != "hellaswag" or scored]
     height = max(7, 0.6 * (len(runs) + curves))  # of the legend's entries
@@ -186,20 +168,11 @@ def _cut_spikes(axes: Any, runs: Sequence[Curves]) -> None:
         axes.set_ylim(top=2 * np.quantile(norms, 0.98) or 1.0)
 
 
-def _save(figure: Any, out: Path, runs: Sequence[Curves]) -> None:
-    """Write the picture; a line says if no font has a name's characters."""
+def _save(figure: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
-    with warnings.catch_warnings(record=True) as caught:
-        figure.savefig(picture, format=out.suffix[1:], dpi=150)
+    figure.savefig(picture, format=out.suffix[1:], dpi=150)
     write_atomic(out, picture.getbuffer())
-    if any("missing from font" in str(warning.message) for warning in caught):
-        names = ", ".join(run.name for run in runs if not run.name.isascii())
-        print_line(
-            f"note: no font here has all characters of {names}; "
-            "install Noto Sans CJK, or set font.family in matplotlibrc",
-            error=True,
-        )
 
 
 def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:

@@ -71,17 +71,6 @@ def test_runs_are_overlaid_over_tokens_and_named_in_the_legend(panels, tmp_path)
     assert dots.tolist() == [[20 * TOKENS, 2.5]] and len(raw) == 499 > len(mean)
 
 
-def test_names_that_matplotlib_would_hide_or_cannot_draw(panels, tmp_path, capsys, recwarn):
-    carved = write_run(tmp_path / "\N{CJK UNIFIED IDEOGRAPH-4E00}\N{EGYPTIAN HIEROGLYPH A001}", 20)
-    drawn = panels(write_run(tmp_path / "_smoke", 20), carved)
-    assert drawn["legend"][0].splitlines()[0] == " _smoke" and len(drawn["legend"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert (
-        line.startswith(f"note: no font here has all characters of {carved.name}; install")
-        and not recwarn.list
-    )
-
-
 def test_runs_of_equal_names_are_told_apart_by_their_paths(panels, tmp_path):
     """A log that was kept aside is a run of its own."""
     one, other = (write_run(tmp_path / name / "run", 20) for name in "xy")
