@@ -45,13 +45,6 @@ def starting(
     notice = triton_notice()
     if notice:
         print_line(notice)
-    project = os.environ.get("WANDB_PROJECT") or config.log.wandb_project or ""
-    wrong = sorted({*project} & {*"/\\#?%:"})
-    if config.log.wandb != "disabled" and wrong:
-        raise ConfigError(
-            f"log.wandb_project or WANDB_PROJECT: W&B refuses {' '.join(wrong)} in {project!r}; "
-            "choose another name; WANDB_ENTITY names a team"
-        )
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
     for note in require_rows(config, tokenizer):
         print_line(note)

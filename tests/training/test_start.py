@@ -57,18 +57,6 @@ def test_run_directory_in_a_place_that_takes_none_is_one_line():
         pass
 
 
-def test_project_that_wandb_would_refuse_ends_the_start(tmp_path, monkeypatch):
-    for project, variable in (("a/b", ""), ("other", "a/b")):
-        monkeypatch.setenv("WANDB_PROJECT", variable)
-        config = Config.load("quickstart").replace(log=dict(wandb="offline", wandb_project=project))
-        with (
-            pytest.raises(ConfigError, match="W&B refuses / in 'a/b'"),
-            starting(config, tmp_path / "run", False),
-        ):
-            pass
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("found", "lines"), [("3.9.1", 0), ("3.10.0", 1), ("4.0+git1a2b", 1)])
 def test_a_triton_newer_than_the_tests_is_named_once_at_the_start(
     tmp_path, monkeypatch, capsys, found, lines
