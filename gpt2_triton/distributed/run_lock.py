@@ -43,14 +43,9 @@ def _take(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         is_new = True
     except FileExistsError:
-        is_ours = os.access(path, os.W_OK)
-        file = os.open(path, os.O_CREAT | (os.O_RDWR if is_ours else os.O_RDONLY), 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         is_new = False
-        _lock(file, path, is_new)
-        if not is_ours:  # another user's process, which has ended
-            path.unlink(missing_ok=True)
-    else:
-        _lock(file, path, is_new)
+    _lock(file, path, is_new)
     if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)
