@@ -17,26 +17,12 @@ from gpt2_triton.config import recipes
 from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError, Sections, options
-from gpt2_triton.config.values import OF_A_SIZE, SIZES, closest, keys_of_size, whole_number
+from gpt2_triton.config.values import OF_A_SIZE, SIZES, closest, keys_of_size
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import expand
 
 Kind = TypeVar("Kind", bound=Sections)
 Source = str | Path | Mapping[str, Any] | Sections  # a recipe or a file, a tree, a configuration
-
-
-class DecimalLoader(yaml.SafeLoader):
-    """Reads 010 as ten, as the command line does.  YAML 1.1 reads eight, and 1:30 as
-    ninety; that stays text here.
-    """
-
-    def decimal(self, node: yaml.ScalarNode) -> int | str:
-        text: str = self.construct_scalar(node)
-        number = whole_number(text)
-        return text if number is None else number
-
-
-DecimalLoader.add_constructor("tag:yaml.org,2002:int", DecimalLoader.decimal)
 
 
 def load(kind: type[Kind], source: Source, overrides: Mapping[str, Any], gpus: int | None) -> Kind:
@@ -160,7 +146,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             f"{path}: expected YAML; docs/guide/interop.md has the keys for nanoGPT's options"
         )
     try:
-        loader = DecimalLoader(path.read_bytes().decode("utf-8"))
+        loader = yaml.SafeLoader(path.read_bytes().decode("utf-8"))
         root = loader.get_single_node()
         lines = _key_lines(path, root)
         tree = None if root is None else loader.construct_document(root)
