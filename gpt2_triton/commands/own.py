@@ -211,8 +211,7 @@ def _tokenizer(choice: own_text.Choice, given: Mapping[str, str], weights: "Weig
         return _checked(given["data.tokenizer"])
     if weights and weights.tokenizer:
         return weights.tokenizer
-    usual = choice.config.data.tokenizer
-    return usual if "init_from" in given else _available(usual)
+    return choice.config.data.tokenizer
 
 
 def _checked(tokenizer: str) -> str:
@@ -263,16 +262,6 @@ def export(run_dir: Path, config: Config) -> None:
     if not out.exists():
         exporting.export(str(found), out, "hf", config.train.dtype)
         print_line(f"wrote {out}, for transformers")
-
-
-def _available(tokenizer: str) -> str:
-    """Return the tokenizer, or bytes if GPT-2's merges cannot be found or downloaded."""
-    from gpt2_triton.data.tokenizer import get_tokenizer
-
-    try:
-        return get_tokenizer(tokenizer).name
-    except DataError:
-        return "bytes"
 
 
 def _name(data: Sequence[Path]) -> str:
