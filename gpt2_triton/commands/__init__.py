@@ -38,30 +38,12 @@ for name, path in {
     given = {"usage": f"Usage: {command_line(name)} {USAGES[name]}"} if name in USAGES else {}
     tools.command(f"gpt2_triton.commands.{path}", name=name, **given)
 
-REMOVED = {  # command: its replacement
-    "bench": "run python -m benchmarks steps, ops or tune in the root of a checkout",
-    "config-table": "docs/guide/config.md has the table",
-    "evaluate": (
-        "eval/lm_eval.sh CHECKPOINT OUT TASKS scores by "
-        "lm-evaluation-harness; hellaswag still exists"
-    ),
-    "prepare climbmix": (
-        "`prepare fineweb --source OWNER/NAME --version NAME` takes other datasets of the Hub"
-    ),
-    "verify": "run python -m benchmarks verify in the root of a checkout",
-    "wandb-export": "train with --log.wandb offline, and run `wandb sync RUN/wandb/offline-run-*`",
-}
-
 
 def run() -> int:
     """Run the command in sys.argv and return its exit code."""
     words = sys.argv[1:]
-    wrong = {name: f"has gone: {todo}" for name, todo in REMOVED.items()}
-    wrong |= {
-        name: f"is a recipe; use `{command_line(f'train {name}')}`" for name in recipes.names()
-    }
-    for name in (" ".join(words[:1]), " ".join(words[:2])):
-        if name in wrong:
-            print_line(f"error: {name} {wrong[name]}", error=True)
-            return 2
+    if words and words[0] in recipes.names():
+        todo = f"use `{command_line(f'train {words[0]}')}`"
+        print_line(f"error: {words[0]} is a recipe; {todo}", error=True)
+        return 2
     return main(tools, words)

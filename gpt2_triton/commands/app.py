@@ -145,22 +145,13 @@ def main(app: App, argv: list[str]) -> int:
         return _fail(f"{type(error).__name__}: {error}", 1)
 
 
-def _writer(error: OSError) -> str:
-    """Return what an error that names no file is about: stdout, if that refuses a line's end."""
-    try:
-        os.write(1, b"\n")
-    except OSError:
-        return "standard output"
-    return f"a file that {traceback.extract_tb(error.__traceback__)[-1].filename} writes"
-
-
 def _fault_of_the_machine(error: Exception) -> str:
     """Return what a user can correct of a disk or its permissions, "" for any other error."""
     if "No usable temporary directory" in str(error):  # torch makes one when it is imported
         return "TMPDIR: no directory for temporary files can be written; set TMPDIR to one"
     if not isinstance(error, OSError) or error.errno not in OF_THE_USER:
         return ""
-    file = str(error.filename or _writer(error))
+    file = str(error.filename or "standard output, or a file")
     todo = OF_THE_USER[error.errno]
     if "/.triton" in file:
         todo = "set TRITON_CACHE_DIR to another place"

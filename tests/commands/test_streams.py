@@ -63,7 +63,7 @@ def test_run_without_a_console_ends_with_0(tmp_path, streams):
         (
             '"$@" > /dev/full; echo $? >&2',
             2,
-            b"error: standard output: No space left on device; make room\n",
+            b"error: standard output, or a file: No space left on device; make room\n",
         ),
         ('"$@" >&-; echo $? >&2', 0, b""),
     ],
