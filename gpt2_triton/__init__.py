@@ -20,7 +20,7 @@ from gpt2_triton.errors import (
 from gpt2_triton.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gpt2_triton.api import Config, Model, Run, load, train
+    from gpt2_triton.api import Config, Model, Run, load, train, write_shard
 
 __all__ = [
     "CheckpointError",
@@ -36,6 +36,7 @@ __all__ = [
     "UserError",
     "load",
     "train",
+    "write_shard",
 ]
 
 

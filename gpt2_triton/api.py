@@ -1,4 +1,4 @@
-"""The Python API: train a model, and use one.  `gpt2_triton` exports the names.
+"""The Python API: write tokens, train a model, and use one.  `gpt2_triton` exports the names.
 
 Only `train(console=True)` prints; warnings are issued as UserWarning.  The first call of
 `train` or `load` selects Triton's interpreter if there is no GPU, then imports torch and the
@@ -58,6 +58,54 @@ def _free_unused_memory() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _integers(tokens: Any, least: int, vocab_size: int) -> np.ndarray:
+    """Return int32 [n] or [sequences, n]; DataError if n < `least`, or for unknown tokens."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise DataError(
+            "tokens: got sequences of several lengths, expected integers [sequences, n]; "
+            "give each sequence by itself"
+        ) from None
+    if (
+        array.dtype.kind not in "iu"
+        or array.ndim not in (1, 2)
+        or not array.size
+        or array.shape[-1] < least
+    ):
+        raise DataError(
+            f"tokens: got {array.dtype} {list(array.shape)}, "
+            f"expected integers [n] or [sequences, n], n at least {least}"
+        )
+    if array.min() < 0 or array.max() >= vocab_size:
+        raise DataError(
+            f"tokens: {array.min()} to {array.max()}, but the vocabulary is 0 to {vocab_size - 1}"
+        )
+    return array.astype(np.int32)
+
+
+def _require_text(name: str, given: Any) -> None:
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"{name}: expected a text, got {type(given).__name__}; `decode` makes one of tokens"
+        )
+
+
+def write_shard(path: str | Path, tokens: Any, vocab_size: int) -> None:
+    """Write tokens to a file that data.train and data.val may name.
+
+    path         of the file, which is replaced; its directory is made
+    tokens       integers [n], or [sequences, n], which follow each other
+    vocab_size   model.vocab_size of the models; DataError for tokens outside it
+    """
+    from gpt2_triton.data import shards
+
+    array = _integers(tokens, 1, vocab_size).reshape(-1)
+    file = _path("path", path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shards.write_shard(file, array.astype(shards.token_dtype(vocab_size)))
 
 
 class Run:
@@ -275,6 +323,7 @@ class Model:
         """
         from gpt2_triton.data.tokenizer import encode_documents
 
+        _require_text("text", text)
         return encode_documents(self._tokenizer(), text).astype(np.int32)
 
     def decode(self, tokens: Any) -> str:
@@ -325,11 +374,7 @@ class Model:
         A model writes one text at a time: a stream raises ConfigError
         if another was begun after it.
         """
-        if not isinstance(prompt, str):
-            raise ConfigError(
-                f"prompt: expected a text, got {type(prompt).__name__}; "
-                "`decode` makes one of tokens"
-            )
+        _require_text("prompt", prompt)
         how = Sampling(temperature, top_k, top_p)
         how.check("", tokens, seed)
         with _exclusive():
@@ -400,30 +445,7 @@ class Model:
 
     def _sequences(self, tokens: Any, least: int) -> np.ndarray:
         """Return int32 [sequences, n]; DataError if n < `least`, or for unknown tokens."""
-        try:
-            array = np.asarray(tokens)
-        except ValueError:
-            raise DataError(
-                "tokens: got sequences of several lengths, expected integers [sequences, n]; "
-                "give each sequence by itself"
-            ) from None
-        vocabulary = self.config.model.vocab_size
-        if (
-            array.dtype.kind not in "iu"
-            or array.ndim not in (1, 2)
-            or not array.size
-            or array.shape[-1] < least
-        ):
-            raise DataError(
-                f"tokens: got {array.dtype} {list(array.shape)}, "
-                f"expected integers [n] or [sequences, n], n at least {least}"
-            )
-        if array.min() < 0 or array.max() >= vocabulary:
-            raise DataError(
-                f"tokens: {array.min()} to {array.max()}, but the vocabulary "
-                f"is 0 to {vocabulary - 1}"
-            )
-        return np.atleast_2d(array).astype(np.int32)
+        return np.atleast_2d(_integers(tokens, least, self.config.model.vocab_size))
 
     def export(
         self,

@@ -481,6 +481,26 @@ def test_a_run_with_fp32_masters_has_the_loss_of_its_export(tmp_path):
             "tokens: sequences of 17, but the context is 16; cut them",
         ),
         (
+            lambda m: m.encode(b"hi"),
+            ConfigError,
+            "text: expected a text, got bytes",
+        ),
+        (
+            lambda m: m.generate("a", 1, top_k=None),
+            ConfigError,
+            "top_k: expected a whole number, got None",
+        ),
+        (
+            lambda m: m.generate("a", "3"),
+            ConfigError,
+            "tokens: expected a whole number, got '3'",
+        ),
+        (
+            lambda m: m.generate("a", 1, temperature="0.8"),
+            ConfigError,
+            "temperature: expected a number, got '0.8'",
+        ),
+        (
             lambda m: m.generate([1]),
             ConfigError,
             "prompt: expected a text, got list; `decode` makes",
@@ -575,3 +595,22 @@ def test_triton_may_be_imported_first(run):
     assert want
     for program in BEFORE:
         assert python(f"{program}; import triton{USE}{DRAW}", run.directory).stdout == want
+
+
+def test_tokens_of_a_program_become_shards_of_either_size(tmp_path):
+    """The dtype is that of the vocabulary, not of the array, so a run reads what it wrote."""
+    given = np.arange(60, dtype=np.int64).reshape(3, 20)
+    for vocab_size in (60, 70_000):
+        path = tmp_path / "new" / f"{vocab_size}.bin"
+        gpt2_triton.write_shard(path, given, vocab_size)
+        [shard] = open_shards(str(path), vocab_size, 16)
+        assert shard.read(0, shard.count).tolist() == list(range(60))
+    gpt2_triton.write_shard(tmp_path / "val.bin", range(60, 99), 256)
+    data = dict(train=str(tmp_path / "new" / "60.bin"), val=str(tmp_path / "val.bin"))
+    run = gpt2_triton.train(small_config(data=data), tmp_path / "run")
+    assert run.state == "done"
+    with pytest.raises(DataError, match="tokens: 0 to 59, but the vocabulary is 0 to 58"):
+        gpt2_triton.write_shard(path, given, 59)
+    with pytest.raises(DataError, match=r"tokens: got float64 \[2\], expected integers"):
+        gpt2_triton.write_shard(path, [0.5, 1.0], 60)
+    assert open_shards(str(path), 70_000, 16)  # the refused ones wrote nothing

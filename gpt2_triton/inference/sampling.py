@@ -2,6 +2,7 @@
 before they import torch.
 """
 
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from gpt2_triton.errors import ConfigError
@@ -15,16 +16,20 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  # then among the fewest tokens that together have probability p; 1 among all
 
     def check(self, prefix: str, tokens: int, seed: int) -> None:
-        """Raise ConfigError for values out of range; `prefix`, such as "--",
+        """Raise ConfigError for values out of range or of another type; `prefix`, such as "--",
         comes before an option's name.
         """
-        least = dict(
-            tokens=(tokens, 1),
-            temperature=(self.temperature, 0),
-            top_k=(self.top_k, 0),
-            seed=(seed, 0),
+        least: dict[str, tuple[float, type, int]] = dict(
+            tokens=(tokens, Integral, 1),
+            temperature=(self.temperature, Real, 0),
+            top_k=(self.top_k, Integral, 0),
+            top_p=(self.top_p, Real, 0),
+            seed=(seed, Integral, 0),
         )
-        for name, (value, limit) in least.items():
+        for name, (value, kind, limit) in least.items():
+            if not isinstance(value, kind):
+                what = "a whole number" if kind is Integral else "a number"
+                raise ConfigError(f"{prefix}{name}: expected {what}, got {value!r}")
             if not value >= limit:  # NaN too
                 raise ConfigError(f"{prefix}{name}: must be at least {limit}, got {value}")
         if not 0 < self.top_p <= 1:
