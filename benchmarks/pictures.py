@@ -163,7 +163,7 @@ def final_losses(axes: Any) -> None:
     for arm, looks in RUNS.items():
         mine = [row for row in rows if row["arm"] == arm]
         timed = [row for row in rows if row["arm"] == f"{arm}, 90 steps"] or mine
-        ms = statistics.fmean(row["ms"] for row in timed)
+        ms = statistics.fmean(row["ms"] for row in timed if row["ms"])
         loss = statistics.fmean(row["val_loss"] for row in mine)
         points.setdefault(looks, []).append((mine[0]["steps"] * ms / 60e3, loss))
     for (name, color, marker, away), at in points.items():
