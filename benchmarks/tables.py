@@ -143,16 +143,18 @@ def operations(section: dict[str, Any], kind: str) -> str:
     return markdown(["ms (floor)", *(f"{NAMES[size]}, {NAMES[arm]}" for size, arm in arms)], rows)
 
 
-def measured(table: Callable[..., str], *kinds: str, executed: bool = False) -> Table:
-    """Return a function that renders the table of each machine with figures of the first kind;
-    `executed`: of each code of another GPU that a machine executed.
+def measured(
+    table: Callable[..., str], *kinds: str, executed: bool = False, most: int | None = None
+) -> Table:
+    """Return a function that renders the table of each machine with figures of the first kind, or
+    of the first `most` machines; `executed`: of each code of another GPU that a machine executed.
     """
 
     def tables(record: Record) -> str:
         of_kind = [name for name in record if name.endswith("_code") == executed]
         found = [record[name] for name in of_kind if group(record[name], kinds[0])]
         return "\n\n".join(
-            f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found
+            f"{caption(section['meta'])}\n\n{table(section, *kinds)}" for section in found[:most]
         )
 
     return tables
@@ -273,7 +275,7 @@ TABLES: dict[str, Table] = {
     "multi": measured(programs, "multi"),
     "muon": measured(programs, "muon"),
     "levels": measured(programs, "levels"),
-    "ops": measured(operations, "ops"),
+    "ops": measured(operations, "ops", most=1),
     "executed": measured(programs, "steps", executed=True),
     "executed_ops": measured(operations, "ops", executed=True),
     "epilogues": own_section(
