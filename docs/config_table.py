@@ -26,6 +26,7 @@ LIMITS = {
     "lt": "below {}",
     "multiple_of": "multiple of {}",
 }
+FAR = 1 << 20  # limits that no run meets are left out
 
 
 def table() -> str:
@@ -58,10 +59,10 @@ def table() -> str:
 
 def _type(field: FieldInfo) -> str:
     limits = [
-        words.format(_power(value))
+        words.format(f"{value:g}")
         for rule in field.metadata
         for name, words in LIMITS.items()
-        if (value := getattr(rule, name, None)) is not None
+        if (value := getattr(rule, name, None)) is not None and value < FAR
     ]
     return ", ".join([_name(field.annotation), *limits])
 
@@ -78,11 +79,6 @@ def _name(annotation: Any) -> str:
     return {type(None): "`null`", str: "text"}.get(
         annotation, getattr(annotation, "__name__", str(annotation))
     )
-
-
-def _power(value: float) -> str:
-    exponent = int(value).bit_length() - 1
-    return f"2^{exponent}" if value == 2**exponent and exponent > 19 else f"{value:g}"
 
 
 def _yaml(value: Any) -> str:
