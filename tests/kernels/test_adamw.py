@@ -81,26 +81,18 @@ def rounded(exact, seed, first, step, shift=0):
 @lengths
 def test_adamw_matches_torch_over_ten_steps(rng, n, decay):
     w = rng(n)
-    ours, leaf = Adam(w, "fp32", decay=decay), w.double().requires_grad_()
+    ours, leaf = Adam(w, "fp32", decay=decay, lr_factor=2.0), w.double().requires_grad_()
     torchs = torch.optim.AdamW([leaf], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=decay)
     for step in range(10):
         g, lr, factor = rng(n) * 10.0 ** -(step % 3), 1e-2 * (step + 1), 1 / (1 + step % 2)
         ours.step(g, lr, factor)
-        torchs.param_groups[0]["lr"] = lr
+        torchs.param_groups[0]["lr"] = 2 * lr
         leaf.grad = g.double() * factor
         torchs.step()
     state = torchs.state[leaf]
     assert error(ours.w, leaf.detach()) < 2e-6  # ten roundings to fp32, and those of m and v
     # 1 - beta2 of an fp32 beta2 has a relative error of up to 6e-7
     assert error(ours.m, state["exp_avg"]) < 2e-6 and error(ours.v, state["exp_avg_sq"]) < 4e-6
-
-
-@storages
-def test_adamw_multiplies_the_learning_rate_by_its_factor(rng, storage):
-    w, g = rng(1000), rng(1000)
-    # 2 is exact
-    runs = Adam(w, storage, lr_factor=2.0).step(g, lr=1e-3), Adam(w, storage).step(g, lr=2e-3)
-    assert torch.equal(runs[0].bits(), runs[1].bits())
 
 
 @storages
@@ -139,19 +131,6 @@ def test_adamw_skipped_step_changes_no_byte(rng, storage):
 
 
 @storages
-@pytest.mark.parametrize("cut", [4, 512, 1000, 4096])
-def test_adamw_of_two_ranges_equals_one_range(rng, storage, cut):
-    w, grads, first = rng(5001), [rng(5001) for _ in range(3)], 2**31 - 1024
-    parts = slice(None), slice(0, cut), slice(cut, None)
-    runs = [Adam(w[part], storage, first=first + (part.start or 0)) for part in parts]
-    for g in grads:
-        for part, run in zip(parts, runs, strict=True):
-            run.step(g[part])
-    whole, *halves = (run.bits() for run in runs)
-    assert torch.equal(whole, torch.cat(halves))
-
-
-@storages
 @pytest.mark.parametrize("n", [1, 1001, N + 5])
 def test_adamw_gives_the_same_bits_and_writes_only_its_outputs(rng, storage, n):
     w, g = rng(n), rng(n)
@@ -185,16 +164,6 @@ def test_stochastic_rounding_adds_philox_bits(rng, first, seed):
         assert torch.equal(run.bits(), rounded(exact.w, seed, first, step))
         assert torch.equal(run.m, exact.m) and torch.equal(run.v, exact.v)
         exact.w.copy_(run.w)
-
-
-def test_stochastic_rounding_keeps_updates_below_half_an_ulp():
-    """1 - 0.3 / 256 lies between the bf16 numbers 1 and 1 - 1/256: 3 of 10 are
-    rounded down; to nearest, none.
-    """
-    ones = torch.ones(N, device=DEVICE)
-    run = Adam(ones, "bf16", decay=0.0).step(ones, lr=0.3 / 256)
-    assert set(run.w.float().unique().tolist()) == {1.0, 1 - 1 / 256}
-    assert abs((run.w < 1).double().mean() - 0.3) < 4 * (0.3 * 0.7 / N) ** 0.5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, on NaN

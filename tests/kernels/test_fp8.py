@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from gpt2_triton import kernels as K
-from gpt2_triton.kernels import classifier, e4m3, fp8, hopper
+from gpt2_triton.kernels import classifier, e4m3, hopper
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.classifier import classifier_fwd_scratch
-from gpt2_triton.kernels.e4m3 import AMAX_CELLS, to_e4m3, to_e5m2, token_at
+from gpt2_triton.kernels.e4m3 import AMAX_CELLS, to_e4m3, to_e5m2
 from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
@@ -112,19 +112,6 @@ def test_rounding_equals_torch_in_every_bit(monkeypatch, dtype):
     assert not wrong.any(), x[wrong][:5]
 
 
-@triton.jit
-def _order_kernel(out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.store(out_ptr + i, token_at(i))
-
-
-def test_tokens_lie_in_pairs():
-    out = torch.empty(32, dtype=torch.int32, device=DEVICE)
-    _order_kernel[(1,)](out, 32)
-    assert out[:16].tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
-    assert out[16:].tolist() == [16 + t for t in out[:16].tolist()]
-
-
 # ---- scales ----
 
 
@@ -214,13 +201,6 @@ def test_saturated_and_flushed_elements_are_counted(rng):
         reference.fp8_stats(expected, x, acc)
         want = expected.sum(1).tolist()
         assert parts.sum(1).tolist() == want and min(want) >= C * (1 + acc)
-
-
-def test_transposition_in_pairs(rng):
-    x = as_e4m3(rng(R, C))
-    out = torch.zeros(C, R, dtype=torch.uint8, device=DEVICE).view(E4M3)
-    fp8.transpose(out, x, pairs=True)
-    assert torch.equal(bits(out), in_pairs(x))
 
 
 def close_to_rounded(got: Fp8, want: torch.Tensor) -> None:

@@ -90,13 +90,6 @@ def test_layernorm_fwd_is_exact_for_a_large_mean(rng):
     assert error(rstd, exact_forward(x, w, b)[2]) < 1e-6
 
 
-def test_layernorm_eps_bounds_the_scale_of_a_constant_row(rng):
-    x, w, b = torch.full((7, 48), 2.5, device=DEVICE), rng(48), rng(48)
-    out, _, rstd = forward(x, w, b)
-    assert torch.allclose(rstd, torch.full_like(rstd, 1e-5**-0.5))
-    assert (out - b).abs().max() < 1e-3  # an ulp of the mean, 2e-7, times rstd, 316
-
-
 @accumulate
 @dtypes
 @pytest.mark.parametrize("R,C", [*SHAPES, (1100, 1040)])

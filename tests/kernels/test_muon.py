@@ -17,7 +17,6 @@ from gpt2_triton.kernels.muon import (
     muon_poly,
     muon_update,
 )
-from gpt2_triton.model.muon import POLAR_EXPRESS
 from gpt2_triton.operands import Matrices, Step
 from tests.conftest import DEVICE
 from tests.kernels.test_adamw import rounded
@@ -96,66 +95,13 @@ def test_bits_of_a_matrix_do_not_depend_on_the_others(rng, small_blocks):
     assert torch.equal(together[2:3], chain(x[2:3])) and torch.equal(together[1::2], chain(x[1::2]))
 
 
-def orthogonalise(x):
-    """Return what five polynomials make of matrices [k, M, N], in the dtype of x."""
-    k, M, N = x.shape
-    x, y = x.clone(), torch.empty_like(x)
-    gram, poly = (
-        torch.empty(k, min(M, N), min(M, N), dtype=x.dtype, device=DEVICE) for _ in range(2)
-    )
-    muon_normalise(y, torch.empty(muon_normalise_scratch(k, M, N), device=DEVICE), x)
-    for a, b, c in POLAR_EXPRESS:
-        muon_gram(gram, y)
-        muon_poly(poly, gram, b, c)
-        muon_apply(x, y, poly, a)
-        x, y = y, x
-    return y
-
-
-@pytest.mark.parametrize(
-    "dtype, bounds", [(F32, (0.85, 1.15)), (BF16, (0.8, 1.2))], ids=["fp32", "bf16"]
-)
-@shapes
-def test_singular_values_above_a_thousandth_of_the_norm_become_nearly_one(
-    rng, shape, dtype, bounds
-):
-    """Conditions of 1, 100 and 1000; bf16 moves a singular value by a few hundredths."""
-    U, V = (torch.linalg.qr(rng(side, min(shape)).double())[0] for side in shape)
-    spectra = torch.stack(
-        [torch.ones(min(shape)), *(torch.logspace(-n, 0, min(shape)) for n in (2, 2.9))]
-    ).to(DEVICE)
-    x = (U * spectra.double()[:, None, :] @ V.mT).to(dtype)
-    got = orthogonalise(x)
-    found, before = torch.linalg.svdvals(got.double()), torch.linalg.svdvals(x.double())
-    counted = before > 1e-3 * torch.linalg.matrix_norm(x.double())[:, None]
-    assert counted.sum() > 0.8 * counted.numel()
-    assert found[counted].min() > bounds[0] and found.max() < bounds[1]
-    polar = (U @ V.mT).expand(got.shape)[0]
-    # the direction is that of x
-    assert ((got[0].double() - polar).norm() / polar.norm()) < bounds[1] - 1
-
-
-def test_degenerate_matrices_stay_finite():
-    """Zeros stay zeros, and a matrix of one row's multiples has one singular value near 1."""
-    x = torch.zeros(3, 32, 128, device=DEVICE)
-    x[1] = 1e-20
-    x[2] = torch.arange(128.0)
-    got = orthogonalise(x)
-    values = torch.linalg.svdvals(got.double())
-    assert torch.equal(got[0], x[0]) and torch.isfinite(got).all()
-    assert 0.85 < values[2, 0] < 1.15 and values[2, 1] < 1e-3
-
-
 def test_normalised_matrices_have_norms_a_little_below_one(rng):
-    x, out = (
-        rng(2, 48, 192) * torch.tensor([1e-9, 1e3], device=DEVICE)[:, None, None],
-        every_other(2, 48, 192),
-    )
-    muon_normalise(out, poisoned(muon_normalise_scratch(2, 48, 192)), x)
-    assert (
-        error(out, x.double() / 1.02 / torch.linalg.matrix_norm(x.double())[:, None, None])
-        < TOLERANCE[F32]
-    )
+    """A matrix of zeros stays zeros."""
+    sizes = torch.tensor([1e-9, 1e3, 0.0], device=DEVICE)[:, None, None]
+    x, out = rng(3, 48, 192) * sizes, every_other(3, 48, 192)
+    muon_normalise(out, poisoned(muon_normalise_scratch(3, 48, 192)), x)
+    norms = torch.linalg.matrix_norm(x.double()).clamp(min=1e-12)[:, None, None]
+    assert error(out, x.double() / 1.02 / norms) < TOLERANCE[F32]
 
 
 @dtypes
@@ -207,15 +153,6 @@ def test_update_is_rounded_as_adamw_rounds(rng, storage):
         ).int() * 0x10000
         w_new = bits.view(F32)
     assert error(w_new, exactly.w) < TOLERANCE[F32]
-
-
-@pytest.mark.parametrize("cut", [4, 512])
-def test_update_of_two_ranges_equals_one_range(rng, cut):
-    w, x = rng(2, 700, dtype=BF16), rng(2, 700, dtype=BF16)
-    whole, _ = updated(w, x, "bf16")
-    left, _ = updated(w[:, :cut].contiguous(), x[:, :cut], "bf16")
-    right, _ = updated(w[:, cut:].contiguous(), x[:, cut:], "bf16", first=64 + cut)
-    assert torch.equal(whole, torch.cat([left, right], 1))
 
 
 def test_skipped_step_changes_no_byte(rng):

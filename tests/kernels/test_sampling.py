@@ -133,18 +133,6 @@ def test_an_endless_temperature_draws_alike_among_what_is_kept(temperature):
     assert set(sampled_tokens(z, range(30), temperature, top_k=5)) == {*kept_by_k}
 
 
-def test_sample_token_distribution_is_the_softmax():
-    """4000 tokens of 12 by the scores that the kernel matches: chi-square, 11 degrees
-    of freedom, 99.9% at 31.3.
-    """
-    z, temperature = np.linspace(-2, 2, 12), 1.5
-    p = np.exp(z / temperature) / np.exp(z / temperature).sum()
-    counts = np.bincount(
-        [scores(z, seed, 0, temperature).argmax() for seed in range(4000)], minlength=12
-    )
-    assert ((counts - 4000 * p) ** 2 / (4000 * p)).sum() < 31.3
-
-
 def test_sample_token_does_not_depend_on_the_batch():
     z = np.random.default_rng(0).normal(size=(6, 200))
     together = sampled_tokens(z, range(6), 0.8, 20, 0.9)
