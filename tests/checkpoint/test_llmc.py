@@ -68,16 +68,6 @@ def test_llmc_reader_leaves_padding_out(model, tmp_path):
     )
 
 
-def test_export_converts_between_formats_without_a_run(model, tmp_path):
-    _, _, run = model
-    export(str(run), tmp_path / "a", "llmc", "fp32")
-    export(f"llmc:{tmp_path}/a", tmp_path / "b", "hf", "fp32")
-    export(f"hf:{tmp_path}/b", tmp_path / "c", "llmc", "fp32")
-    assert (tmp_path / "a" / "model.bin").read_bytes() == (
-        tmp_path / "c" / "model.bin"
-    ).read_bytes()
-
-
 def with_header(data: bytes, **words: int) -> bytes:
     """Return `data` with words of its header replaced: w1=3 sets header[1] to 3."""
     words_of = np.frombuffer(bytearray(data), np.int32)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint import load
-from gpt2_triton.checkpoint.format import FORMAT, MANIFEST, STATE, fingerprint, tensors_name
+from gpt2_triton.checkpoint.format import FORMAT, MANIFEST, STATE
 from gpt2_triton.checkpoint.load import find_checkpoint, latest_checkpoint, verify
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.errors import CheckpointError
@@ -84,22 +84,6 @@ def test_verify_notices_a_truncated_and_a_missing_file(newest, capsys, name, mis
         path.write_bytes(good[:-1])
     assert ("cannot be read" in verify(newest)) == (missing or name == MANIFEST)
     assert_refused(newest, verify(newest), capsys)
-
-
-def test_verify_names_a_missing_rank(newest, capsys):
-    """The manifest gives the number of ranks."""
-    ranks = [tensors_name(rank) for rank in range(3)]
-    for name in ranks[1:]:
-        shutil.copy(newest / TENSORS, newest / name)
-    files = {name: fingerprint(newest / name) for name in (*ranks, STATE)}
-    (newest / MANIFEST).write_text(json.dumps(files))
-    assert verify(newest) == ""
-    (newest / ranks[2]).unlink()
-    assert_refused(
-        newest,
-        f"cannot be read ([Errno 2] No such file or directory: '{newest / ranks[2]}')",
-        capsys,
-    )
 
 
 def test_latest_checkpoint_refuses_a_run_with_damaged_ones_only(newest, capsys):

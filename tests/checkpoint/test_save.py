@@ -131,27 +131,18 @@ def bytes_in(directory):
     return sum(file.stat().st_size for file in directory.glob("step_*/*"))
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_save_without_room_deletes_what_it_supersedes_first(newest, monkeypatch, keep):
-    leave_room(monkeypatch, newest.parent, NEEDED - 1)
-    written = save._write
+@pytest.mark.parametrize("keep, missing", [(1, 1), (2, 1), (1, 0)])
+def test_save_deletes_what_it_supersedes_first_where_room_is_missing(
+    newest, monkeypatch, keep, missing
+):
+    written, seen = save._write, []
     monkeypatch.setattr(
-        save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given))
+        save, "_write", lambda *given: (seen.append(names(newest.parent)), written(*given))
     )
-    seen = []
+    leave_room(monkeypatch, newest.parent, NEEDED - missing)
     write(newest.parent, 30, keep)
-    assert seen == [STEP_20] and names(newest.parent) == [STEP_20, STEP_30][-keep:]
-
-
-def test_save_with_room_deletes_after_it_has_written(newest, monkeypatch):
-    leave_room(monkeypatch, newest.parent, NEEDED)
-    written = save._write
-    monkeypatch.setattr(
-        save, "_write", lambda *given: (seen.extend(names(newest.parent)), written(*given))
-    )
-    seen = []
-    write(newest.parent, 30, keep=1)
-    assert seen == [STEP_10, STEP_20] and names(newest.parent) == [STEP_30]
+    assert seen == [[STEP_10, STEP_20][missing:]]
+    assert names(newest.parent) == [STEP_20, STEP_30][-keep:]
 
 
 @pytest.mark.parametrize(

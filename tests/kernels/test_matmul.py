@@ -397,27 +397,6 @@ def test_takes_wide_tiles_where_they_waste_less(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_launchers_call_the_module_that_takes_names(monkeypatch, wide):
-    calls = []
-    monkeypatch.setattr(tuning, "is_hopper", lambda: True)
-    monkeypatch.setattr(hopper, "wide_is_faster", lambda M, N: wide)
-
-    def launched(module, *_, **__):
-        calls.append(module)
-        return 1
-
-    for module in (hopper_matmul, hopper_matmul_wide):
-        monkeypatch.setattr(module, "matmul", functools.partial(launched, module))
-    x, w, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (64, 64), (64,)))
-    out, res = torch.empty_like(x), torch.empty_like(x)
-    mm.matmul(out, x, Linear(w, b))
-    mm.matmul_add(out, res, x, Linear(w, b))
-    mm.matmul_dx(out, x, Linear(w))
-    mm.matmul_act(out, res, x, Linear(w, b), "gelu")
-    assert calls == [*(3 * [hopper_matmul_wide if wide else hopper_matmul]), hopper_matmul]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("w_is_nk", [True, False])

@@ -122,6 +122,11 @@ def test_a_buffer_within_another_takes_its_bytes_or_where_they_are_too_few_its_o
         )
 
 
+ABSENT = "Nm Nr Nx No Nc Q P Sa Sp As dropout"  # without elements
+FLAT = "N Nt Nv Nf Ng"
+DIMS = dict.fromkeys(ABSENT.split(), 0) | dict.fromkeys(FLAT.split(), 100)
+DIMS |= dict(B=2, T=8, R=16, C=32, Cq=32, D=96, F=128, G=128, NH=1, L=3, S=7, Vp=128, Rc=16)
+DIMS |= dict(Np=64, W=1000, Nw=129, trains=1, bf16=1, bf16_head=1)
 LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg with three layers
     "none": [7, 6, 3, 3, 3, 3],
     "gelu:1": [7, 6, 3, 3, 3, 2],  # the first layer uses the second's
@@ -138,57 +143,12 @@ LAYERS = {  # recompute level, distinct buffers of x, ln, qkv, att, fch and fcg 
 
 @pytest.mark.parametrize("level", LAYERS)
 def test_lists_share_the_copies_that_their_level_drops(level):
-    dims = dict(
-        B=2,
-        T=8,
-        R=16,
-        C=32,
-        Cq=32,
-        D=96,
-        F=128,
-        G=128,
-        NH=1,
-        L=3,
-        S=7,
-        Vp=128,
-        Rc=16,
-        N=100,
-        Nt=100,
-        Np=64,
-    )
-    dims |= dict(
-        Nv=100,
-        Nm=0,
-        W=1000,
-        Nw=129,
-        trains=1,
-        bf16=1,
-        bf16_head=1,
-        dropout=0,
-        Q=0,
-        Sa=0,
-        Sp=0,
-        As=0,
-        P=0,
-        Nf=100,
-        Ng=100,
-        Nr=0,
-        Nx=0,
-        No=0,
-        Nc=0,
-    )
     levels = layer_levels(level, 3)
-    resolved = [b for table in (State, Acts) for b in resolve_buffers(table, dims, DTYPES, levels)]
+    resolved = [b for table in (State, Acts) for b in resolve_buffers(table, DIMS, DTYPES, levels)]
     plan = place_buffers(resolved)
-    acts = carve(Acts, plan.buffers, torch.empty(plan.total, dtype=torch.uint8), dims)
-    assert [len(v) for v in (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)] == [
-        7,
-        6,
-        7,
-        3,
-        3,
-        3,
-    ]
+    acts = carve(Acts, plan.buffers, torch.empty(plan.total, dtype=torch.uint8), DIMS)
+    lists = (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)
+    assert [*map(len, lists)] == [7, 6, 7, 3, 3, 3]
     distinct = [
         len({t.data_ptr() for t in row})
         for row in (acts.x, acts.ln, acts.qkv, acts.att, acts.fch, acts.fcg)
@@ -199,26 +159,7 @@ def test_lists_share_the_copies_that_their_level_drops(level):
 
 def test_layers_without_a_copy_use_that_of_the_first_layer_with_one():
     """In the forward pass they need it before that layer does, in the backward pass after it."""
-    dims = dict(
-        B=2,
-        T=8,
-        R=16,
-        C=32,
-        Cq=32,
-        D=96,
-        F=128,
-        G=128,
-        NH=1,
-        L=4,
-        S=9,
-        Vp=128,
-        Rc=16,
-        W=1000,
-        trains=1,
-        bf16=1,
-        bf16_head=1,
-        dropout=0,
-    )
+    dims = DIMS | dict(L=4, S=9)
 
     def resolved(level: str) -> dict[str, Buffer]:
         return {b.name: b for b in resolve_buffers(Acts, dims, DTYPES, layer_levels(level, 4))}

@@ -129,15 +129,6 @@ def test_send_schedule(n_layer, zero, last, send_from, sent):
     assert send_schedule(n_layer, zero, last, send_from) == sent
 
 
-@pytest.mark.parametrize("n_layer, send_from", [(n, s) for n in (1, 2, 5) for s in (0, 1, n)])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_send_schedule_sends_each_bucket_once(n_layer, send_from, zero):
-    sent = send_schedule(n_layer, zero, last=True, send_from=send_from)
-    assert sorted(bucket for together in sent.values() for bucket in together) == list(
-        range(n_layer + 2)
-    )
-
-
 @pytest.mark.parametrize("layers, rows, send_from", [(12, 65536, 1), (48, 16384, 12), (2, 512, 16)])
 def test_peer_copies_send_when_the_remaining_layers_hide_the_transfer(layers, rows, send_from):
     """124M and 1558M by the formula of docs/engineering/scaling.md; in the
@@ -364,14 +355,6 @@ def test_wait_grad_buffer_of_zero_2_waits_for_the_layer_two_above(monkeypatch, s
         "join",
         "join",
     ]
-
-
-def test_communicator_of_one_rank_exchanges_nothing():
-    log = Log(False)
-    model = Model(tiny_config(), log, "cpu")
-    model._forward_backward(False, False, True)
-    model._update(False)
-    assert not {name for name, _ in log.calls} & EXCHANGES
 
 
 def test_side_stream_without_work_is_not_waited_for(monkeypatch):

@@ -269,18 +269,6 @@ def test_plan_has_no_buffer_that_no_precision_needs():
     assert not bf16 & (Fp8Buffers.__dataclass_fields__.keys() | {"scale", "history", "amax"})
 
 
-def test_rows_of_the_state_have_the_sizes_of_the_kernels():
-    shapes = {
-        name: State.__dataclass_fields__[name].metadata["spec"].shape
-        for name in ("history", "amax")
-    }
-    assert shapes == dict(history=f"Q {fp8.HISTORY}", amax=f"Q {K.AMAX_CELLS}")
-    for keep, head in (("none", 2), ("head", 0)):
-        assert planned(fp8_config(keep=keep))[0].buffers["scale"].shape == (
-            2 * len(fp8.SCALES) + head,
-        )
-
-
 @pytest.mark.parametrize("llama", [False, True])
 def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
     plan, _ = planned(fp8_config(llama=llama))

@@ -16,20 +16,16 @@ from gpt2_triton.checkpoint.stored import join_shards
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.model import sharding
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
-from gpt2_triton.model.optimizers import named
 from gpt2_triton.model.sharding import NOT_A_LAYER
 from gpt2_triton.training.lr_schedule import step_inputs
-from tests.conftest import DEVICE
-from tests.model.test_sharding import SIZES
 from tests.support import ranks, reference
 from tests.support.checkpoints import load_checkpoint
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, F64, batches, exact_model, train_steps
-from tests.support.tiny import packed_batch, tiny_config, tiny_model
+from tests.support.tiny import tiny_config
 
 
 def best_quintic(low: float, high: float) -> np.ndarray:
@@ -66,21 +62,6 @@ def test_polynomials_are_those_of_polar_express():
         high = 2 - low
     safe = [row / 1.01 ** np.array([1, 3, 5]) for row in rows[:-1]] + rows[-1:]
     np.testing.assert_allclose(POLAR_EXPRESS, safe, rtol=1e-9)
-
-
-def test_singular_values_from_a_thousandth_to_one_become_nearly_one():
-    s = np.geomspace(1e-3, 1, 100_001) / 1.02
-    for row in POLAR_EXPRESS:
-        s = value(row, s)
-    assert 0.85 < s.min() and s.max() < 1.15
-
-
-@pytest.mark.parametrize("s", [0.0, 1e-6])
-def test_smaller_singular_values_grow_but_do_not_pass_one(s):
-    got = s
-    for row in POLAR_EXPRESS:
-        got = value(row, got)
-    assert s * 800 <= got <= 1
 
 
 # ---- the update of a step ----
@@ -144,60 +125,6 @@ def test_two_updates_equal_those_of_pytorch():
         assert max_error(ours[name], leaf.detach()) < 1e-5, name
 
 
-def trained(steps):
-    """Return the losses of a tiny model on one batch, and the digest of its
-    state after the second step.
-    """
-    optim = dict(name="muon", lr=0.02, master="fp32")
-    model, config = tiny_model(model=dict(n_layer=1), train=dict(dtype="bf16"), optim=optim)
-    batch, losses, digest = packed_batch(config).to(DEVICE), [], ""
-    for step in range(steps):
-        model.begin_step(step_inputs(step, config), step, 1)
-        model.micro_step(batch, first=True)
-        losses.append(model.end_step().result().loss)
-        if step == 1:
-            digest = model.saved.digest()
-    return losses, digest
-
-
-@pytest.mark.slow
-def test_tiny_model_learns_one_batch_with_the_same_bits_each_time():
-    (losses, digest), (again, digest_again) = trained(3), trained(2)
-    assert (losses[:2], digest) == (again, digest_again)
-    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.5
-
-
-def test_state_loaded_from_a_checkpoint_continues_with_the_same_bytes():
-    first, second = exact_model(optim=MUON), exact_model(optim=MUON)
-    train_steps(first, 1)
-    saved = {
-        name: torch.cat([part.flatten() for part in parts])
-        for name, parts in first.saved.shards().items()
-    }
-    assert {name: t.numel() for name, t in saved.items()} == {
-        n: t.numel() for n, t in first.saved.spec().items()
-    }
-    second.load((name, 0, tensor) for name, tensor in saved.items())
-    for model in (first, second):
-        train_steps(model, 1)
-    assert first.saved.digest() == second.saved.digest()
-    assert not torch.equal(
-        saved["v"], torch.cat([part.flatten() for part in first.saved.shards()["v"]])
-    )
-
-
-def test_skipped_step_changes_no_byte_of_the_state():
-    model = exact_model(optim=MUON)
-    train_steps(model, 1)
-    before = model.saved.digest()
-    inputs = step_inputs(1, model.config)
-    inputs[kernels.step_io.LOSS_SCALE] = np.nan
-    model.begin_step(inputs, 1, 1)
-    model.micro_step(packed_batch(model.config), first=True)
-    assert not model.end_step().result().applied
-    assert model.saved.digest() == before
-
-
 # ---- memory ----
 
 
@@ -221,19 +148,6 @@ def test_plan_needs_no_byte_more_than_without_the_second_moments(size, batch, re
         assert plans[0] - plans[1] == pytest.approx(4 * matrices, abs=4096)
     else:
         assert plans[1] <= plans[0]
-
-
-@pytest.mark.parametrize("zero", (0, 1, 2))
-@pytest.mark.parametrize("ranks", (1, 2, 3, 7))
-def test_second_moments_are_those_of_embedding_norms_and_biases(ranks, zero):
-    dims = SIZES | dict(ranks=ranks, zero=zero if ranks > 1 else 0)
-    dims |= sharding.flat_buffer_sizes(dims, True, True, named("muon"))
-    for rank in range(ranks):
-        end = 0
-        for p in (p for p in sharding.owned_shards(dims, rank) if "v" in p.states):
-            assert p.bucket in (0, 4) and p.states["v"] >= end
-            end = p.states["v"] + p.length
-        assert end <= dims["Nv"]
 
 
 # ---- several ranks ----

@@ -283,21 +283,6 @@ def test_a_non_finite_step_names_the_first_tensor(tmp_path, capsys, monkeypatch)
     ]
 
 
-def test_a_gradient_that_is_finite_when_recomputed_is_reported_so(tmp_path, capsys, monkeypatch):
-    """A gradient that is NaN once, as after a hardware fault."""
-    original = Model.end_step
-
-    def flipped(self):
-        if int(self.state.step_key[0]) == 0:
-            self.K.fill(self.state.grads[:1], math.nan)
-        return original(self)
-
-    monkeypatch.setattr(Model, "end_step", flipped)
-    assert causes(small_config(log=dict(stats_every=9)), tmp_path, capsys) == [
-        "nothing when computed again"
-    ]
-
-
 def example_record():
     """Return a record of one layer of equal values but for x behind it, two
     updates, and attprojw's gradient.
