@@ -55,12 +55,6 @@ def test_the_expected_time_follows_steps_rate_and_what_the_interpreter_adds(rate
 
 
 @pytest.mark.usefixtures("rate")
-def test_what_own_does_without_a_gpu_was_timed():
-    keys = {"model.n_layer": "4", "train.steps": "600", "train.total_batch_tokens": "1024"}
-    assert expected(Config.load("quickstart", keys)) == "5 minutes"
-
-
-@pytest.mark.usefixtures("rate")
 def test_muons_products_count():
     """A step of 4 layers of 512 channels took 2.5 s by AdamW, 6.3 s by Muon."""
     keys = {"model.n_layer": 4, "model.n_head": 8, "model.n_embd": 512}

@@ -142,9 +142,3 @@ def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "train: a/train_*.bin=3,b/train_*.bin=1" in out
     assert "# data.train b: 25% of the sequences, 0.0161 epochs of 4,000 tokens" in out
-
-
-def test_wrong_weights_end_with_code_2(data, tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_text(mixed().to_yaml())
-    assert main(app, ["mine.yaml", "--data.train", "a/train_*.bin=0,b/train_*.bin=1"]) == 2
-    assert "weight 0 must be above 0" in capsys.readouterr().err

@@ -128,16 +128,3 @@ def test_another_tokenizer_is_no_resume_and_no_start(here):
     small = config.replace(model={"vocab_size": 256})
     with pytest.raises(ConfigError, match="has 345 tokens, got 256; set model.vocab_size to 345"):
         gpt2_triton.train(small, here / "new")
-
-
-@pytest.mark.slow
-def test_no_token_beyond_the_tokenizers_is_drawn(here):
-    """Of a model with more rows, whose weights are random."""
-    tokenizer = byte_level(here / "tok")
-    shards = prepared(here, tokenizer)
-    config = config_of(shards, tokenizer, model={"vocab_size": 2000}, train={"steps": 1})
-    run = gpt2_triton.train(config, here / "run")
-    with gpt2_triton.load(run) as model:
-        model.generate("it", 40, temperature=5.0)
-        assert model._model.drawn == 345
-        assert model._model.decoding.seq[0, 0] < 345

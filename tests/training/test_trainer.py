@@ -64,12 +64,6 @@ def unbroken(tmp_path_factory):
     return run
 
 
-def test_train_twice_gives_the_same_bytes(unbroken, tmp_path):
-    assert train(run_config(), tmp_path, resume=False) == 0
-    assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert records(tmp_path) == records(unbroken)
-
-
 @pytest.mark.parametrize("k", range(1, STEPS))
 def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(
     unbroken, tmp_path, monkeypatch, k
@@ -204,22 +198,6 @@ def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, model):
         train(config, broken, resume=False)
     assert train(config, broken, resume=True) == 0
     assert final_bytes(broken) == final_bytes(whole)
-
-
-@pytest.mark.slow
-def test_what_fp8_keeps_in_bf16_may_change_on_resume(tmp_path):
-    """Scales are carried over while they suffice, and found again when the
-    logits are in fp8 once more.
-    """
-    for steps, keep in ((1, "none"), (2, "head"), (3, "none")):
-        sections = dict(
-            train=dict(dtype="bf16", precision="fp8", steps=steps), fp8=dict(keep_bf16=keep)
-        )
-        assert train(run_config(**sections, eval=dict(every=0)), tmp_path, resume=steps > 1) == 0
-    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert [start["precision"]["calibrated"] for start in starts] == [True, False, True]
-    trained = [record for record in records(tmp_path) if "loss" in record]
-    assert len(trained) == 3 and all(5 < r["loss"] < 6 and not r.get("skipped") for r in trained)
 
 
 def test_closing_waits_for_a_save_in_the_phase_of_saving(tmp_path, monkeypatch):
