@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from gpt2_triton.config import recipes
 from gpt2_triton.config.other_projects import counterpart
-from gpt2_triton.config.removed import REMOVED
 from gpt2_triton.config.schema import ConflictError, Sections, options
 from gpt2_triton.config.values import OF_A_SIZE, SIZES, closest, keys_of_size
 from gpt2_triton.errors import ConfigError
@@ -126,8 +125,6 @@ def suggestion(key: str, flags: Sequence[str] = (), prefix: str = "") -> str:
     """
     keys = [key for key, _ in options()]
     section, _, name = key.rpartition(".")
-    if key in REMOVED:
-        return f"; it was removed: {REMOVED[key].instead}"
     if key in keys:  # `optim.lr: 1` in YAML
         return f"; keys are nested: write {name} under {section}"
     found = counterpart(name) or closest(key, [*flags, *keys, *Sections.model_fields], prefix)

@@ -1,35 +1,22 @@
-"""Removed keys: each is refused in one line that names its replacement.
+"""Removed keys.
 
 A run saves every key, also keys that it did not use.  So a removed key with its
-harmless value is dropped silently.
+harmless value is dropped silently; with another value it is an unknown key.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Removed(NamedTuple):
-    """A key of an earlier version."""
-
-    harmless: Any  # the value that changed nothing, usually the old default
-    instead: str  # the replacement, or what to do
-
-
+# the value that changed nothing, usually the old default
 # A key that a resume could not change is also in EARLIER of checkpoint/resume.py.
 REMOVED = {
-    "data.verify": Removed(
-        False, "a run checks each shard's header and 32 blocks, and every token; take it out"
-    ),
-    "log.main_log": Removed(
-        "none", "metrics.jsonl has the numbers of llm.c's main.log; take it out"
-    ),
-    "data.align": Removed("none", "it ended 0.07 higher in validation loss; take it out"),
-    "eval.tasks": Removed(
-        "", "`eval/lm_eval.sh CHECKPOINT OUT TASKS` scores a checkpoint; take it out"
-    ),
-    "eval.tasks_every": Removed(250, "it went with eval.tasks; take it out"),
-    "eval.tasks_data": Removed("", "it went with eval.tasks; take it out"),
-    "eval.tasks_limit": Removed(0, "it went with eval.tasks; take it out"),
+    "data.verify": False,
+    "log.main_log": "none",
+    "data.align": "none",
+    "eval.tasks": "",
+    "eval.tasks_every": 250,
+    "eval.tasks_data": "",
+    "eval.tasks_limit": 0,
 }
 
 
@@ -38,13 +25,9 @@ def without_removed(sections: Mapping[str, Any], any_value: bool = False) -> dic
     `any_value` all removed keys.
     """
     kept = dict(sections)
-    for dotted, removed in REMOVED.items():
+    for dotted, harmless in REMOVED.items():
         section, _, key = dotted.partition(".")
         keys = kept.get(section)
-        if (
-            isinstance(keys, Mapping)
-            and key in keys
-            and (any_value or keys[key] == removed.harmless)
-        ):
+        if isinstance(keys, Mapping) and key in keys and (any_value or keys[key] == harmless):
             kept[section] = {name: value for name, value in keys.items() if name != key}
     return kept

@@ -70,9 +70,7 @@ def test_runs_with_removed_keys_can_be_read_and_resumed():
     saved["eval"]["tasks"] = "piqa"  # no weight depends on it
     assert resume.config_differences(saved, Config().to_dict()) == ({}, {})
     saved["data"]["align"] = "document"  # other rows
-    with pytest.raises(
-        ConfigError, match="data.align: unknown key; it was removed: it ended 0.07 higher"
-    ):
+    with pytest.raises(ConfigError, match="data.align: unknown key"):
         Config.load(saved)
     assert resume.config_differences(saved, Config().to_dict())[0] == {
         "data.align": ("document", "none")
