@@ -48,31 +48,24 @@ def step_conflicts(t: TrainConfig, gpus: int) -> Iterator[tuple[str, str]]:
     divide a GPU's sequences.
     """
     total = t.step_tokens
-    several = f"{gpus} GPUs" if gpus > 1 else ""
-    rows, rest = divmod(total, t.seq_len * gpus)  # of each GPU
+    unit = t.seq_len * gpus
+    rows, rest = divmod(total, unit)  # of each GPU
     if rest:
-        fitting = " or ".join(str(n * t.seq_len * gpus) for n in (rows, rows + 1) if n)
-        unit = f"train.seq_len {t.seq_len}{several and ' times '}{several}"
-        todo = ""
+        todo = f"set it to {' or '.join(str(n * unit) for n in (rows, rows + 1) if n)}"
         # a resume may change the GPUs, not the tokens of a step
-        if several and total % t.seq_len == 0:
-            todo = (
-                f"start a number of GPUs that divides {total // t.seq_len} "
-                "sequences, or, in a new run, "
-            )
+        if gpus > 1 and total % t.seq_len == 0:
+            divides = f"start a number of GPUs that divides {total // t.seq_len} sequences"
+            todo = f"{divides}, or, in a new run, {todo}"
         yield (
             "train.total_batch_tokens",
-            f"{total} is no multiple of {unit}; {todo}set it to {fitting}",
+            f"{total} is no multiple of {unit}, train.seq_len times GPUs ({gpus}); {todo}",
         )
     elif rows % min(t.batch_size, rows):
         best = max(b for b in range(1, t.batch_size) if rows % b == 0)
-        below = rows // t.batch_size * t.batch_size * t.seq_len * gpus
-        step = (
-            f"a step of {rows * gpus} "
-            f"sequences{several and ' on '}{several} (total_batch_tokens {total})"
-        )
-        wrong = f"{step} does not divide into batches of {t.batch_size}"
+        below = rows // t.batch_size * t.batch_size * unit
         yield (
             "train.batch_size",
-            f"{wrong}; set it to {best}, or, in a new run, total_batch_tokens to {below}",
+            f"{t.batch_size} does not divide the {rows} sequences of a step on each GPU "
+            f"(total_batch_tokens {total}); set it to {best}, or, in a new run, "
+            f"total_batch_tokens to {below}",
         )

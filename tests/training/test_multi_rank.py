@@ -304,7 +304,7 @@ def test_number_of_ranks_must_divide_the_step():
         "start a number of GPUs that divides 12 sequences, or, in a new run, set it to 160 or 240"
     )
     with pytest.raises(
-        ConfigError, match=f"192 is no multiple of train.seq_len 16 times 5 GPUs; {todo}"
+        ConfigError, match=f"192 is no multiple of 80, train.seq_len times GPUs .5.; {todo}"
     ):
         StepShape.of(config_of(train=dict(batch_size=2)), 5)
 
