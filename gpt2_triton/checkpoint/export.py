@@ -46,8 +46,3 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer",
             error=True,
         )
-    if tokenizer and format == "hf" and tokenizer.name not in ("gpt2", "llama3"):
-        what = "no tokenizer bytes" if own else "only tokenizers that its converter lists"
-        print_line(f"note: llama.cpp takes {what}; transformers takes this export")
-    if tokenizer and format == "llmc" and not own:
-        print_line("note: llm.c's tokenizer file holds the bytes of each token, and no merges")

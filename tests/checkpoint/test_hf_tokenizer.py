@@ -203,11 +203,6 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
         assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"
 
 
-def test_export_tells_that_llama_cpp_does_not_know_bytes(tmp_path, capsys):
-    export_of(tmp_path, "bytes", 256)
-    assert capsys.readouterr().out.startswith("note: llama.cpp takes no tokenizer bytes;")
-
-
 @pytest.mark.slow
 def test_a_model_of_smollm2s_shape_brings_its_tokenizer(tmp_path):
     """9 heads of 64, 3 of keys and values: logits and tokens are those of transformers."""
