@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
-from gpt2_triton.console import counted, print_line, printable
+from gpt2_triton.console import counted, format_count, print_line, printable
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.inference.sampling import Sampling
 
@@ -68,17 +68,13 @@ def sample(
     if model.arena.device.type == "cuda":
         compile_decoding(model, *how)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
-    encoded = [encode_prompt(tokenizer, text, special).tolist() for text in prompts]
-    texts = [
-        (text, ids, seed + i)
-        for text, ids in zip(prompts, encoded, strict=True)
-        for i in range(num)
-    ]
-    _, all_ids, seeds = zip(*texts)
+    texts = [(text, seed + i) for text in prompts for i in range(num)]
+    seeds = [number for _, number in texts]
+    encoded = [encode_prompt(tokenizer, text, special).tolist() for text, _ in texts]
     start = time.perf_counter()
     count = 0
-    drawn_texts = draw(model, all_ids, tokens, how, seeds, ends_of_text(tokenizer, beside))
-    for n, ((text, ids, _), drawn) in enumerate(zip(texts, drawn_texts, strict=True)):
+    drawn_texts = draw(model, encoded, tokens, how, seeds, ends_of_text(tokenizer, beside))
+    for n, ((text, _), ids, drawn) in enumerate(zip(texts, encoded, drawn_texts, strict=True)):
         printed, again = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)
         for piece in stream_text(tokenizer, printed, ids):
@@ -89,10 +85,8 @@ def sample(
     slow = ""
     if model.arena.device.type == "cpu":
         slow = " (no CUDA GPU found: in Triton's interpreter)"
-    rate = count / seconds
-    shown_rate = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    made = counted(count, "token")
-    print(f"{made} in {seconds:.2f} s, {shown_rate} per second{slow}", file=sys.stderr)
+    rate = format_count(count / seconds)
+    print(f"{counted(count, 'token')} in {seconds:.2f} s, {rate} per second{slow}", file=sys.stderr)
 
 
 def _lines(file: Path) -> list[str]:
