@@ -62,16 +62,6 @@ def prepare_text(
     print_line(f"next: {command_line(f'train CONFIG {given}')}")
 
 
-@app.command(name="builtin")
-def prepare_builtin(*, out: Out = Path("data/builtin"), tokenizer: Tokenizer = "bytes") -> None:
-    """Tokenise 0.9 MB of text that every Python has, the names of Unicode's
-    characters, to try things out.
-    """
-    from gpt2_triton.data.prepare import builtin
-
-    builtin.prepare_builtin(out, tokenizer)
-
-
 def prepare_dataset(
     *,
     version: str = "sample-10BT",

@@ -57,10 +57,6 @@ def prepare_dataset(
     The validation shard has shard_tokens tokens like the others, but at most a tenth of `tokens`.
     DataError if `strict` and anything is left out.
     """
-    if Path(dataset.name).is_dir():
-        raise DataError(
-            f"--source: {dataset.name} is a folder; `prepare text {dataset.name}` takes it"
-        )
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
     val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
     recipe: dict[str, Any] = dict(

@@ -17,12 +17,11 @@ from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Piece, ShardRecords
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
-from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
+from gpt2_triton.data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from gpt2_triton.data.tokenizer_file import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
 FEW_BYTES = 2.5  # a token of GPT-2, of another language than English
-MANY_BYTES = 1.3  # of a character: then bytes as tokens waste them
 SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
 # part of a document: the parts of one follow each other and have the same key
 Text = tuple[Any, str]
@@ -62,13 +61,9 @@ class MeasuredText(NamedTuple):
     def count_tokens(self, tokenizer: str) -> int:
         """Return the number of tokens: of a text that is longer than the sample, about."""
         sampled = sum(map(len, self.sample))
-        tokens = self._sampled_tokens(tokenizer)
+        encode = get_tokenizer(tokenizer).encode
+        tokens = sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
         return round(self.characters * tokens / sampled) if sampled else self.characters
-
-    def bytes_per_token(self, tokenizer: str) -> float:
-        """Return the bytes of the sample for each of its tokens."""
-        sampled = sum(len(piece.encode(errors="replace")) for piece in self.sample)
-        return sampled / max(1, self._sampled_tokens(tokenizer))
 
     def lost_samples(self, tokenizer: str) -> int:
         """Return how many pieces of the sample a tokenizer's file does not give back, but for
@@ -81,10 +76,6 @@ class MeasuredText(NamedTuple):
             coder.decode(coder.encode(piece).tolist()).strip() != piece.strip()
             for piece in self.sample
         )
-
-    def _sampled_tokens(self, tokenizer: str) -> int:
-        encode = get_tokenizer(tokenizer).encode
-        return sum(len(encode(piece, special=self.how.endoftext)) for piece in self.sample)
 
 
 def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
@@ -139,18 +130,13 @@ def prepare_text(
             f"note: {lost:,} of {len(measured.sample):,} samples of the text come back changed "
             "from the tokenizer's tokens: it has none for some characters"
         )
-    each = measured.bytes_per_token(tokenizer) if tokenizer == "gpt2" else FEW_BYTES
-    todo = (
-        f"its own tokens are longer: `{command_line('tokenizer')} FILES --out tok`, then "
-        "--tokenizer tok, or --data.tokenizer tok of train own"
-    )
-    if each < FEW_BYTES:
-        print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
-    if tokenizer == "bytes":
-        of_each = measured.count_tokens(tokenizer) / max(1, characters)
-        if of_each > MANY_BYTES:
+    if tokenizer == "gpt2":
+        each = bytes_per_token(get_tokenizer(tokenizer), measured.sample)
+        if each < FEW_BYTES:
             print_line(
-                f"note: a character of this text has {of_each:.2f} bytes, each a token; {todo}"
+                f"note: GPT-2's tokens have {each:.2f} bytes on this text; "
+                f"its own tokens are longer: `{command_line('tokenizer')} FILES --out tok`, then "
+                "--tokenizer tok, or --data.tokenizer tok of train own"
             )
     validated = _validated(measured, val_fraction)
     if 0 < len(validated) < len(files):
@@ -171,6 +157,12 @@ def prepare_text(
         recipe |= {"special": special}
 
     return prepare_texts(measured.texts, characters, recipe, out_dir, _processes(files, workers))
+
+
+def bytes_per_token(tokenizer: Tokenizer, parts: list[str]) -> float:
+    """Return the bytes of UTF-8 for each token of a text in parts."""
+    tokens = sum(len(tokenizer.encode(part)) for part in parts)
+    return sum(len(part.encode(errors="replace")) for part in parts) / max(tokens, 1)
 
 
 def _validated(measured: MeasuredText, val_fraction: float) -> list[str]:

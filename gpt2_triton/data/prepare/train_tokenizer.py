@@ -74,7 +74,7 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
     size = sum(len(part.encode()) for part in held_out)
 
     def shown(tokenizer: Tokenizer) -> str:
-        return f"{bytes_per_token(tokenizer, held_out):.2f}"
+        return f"{text.bytes_per_token(tokenizer, held_out):.2f}"
 
     lines = [f"{own.vocab_size:,} tokens, {shown(own)} bytes per token on {size:,} bytes held out"]
     if own.vocab_size < vocab:
@@ -84,9 +84,3 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
     except DataError as error:  # no network
         return [*lines, f"not compared with GPT-2's: {error}"]
     return [*lines, f"GPT-2's {gpt2.vocab_size:,} tokens have {shown(gpt2)}"]
-
-
-def bytes_per_token(tokenizer: Tokenizer, parts: list[str]) -> float:
-    """Return the bytes of UTF-8 for each token of a text in parts."""
-    tokens = sum(len(tokenizer.encode(part)) for part in parts)
-    return sum(len(part.encode()) for part in parts) / max(tokens, 1)

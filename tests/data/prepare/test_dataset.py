@@ -292,11 +292,7 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     ]
     known = ["kjj0/fineweb10B-gpt2", "--revision", "c" * 40]
     for words, code, message in (
-        (
-            [str(folder.path)],
-            3,
-            f"{folder.path} is a folder; `prepare text {folder.path}` takes it",
-        ),
+        ([str(folder.path)], 3, "or use `prepare text` for its files"),
         (
             [*known, "--field", "body"],
             3,
