@@ -17,7 +17,7 @@ or in YAML below its section ([an example](training.md#a-file-of-your-own)).
 The defaults are llm.c's recipe `gpt2_124m`, but print no samples, ask no HellaSwag \
 and keep only the newest checkpoints.
 A resume may change `free` keys, and refuses another value of a `kept` key: \
-that would be a new run. `python docs/config_table.py` prints this page.
+that would be a new run. No number is negative. `python docs/config_table.py` prints this page.
 """
 LIMITS = {
     "ge": "at least {}",
@@ -26,7 +26,7 @@ LIMITS = {
     "lt": "below {}",
     "multiple_of": "multiple of {}",
 }
-FAR = 1 << 20  # limits that no run meets are left out
+FAR = 1 << 20
 
 
 def table() -> str:
@@ -58,13 +58,15 @@ def table() -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    limits = [
-        words.format(f"{value:g}")
+    """Return the type and its limits, without those that no user meets: far and negative ones."""
+    found = [
+        (name, getattr(rule, name))
         for rule in field.metadata
-        for name, words in LIMITS.items()
-        if (value := getattr(rule, name, None)) is not None and value < FAR
+        for name in LIMITS
+        if hasattr(rule, name)
     ]
-    return ", ".join([_name(field.annotation), *limits])
+    met = [(name, value) for name, value in found if value < FAR and (name, value) != ("ge", 0)]
+    return ", ".join([_name(field.annotation), *(LIMITS[name].format(f"{v:g}") for name, v in met)])
 
 
 def _name(annotation: Any) -> str:
