@@ -32,7 +32,7 @@ ROOMS = {
     "distributed": "errors console device files distributed",
     "model": "errors device console operands config data.packing distributed model",
     "checkpoint": "errors console files config data.tokenizer data.tokenizer_file "
-    "distributed.control model.architecture "
+    "distributed.control distributed.run_lock model.architecture "
     "model.tables model.memory_plan checkpoint",
     "inference": (
         "errors console device kernels config data distributed.control model checkpoint inference"

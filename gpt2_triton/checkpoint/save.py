@@ -46,6 +46,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.data.tokenizer_file import CONFIG, FILE, IDENTITY
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
+from gpt2_triton.distributed.run_lock import is_anothers
 from gpt2_triton.errors import CheckpointError, same_on_all_ranks
 from gpt2_triton.files import free_space, fsync, remove
 
@@ -136,8 +137,13 @@ def _make_room(
     if not run_dir.is_dir():  # the save makes it again: an error would lose more
         print_line(
             f"warning: {run_dir}: moved or removed during the run; "
-            "checkpoints go to a new one, logs and earlier checkpoints stay with the other",
+            "checkpoints go to a new one; logs, tokenizer and earlier checkpoints stay with the "
+            "other",
             error=True,
+        )
+    if is_anothers(run_dir):  # this save would delete its checkpoints
+        raise OSError(
+            errno.EEXIST, f"{run_dir} is another run; give this run's directory its name back"
         )
     _remove_leftovers(directory)
     for path in _in_the_way(directory, needed, step, best, retention):

@@ -33,8 +33,20 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):  # the directory is gone, or cannot be written
-            (run_dir / NAME).unlink()
+            if not is_anothers(run_dir):
+                (run_dir / NAME).unlink()
         os.close(file)
+
+
+def is_anothers(run_dir: Path) -> bool:
+    """Return whether `run_dir` is a run that this process has not locked: its own was moved, and
+    another has its name since.
+    """
+    try:
+        holder = (run_dir / NAME).read_text(errors="replace")
+    except FileNotFoundError:  # that run has ended, or a save has made the directory again
+        return (run_dir / "config.yaml").exists()
+    return holder.startswith("pid ") and not holder.startswith(f"pid {os.getpid()} ")
 
 
 def _take(path: Path) -> int:

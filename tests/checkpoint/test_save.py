@@ -46,6 +46,19 @@ def test_run_directory_that_was_moved_is_made_again_with_one_warning(tmp_path, c
     assert names(run / "checkpoints") == [STEP_20, STEP_30]
 
 
+def test_moved_run_saves_nothing_in_the_run_that_has_its_name_since(tmp_path):
+    """It would prune the other's checkpoints, also after the other has ended."""
+    run = tmp_path / "run"
+    write(run / "checkpoints", 10)
+    for name in (".lock", "config.yaml"):
+        (run / name).write_text("pid 0 on host, started")
+        with pytest.raises(OSError, match="run is another run; give this run's"):
+            write(run / "checkpoints", 20)
+        (run / name).unlink()
+    assert names(run / "checkpoints") == [STEP_10]
+    write(run / "checkpoints", 20)
+
+
 def test_step_is_replaced_whatever_is_there(newest):
     """As after a rewind to it, which moves on in the data; the other steps stay."""
     save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.distributed.run_lock import NAME, lock_run_dir
+from gpt2_triton.distributed.run_lock import NAME, is_anothers, lock_run_dir
 from gpt2_triton.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,18 @@ def test_release_lets_the_next_in(tmp_path):
         with lock_run_dir(tmp_path / "new"):
             refuse(tmp_path / "new", f"pid {os.getpid()} on")
         assert os.listdir(tmp_path / "new") == []
+
+
+def test_release_keeps_the_lock_of_a_run_that_took_the_name_of_a_moved_one(tmp_path):
+    run = tmp_path / "run"
+    with lock_run_dir(run):
+        assert not is_anothers(run)
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        assert not is_anothers(run)  # as a save makes it again
+        (run / NAME).write_text("pid 0 on host, started")
+        assert is_anothers(run)
+    assert (run / NAME).exists()
 
 
 def test_file_that_its_holder_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
