@@ -4,11 +4,10 @@ The last tenth of the text is held out, to say how many bytes a token has.
 """
 
 import os
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_triton.console import Progress, print_line
 from gpt2_triton.data.prepare import text
 from gpt2_triton.data.prepare.text import MeasuredText
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
@@ -39,7 +38,7 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
         min_frequency=2,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -52,21 +51,13 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
 
 def _pieces(measured: MeasuredText, cut: int, held_out: list[str]) -> Iterator[str]:
     """Yield the first `cut` characters of the text; put a sample of the others into `held_out`."""
-    start = time.monotonic()
     taken = 0
-    with Progress("reading", measured.characters, "characters") as progress:
-        for split, _, part in text.split_documents(measured.texts(), cut):
-            progress.advance(len(part))
-            if split == "train":
-                yield part
-            elif taken < HELD_OUT_CHARACTERS:
-                held_out.append(part[: HELD_OUT_CHARACTERS - taken])
-                taken += len(part)
-    seconds = max(1, round(time.monotonic() - start))
-    print_line(
-        f"merging the most frequent pairs: about as long as the reading, {seconds} s; "
-        "many times as long in a language without spaces, such as Chinese"
-    )
+    for split, _, part in text.split_documents(measured.texts(), cut):
+        if split == "train":
+            yield part
+        elif taken < HELD_OUT_CHARACTERS:
+            held_out.append(part[: HELD_OUT_CHARACTERS - taken])
+            taken += len(part)
 
 
 def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
