@@ -1,5 +1,6 @@
 """`train`, also as train.py: train a model from a recipe or a YAML file."""
 
+import inspect
 import os
 import sys
 from collections import deque
@@ -29,20 +30,6 @@ from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, requi
 
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
-
-FLAGS = (
-    "data",
-    "field",
-    "special",
-    "strict",
-    "plan",
-    "buffers",
-    "gpu",
-    "gpus",
-    "print_config",
-    "run_dir",
-    "resume",
-)
 
 NAME = "train.py" if Path(sys.argv[0]).name == "train.py" else command_line("train")
 ABOUT = f"""Train a model from a recipe or a YAML file; any key below can be given another value.
@@ -106,12 +93,10 @@ def train(
         raise ConfigError(
             f"{config}: unexpected{counterpart(str(config))}; the YAML file comes before all keys"
         )
-    if (gpu or gpus) and not plan:
+    if (gpu or gpus or buffers) and not plan:
         raise ConfigError(
-            f"--gpu{'' if gpu else 's'}: goes with --plan only; a run uses the GPUs it finds"
+            "--gpu, --gpus, --buffers: go with --plan only; a run uses the GPUs it finds"
         )
-    if buffers and not plan:
-        raise ConfigError("--buffers: goes with --plan only")
     own.require_data(config, data, run_dir, resume)
     overrides = parse_overrides(keys, "; --resume takes nothing, or must" if resume else "")
     text = own.Text(data, field, special, strict) if data else None
@@ -123,7 +108,10 @@ def train(
         return _start(config, overrides, run_dir, resume, text)
     if not text:
         settings = _load(config, overrides, gpus or 1, run_dir)
-    gpu = _known(gpu) if gpu else None
+    if gpu:
+        from gpt2_triton import device  # imports torch, which takes seconds
+
+        gpu = device.find_gpu(gpu)
     if text:
         machine = own.Machine.of(gpus or 1, gpu)
         chosen = own.settings(text, overrides, machine, run_dir if resume else None, download=False)
@@ -152,19 +140,6 @@ def _load(config: Path, given: dict[str, str], gpus: int, run_dir: Path | None) 
     return Config.load(config, given, gpus)
 
 
-def _known(gpu: str) -> str:
-    """Return the key of a GPU's name; say what is assumed of one with only its memory given."""
-    from gpt2_triton import device  # imports torch, which takes seconds
-
-    key = device.find_gpu(gpu)
-    if device.gpu_of(key).architecture == device.UNKNOWN:
-        print(
-            f"given: a GPU of {key}; assumed: it has what the run asks for; "
-            "train.precision auto takes bf16"
-        )
-    return key
-
-
 def _check_weights(config: Config) -> None:
     """Refuse weights of other sizes, if they are here: nothing is downloaded for a plan."""
     if Path(config.init_from.removeprefix("hf:")).is_dir():
@@ -187,17 +162,12 @@ def _with_precision_of(run_dir: Path, config: Config) -> Config:
 
 
 def _check_rows(config: Config) -> None:
-    """Compare the tokens of a tokenizer's file with the model's rows; say so if it is not here."""
-    from gpt2_triton.data import tokenizer, tokenizer_file
+    """Compare the tokens of a tokenizer's file, if it is here, with the model's rows."""
+    from gpt2_triton.data import tokenizer_file
 
-    name = config.data.tokenizer
-    if name in tokenizer.NAMES or tokenizer_file.is_there(name):
-        notes = require_rows(config, name)
-    else:
-        rows = f"model.vocab_size {config.model.vocab_size:,}"
-        notes = [f"the tokenizer {name} is not here: its tokens are not compared with {rows}"]
-    for note in notes:
-        print_line(note)
+    if tokenizer_file.is_there(config.data.tokenizer):
+        for note in require_rows(config, config.data.tokenizer):
+            print_line(note)
 
 
 def _print_sources(config: Config) -> None:
@@ -267,6 +237,7 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
     "value"}; `hint` ends a refusal.
     """
     known = dict(options())
+    flags = [*inspect.signature(train).parameters]
     given = dict[str, str]()
     rest = deque(words)
     while rest:
@@ -279,7 +250,7 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
             )
             raise ConfigError(f"{word}: unexpected{counterpart(word) or usual + hint}")
         if key not in known:
-            raise ConfigError(f"--{key}: unknown option{suggestion(key, FLAGS, '--')}")
+            raise ConfigError(f"--{key}: unknown option{suggestion(key, flags, '--')}")
         if key in given:
             raise ConfigError(f"--{key}: given twice; remove one")
         is_alone = not equals and (not rest or rest[0].startswith("--"))
