@@ -64,6 +64,11 @@ app = make_app("python -m benchmarks.losses.pairs")
 app.help_epilogue = __doc__
 
 
+def student_t(freedom: int) -> float:
+    """Return Student's t of 95%; from 30 degrees of freedom on that of 30."""
+    return T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1]
+
+
 class Arm(NamedTuple):
     options: dict[str, Any]
     seeds: int
@@ -297,8 +302,8 @@ def difference(rows: list[Result], arm: str, other: str, key: str) -> Difference
     n = len(found)
     if n < 2:
         return Difference(found[0], None, 1) if found else None
-    t = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else 1.96 + 2.4 / (n - 1)
-    return Difference(statistics.fmean(found), t * statistics.stdev(found) / math.sqrt(n), n)
+    half = student_t(n - 1) * statistics.stdev(found) / math.sqrt(n)
+    return Difference(statistics.fmean(found), half, n)
 
 
 def table(series: Series, rows: list[Result]) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.layout import markdown
-from benchmarks.losses.pairs import T_QUANTILES, Result
+from benchmarks.losses.pairs import Result, student_t
 
 OPTIMIZERS = ("adamw", "muon")
 LEAST, MOST = 0.1, 30.0  # ratios that are reported
@@ -66,13 +66,10 @@ def noise_of(runs: list[Run], optimizer: str, size: str) -> Noise:
     for name, losses in groups.items():
         freedom = sum(len(group) - 1 for group in losses.values())
         if freedom:
-            variance = sum(map(_squares, losses.values())) / freedom
+            squares = (len(group) * statistics.pvariance(group) for group in losses.values())
+            variance = sum(squares) / freedom
             found[name] = Noise(variance**0.5, freedom, name)
     return found.get(size) or max(found.values())
-
-
-def _squares(losses: list[float]) -> float:
-    return sum((loss - statistics.fmean(losses)) ** 2 for loss in losses)
 
 
 class Curve:
@@ -90,9 +87,9 @@ class Curve:
         self.squares = (weights * (y - self.found @ design.T) ** 2).sum(1)
 
 
-def student_t(noise: dict[str, Noise]) -> float:
+def t_of(noise: dict[str, Noise]) -> float:
     """Return Student's t of 95%, for the fewer degrees of freedom."""
-    return T_QUANTILES[min(len(T_QUANTILES), *(one.freedom for one in noise.values())) - 1]
+    return student_t(min(one.freedom for one in noise.values()))
 
 
 class Fit:
@@ -107,7 +104,7 @@ class Fit:
         ]
         self.squares = self.curves[0].squares + self.curves[1].squares
         self.best = int(self.squares.argmin())
-        self.t = student_t(noise)
+        self.t = t_of(noise)
 
     def loss(self, optimizer: str, tokens: float) -> float:
         log_A, a = self.curves[OPTIMIZERS.index(optimizer)].found[self.best]
@@ -158,7 +155,7 @@ def measured(runs: list[Run], noise: dict[str, Noise]) -> tuple[float, float, fl
     share = (adamw[0].loss - first) / (last - first)  # 0 at Muon's shorter run, 1 at its longer run
     middle = np.log(adamw[0].tokens) - short - share * (long - short)
     sd = np.hypot(noise["adamw"].sd, noise["muon"].sd * np.hypot(1 - share, share))  # of a loss
-    half = student_t(noise) * sd * (long - short) / abs(last - first)
+    half = t_of(noise) * sd * (long - short) / abs(last - first)
     found, low, high = np.exp([middle, middle - half, middle + half])
     return float(found), float(low), float(high)
 
