@@ -3,7 +3,6 @@ and seeds; text is streamed.
 """
 
 import io
-import itertools
 import json
 import re
 import sys
@@ -139,14 +138,6 @@ def test_seeds_have_62_bits():
     generate.place(model, [PROMPT] * 2, 0, [(1 << 62) - 1, 1 << 62])
     largest = (1 << 31) - 1
     assert model.decoding.seq[:, 3:].tolist() == [[largest, largest], [0, 0]]
-
-
-@pytest.mark.slow
-def test_text_depends_on_its_seed_and_not_on_its_batch():
-    """14 tokens: each text then has its own second window."""
-    together = generated(decoder(3), 14, PLAIN, seeds=[1, 2, 3])
-    assert together[1:] == [generated(decoder(), 14, PLAIN, seeds=[seed])[0] for seed in (2, 3)]
-    assert all(a != b for a, b in itertools.combinations(together, 2))
 
 
 @pytest.mark.slow

@@ -7,18 +7,13 @@ import pytest
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import cpu_time
-from gpt2_triton.training.cpu_time import REST, expected, product_flops, require_time
+from gpt2_triton.training.cpu_time import expected, product_flops, require_time
 
 
 @pytest.fixture
 def rate(monkeypatch):
-    """rate(flops): the products' rate of this CPU."""
-
-    def put(flops):
-        monkeypatch.setattr(cpu_time, "product_flops", lambda: flops)
-
-    put(1e11)
-    return put
+    """A CPU of 100 GFLOP/s."""
+    monkeypatch.setattr(cpu_time, "product_flops", lambda: 1e11)
 
 
 @pytest.mark.usefixtures("rate")
@@ -41,17 +36,6 @@ def test_small_runs_limited_runs_and_runs_that_exist_start(tmp_path):
 
 def test_the_rate_is_measured():
     assert 1e8 < product_flops() < 1e13
-
-
-def test_the_expected_time_follows_steps_rate_and_what_the_interpreter_adds(rate):
-    config = Config.load("quickstart").replace(optim={"name": "adamw"})
-    products = config.flops_per_token * config.train.step_tokens * config.train.steps
-    rest = REST * config.train.step_tokens * config.model.n_layer * config.model.n_embd
-    seconds = 600 - rest * config.train.steps
-    rate(products / seconds)
-    assert expected(config) == "10 minutes"
-    rate(1e15)
-    assert expected(config) == "1 minute"
 
 
 @pytest.mark.usefixtures("rate")

@@ -16,7 +16,6 @@ import torch
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import FILES_BYTES
-from gpt2_triton.checkpoint.weights import join_master
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
@@ -412,19 +411,12 @@ def test_losses_of_five_steps_are_the_recorded_ones():
     assert losses == pytest.approx(GOLDEN, rel=1e-5)
 
 
-def test_init_from_checkpoint_takes_the_weights_only_of_the_same_model(unbroken, tmp_path):
+def test_init_from_checkpoint_takes_the_weights_alone(unbroken, tmp_path):
     source = f"checkpoint:{unbroken}"
     with make_trainer(run_config(init_from=source), tmp_path) as trainer:
         _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
-    masters = dict(train=dict(dtype="bf16"), optim=dict(master="fp32"), model=dict(dropout=0.1))
-    with make_trainer(run_config(init_from=source, **masters), tmp_path / "masters") as trainer:
-        halves = trainer.model.state.params, trainer.model.state.master_low
-        whole = join_master(*(half.cpu().view(torch.int16).numpy() for half in halves))
-        assert torch.equal(torch.from_numpy(whole), saved["params"])
-    with pytest.raises(CheckpointError, match=r"model.n_layer 1, this run 2"):
-        make_trainer(run_config(model=dict(n_layer=2), init_from=source), tmp_path)
 
 
 def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeypatch):
