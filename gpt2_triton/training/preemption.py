@@ -28,7 +28,6 @@ from gpt2_triton.console import print_from_handler
 PREEMPTED = "PREEMPTED"
 # seconds in which a repeated signal is ignored: shells, SLURM and torchrun send one twice
 REPEAT_WINDOW = 1
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 LAUNCHED_WINDOW = 5  # for several ranks, or under torchrun
 TO_STOP = (signal.SIGINT, signal.SIGTERM)
 NUMBERS = (*TO_STOP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -44,8 +43,8 @@ class ShutdownSignals:
         self.made_at = time.monotonic()
         self._ranks = ranks
         self._received_at = 0.0  # the time of the first signal
-        self._by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        self._window = LAUNCHED_WINDOW if ranks > 1 or self._by_torchrun else REPEAT_WINDOW
+        is_launched = ranks > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+        self._window = LAUNCHED_WINDOW if is_launched else REPEAT_WINDOW
         self._replaced: dict[int, Any] = {}  # the program's own handlers, by signal
 
     def begin_loop(self, run_dir: Path) -> None:
@@ -62,15 +61,10 @@ class ShutdownSignals:
         if not self.received:
             self._received_at = time.monotonic()
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
-            later = f"{self._window} second{'s' * (self._window > 1)}"
             print_from_handler(
-                f"stopping after this step; {again} after {later} ends at once without a checkpoint"
+                f"stopping after this step; {again} after {self._window} s "
+                "ends at once without a checkpoint"
             )
-            if self._by_torchrun and SHUTDOWN not in os.environ:
-                print_from_handler(
-                    "torchrun kills ranks that save for more than 30 seconds; "
-                    f"{SHUTDOWN}=300 allows 300"
-                )
         elif number != signal.SIGXCPU and time.monotonic() - self._received_at > self._window:
             self._leave(number)  # the system repeats SIGXCPU each second
         self.received = number

@@ -89,9 +89,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         train(run_config(checkpoint=dict(every=2)), tmp_path, resume=False)
     assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
-    line = (
-        "stopping after this step; a second signal after 1 second ends at once without a checkpoint"
-    )
+    line = "stopping after this step; a second signal after 1 s ends at once without a checkpoint"
     assert line in capfd.readouterr().out.splitlines()
     with monkeypatch.context() as patch, pytest.raises(DataError):
         before_steps(unreadable, patch)
