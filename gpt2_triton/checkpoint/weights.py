@@ -131,17 +131,13 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 
 def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about weights with another tokenizer, or without one."""
-    rows = f"{weights.where}: its {weights.model.vocab_size:,} tokens"
-    if weights.beside and not has_tokenizer(weights.beside):
-        return CheckpointError(
-            f"{rows} have no tokenizer beside them; put its tokenizer.json into {weights.beside}"
-        )
-    what = f"{rows} are neither GPT-2's, Llama 3's nor bytes; its weights can only be exported"
+    todo = "name its tokenizer as data.tokenizer of a run"
     if weights.beside:
-        what += f", unless you put its tokenizer.json into {weights.beside}"
-    elif not _has_few_rows(weights):
-        what += ", unless a run's data.tokenizer names its tokenizer"
-    return CheckpointError(what)
+        todo = f"put its tokenizer.json into {weights.beside}"
+    return CheckpointError(
+        f"{weights.where}: its {weights.model.vocab_size:,} tokens have no known tokenizer; "
+        f"{todo}; without one its weights can only be exported"
+    )
 
 
 def _has_few_rows(weights: Weights) -> bool:
