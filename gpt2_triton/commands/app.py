@@ -55,8 +55,7 @@ Checkpoint = Annotated[
 Special = Annotated[
     bool,
     Parameter(
-        name=["--special", "--endoftext"],
-        negative=["--no-special", "--no-endoftext"],
+        negative="--no-special",
         help="Take the tokenizer's special tokens in the text, and <|endoftext|>, as these tokens.",
     ),
 ]

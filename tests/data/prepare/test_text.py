@@ -417,9 +417,9 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(
     )
     assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
     # the shards mean other text
-    assert main(tools, [*command, "out", "--field", "doc.text", "--no-endoftext"]) == 3
+    assert main(tools, [*command, "out", "--field", "doc.text", "--no-special"]) == 3
     assert "out: in use" in capsys.readouterr().err
-    assert main(tools, [*command, "plain", "--field", "doc.text", "--no-endoftext"]) == 0
+    assert main(tools, [*command, "plain", "--field", "doc.text", "--no-special"]) == 0
     assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
 
 
