@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
-from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.speed import figures_of, training_hours
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, format_count
@@ -63,7 +62,7 @@ def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Repor
         *_time(config, gpu, shape),
         *(_largest_batch(found) if gpu.architecture else []),
     ]
-    also = [rates_line(config), *notes, *vocabulary_note(config)]
+    also = [rates_line(config), *notes]
     choices = _choices(found) if gpu.architecture else []
     return Report(fits, verdict, also, choices, _buffers(found.plan))
 

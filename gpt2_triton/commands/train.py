@@ -166,8 +166,7 @@ def _check_rows(config: Config) -> None:
     from gpt2_triton.data import tokenizer_file
 
     if tokenizer_file.is_there(config.data.tokenizer):
-        for note in require_rows(config, config.data.tokenizer):
-            print_line(note)
+        require_rows(config, config.data.tokenizer)
 
 
 def _print_sources(config: Config) -> None:

@@ -120,15 +120,6 @@ def _recompute_conflicts(config: Sections) -> Iterator[Problem]:
         yield "memory.recompute", f"{more}; lower it"
 
 
-def vocabulary_note(config: Sections, tokens: int | None = None) -> list[str]:
-    """Return a line if most of the model's vocabulary has no token; `tokens` are of a file."""
-    rows = config.model.vocab_size
-    name = config.data.tokenizer
-    tokens = tokens or TOKENIZER_SIZES.get(name, rows)
-    wrong = f"model.vocab_size {rows:,}, but data.tokenizer {name} has {tokens:,} tokens"
-    return [f"{wrong}: is another tokenizer meant?"] if rows > 2 * tokens else []
-
-
 def _llama_conflicts(config: Sections) -> Iterator[Problem]:
     m = config.model
     if m.n_head % (m.n_kv_head or m.n_head):

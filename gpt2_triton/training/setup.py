@@ -16,7 +16,6 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import flat_parts
 from gpt2_triton.config import precision
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import format_bytes, print_line
 from gpt2_triton.data.hellaswag import Questions
@@ -262,8 +261,7 @@ def open_log(
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     log.info(f"memory: {format_bytes(planned)}{each} on {where}")
-    for note in (rates_line(config), *vocabulary_note(config)):
-        log.info(note)
+    log.info(rates_line(config))
     samples = t.steps * t.step_tokens // t.seq_len
     sequences = sum(loader.windows.n for loader in data.train.loaders)
     text = ", names of Unicode's characters" if config.data.train == "builtin" else ""

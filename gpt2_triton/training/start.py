@@ -10,7 +10,6 @@ from typing import Literal
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import vocabulary_note
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
@@ -46,8 +45,7 @@ def starting(
     if notice:
         print_line(notice)
     tokenizer = located(config.data.tokenizer, run_dir) if run_dir else config.data.tokenizer
-    for note in require_rows(config, tokenizer):
-        print_line(note)
+    require_rows(config, tokenizer)
     for source in (*sources(config.data.train), *sources(config.data.val)):
         require_tokenizer(source.pattern, tokenizer)
     with creating_run_dir(name, run_dir) as path:
@@ -73,14 +71,12 @@ def require_own_fp8() -> None:
         require_fp8(device.name(), device.architecture())
 
 
-def require_rows(config: Config, tokenizer: str) -> list[str]:
-    """Raise ConfigError if a tokenizer's file has more tokens than the model has rows; return a
-    line if most rows have no token.
-    """
+def require_rows(config: Config, tokenizer: str) -> None:
+    """Raise ConfigError if a tokenizer's file has more tokens than the model has rows."""
     from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
 
     if tokenizer in NAMES:
-        return []
+        return
     tokens = get_tokenizer(tokenizer).vocab_size
     rows = config.model.vocab_size
     if rows < tokens:
@@ -88,7 +84,6 @@ def require_rows(config: Config, tokenizer: str) -> list[str]:
             f"model.vocab_size: the tokenizer {tokenizer} has {tokens:,} tokens, got {rows:,}; "
             f"set model.vocab_size to {tokens}"
         )
-    return vocabulary_note(config, tokens)
 
 
 def check_run_dir(run_dir: Path | None, resume: Resume) -> None:

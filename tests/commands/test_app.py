@@ -491,15 +491,6 @@ def test_plan_refuses_a_wrong_key_before_torch_is_imported():
     assert done.stdout == "2 False\n" and "lower it" in done.stderr
 
 
-def test_plan_says_that_most_of_the_vocabulary_has_no_token(here, capsys):
-    line = (
-        "model.vocab_size {}, but data.tokenizer bytes has 256 tokens: is another tokenizer meant?"
-    )
-    for rows, said in (("50304", True), ("300", False)):
-        assert main(train_app, ["x.yaml", "--plan", "--model.vocab_size", rows]) == 0
-        assert (line.format("50,304") in capsys.readouterr().out.splitlines()) == said
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Make this machine one with or without a GPU, and with these versions."""
