@@ -36,7 +36,7 @@ CEILINGS = {
     "gpt2_triton/training": 13_050,
     "tests": 12_400,
     "tests/benchmarks": 3_350,
-    "tests/benchmarks/accuracy": 800,
+    "tests/benchmarks/accuracy": 550,
     "tests/benchmarks/losses": 3_850,
     "tests/benchmarks/speed": 4_550,
     "tests/benchmarks/tune": 1_300,

@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from benchmarks import torch_reference
 from benchmarks.speed import energy, multi_gpu, steps, torch_gpt2, torch_llama
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import Work, work_of
@@ -53,29 +51,6 @@ def test_torch_s_loss_in_chunks_has_the_same_gradient():
     for model.chunks in (1, 7):
         grads += torch.autograd.grad(model(ids, targets), model.wte.weight)
     torch.testing.assert_close(*grads)
-
-
-NAMES = ("qkv", "attproj", "fc", "fcproj")
-
-
-@pytest.mark.parametrize("more", [{}, dict(rope_factor=8.0), dict(qk_norm=True, head_dim=128)])
-def test_torch_llama_has_the_reference_s_loss(more):
-    sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=256, n_inner=176, vocab_size=256)
-    config = ModelConfig(arch="llama", block_size=64, **sizes, **more)
-    torch.manual_seed(0)
-    model = torch_llama.Llama(config)
-    layers = model.layers
-    norms = [norm.weight for layer in layers for norm in (layer.ln_1, layer.ln_2)]
-    norms.append(model.ln_f.weight)
-    heads = [norm.weight for b in layers for norm in (b.q_norm, b.k_norm) if config.qk_norm]
-    for norm in norms + heads:
-        torch.nn.init.uniform_(norm, 0.5, 1.5)
-    weights = {f"{name}w": [getattr(layer, name).weight for layer in layers] for name in NAMES}
-    qknormw = torch.stack(heads).view(2, 2, -1) if heads else None
-    p = SimpleNamespace(wte=model.wte.weight, lnw=norms, qknormw=qknormw, **weights)
-    ids, targets = torch.randint(256, (2, 3, 40))
-    want = torch_reference.llama_loss(p, ids, targets, 256, 4, model.rope, config.norm_eps)
-    torch.testing.assert_close(model(ids, targets), want)
 
 
 def test_table_computes_rates_and_ratios():
