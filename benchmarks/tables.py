@@ -17,6 +17,7 @@ from benchmarks.speed.sizes import MODELS, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
+from gpt2_triton.console import format_count
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.memory_plan import plan_memory
 
@@ -255,7 +256,8 @@ def chosen(spec: dict[str, list[Any]]) -> Table:
             if not cell.startswith("="):
                 return cell
             _, formula, form = head
-            return f"{value_of(formula.replace('{}', cell[1:]), figures):{form}}"
+            value = value_of(formula.replace("{}", cell[1:]), figures)
+            return format_count(value) if form == "count" else f"{value:{form}}"
 
         rows = [[*map(text, row, heads)] for row in spec["rows"]]
         return markdown([head[0] for head in heads], rows)
