@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from inspect import signature
 
 import pytest
 from rich.console import Console
@@ -27,8 +28,8 @@ from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import FLAGS
 from gpt2_triton.commands.train import app as train_app
+from gpt2_triton.commands.train import train
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
@@ -265,7 +266,7 @@ def help_of_all_tools():
 
 def test_options_in_the_text_are_known(help_of_all_tools):
     names = {option.split()[0].partition("=")[0] for option in OPTIONS} - OF_OTHERS
-    unknown = {name for name in names if name[2:] not in KEYS | {*FLAGS}}
+    unknown = {name for name in names if name[2:] not in KEYS | {*signature(train).parameters}}
     assert {name for name in unknown if not re.search(rf"{name}\b", help_of_all_tools)} == set()
 
 

@@ -8,12 +8,12 @@ from inspect import signature
 import pytest
 
 from gpt2_triton.commands.sample import sample
-from gpt2_triton.commands.train import FLAGS
+from gpt2_triton.commands.train import train
 from gpt2_triton.config.other_projects import LLMC, NANOGPT, USUAL, counterpart
 from gpt2_triton.config.schema import options
 
 KEYS = {key for key, _ in options()} | {
-    f"--{flag}" for flag in (*FLAGS, *signature(sample).parameters)
+    f"--{flag}" for flag in (*signature(train).parameters, *signature(sample).parameters)
 }
 
 
