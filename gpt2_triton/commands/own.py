@@ -195,9 +195,7 @@ def _measure(own: Text) -> "MeasuredText":
     from gpt2_triton.data.prepare import documents, text
 
     how = documents.Reading(own.field, own.special)
-    measured = text.measure_text(own.data, _workers(), how)
-    documents.require_all(measured.notes, own.strict)
-    return measured
+    return text.measure_text(own.data, _workers(), how, own.strict)
 
 
 def _workers() -> int:

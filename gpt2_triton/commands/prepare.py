@@ -55,8 +55,8 @@ def prepare_text(
     """
     from gpt2_triton.data.prepare import documents, text
 
-    measured = text.measure_text(inputs, workers, documents.Reading(field, special))
-    text.prepare_text(measured, out, tokenizer, val_fraction, workers, strict=strict)
+    measured = text.measure_text(inputs, workers, documents.Reading(field, special), strict)
+    text.prepare_text(measured, out, tokenizer, val_fraction, workers)
     keys = {"tokenizer": tokenizer, "train": f"{out}/train_*.bin", "val": f"{out}/val_*.bin"}
     given = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
     print_line(f"next: {command_line(f'train CONFIG {given}')}")

@@ -35,8 +35,7 @@ def tokenizer(
     from gpt2_triton.data.prepare.train_tokenizer import train_tokenizer
 
     require_new(out)  # before the text is read
-    measured = text.measure_text(inputs, workers, documents.Reading(field))
-    documents.require_all(measured.notes, strict)
+    measured = text.measure_text(inputs, workers, documents.Reading(field), strict)
     documents.report_left_out(measured.notes)
     for line in train_tokenizer(measured, vocab, out):
         print(printable(line))

@@ -95,6 +95,7 @@ def build(
             with _locked(out_dir), _saying_how_to_go_on():
                 if not is_done(out_dir, recipe):  # by a process that held the lock
                     _build(source, tokenizer, recipe, out_dir, expected_tokens, workers)
+                    _report(out_dir)
                     return True
                 _remove(out_dir, LOCK)
         print_line(f"{out_dir} is prepared already")
@@ -110,17 +111,12 @@ def _saying_how_to_go_on() -> Iterator[None]:
         raise
 
 
-def build_splits(
-    source: Source, recipe: dict[str, Any], out_dir: Path, tokens: int, workers: int
-) -> Path:
-    """Build as `build` does, of a source of both splits; say how many tokens each has."""
-    if build(source, recipe, out_dir, tokens, workers):
-        shards = object_in(out_dir / RECORD)["shards"]
-        train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
-        print_line(
-            f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation"
-        )
-    return out_dir
+def _report(out_dir: Path) -> None:
+    shards = object_in(out_dir / RECORD)["shards"]
+    train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
+    print_line(
+        f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation"
+    )
 
 
 def _build(

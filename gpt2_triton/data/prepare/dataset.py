@@ -8,13 +8,10 @@ validation: the layout of llm.c's fineweb.py.
 import copy
 import itertools
 import re
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import (
     PROGRESS,
@@ -64,14 +61,8 @@ def prepare_dataset(
     )
     recipe |= dict(source=dataset._asdict()) | (dict(endoftext=True) if endoftext else {})
     source = _Documents(dataset, Reading(dataset.field, endoftext), strict, recipe)
-    begun = time.monotonic()
     if build.build(source, recipe, out_dir, source.size or shard_tokens, workers):
-        shards = object_in(out_dir / RECORD)["shards"]
-        took = timedelta(seconds=round(time.monotonic() - begun))
         documents.report(source.notes, tokenizer)
-        print_line(
-            f"prepared {out_dir}: {len(shards)} shards, {count_tokens(shards):,} tokens, in {took}"
-        )
     return out_dir
 
 

@@ -31,7 +31,8 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
             {"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()
         ]
     recipe = dict(tokenizer="gpt2", shard_tokens=build.SHARD_TOKENS, source=rows)
-    return build.build_splits(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1)
+    build.build(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1)
+    return out_dir
 
 
 def _map(path: Path) -> np.ndarray:

@@ -78,9 +78,11 @@ class MeasuredText(NamedTuple):
         )
 
 
-def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS) -> MeasuredText:
+def measure_text(
+    inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMENTS, strict: bool = False
+) -> MeasuredText:
     """Read files, folders and globs of text; DataError that names the unreadable
-    files, or if there is no text.
+    files, if there is no text, or if `strict` and anything is left out.
     """
     files, notes = documents.find_files(inputs)
     sizes = [path.stat().st_size for path, _ in files]
@@ -103,6 +105,7 @@ def measure_text(inputs: Sequence[Path], workers: int, how: Reading = AS_DOCUMEN
         raise DataError("\n".join(faults[:20] + ["..."] * (len(faults) > 20)))
     if not any(sizes):
         raise documents.no_text(", ".join(map(str, inputs)), notes)
+    documents.require_all(notes, strict)
     sample = [piece for one in measured for piece in one.sample]
     return MeasuredText(files, [one.digest for one in measured], sizes, sample, notes, how)
 
@@ -114,15 +117,10 @@ def prepare_text(
     val_fraction: float,
     workers: int,
     shard_tokens: int = SHARD_TOKENS,
-    strict: bool = False,
 ) -> Path:
-    """Tokenise measured text into out_dir; the last val_fraction of its characters is validation.
-
-    DataError if `strict` and anything is left out.
-    """
+    """Tokenise measured text into out_dir; its last val_fraction of characters is validation."""
     files, digests, sizes, _, notes, how = measured
     characters = sum(sizes)
-    documents.require_all(notes, strict)
     documents.report(notes, tokenizer)
     lost = measured.lost_samples(tokenizer)
     if lost:
@@ -200,9 +198,9 @@ def prepare_texts(
         )
     # tokens, so that no disk with room is refused
     fewest = size if recipe["tokenizer"] == "bytes" else size // 5
-    return build.build_splits(
-        _Texts(texts, size, cut, recipe["shard_tokens"]), recipe, out_dir, fewest, workers
-    )
+    source = _Texts(texts, size, cut, recipe["shard_tokens"])
+    build.build(source, recipe, out_dir, fewest, workers)
+    return out_dir
 
 
 class _Texts:
