@@ -40,8 +40,8 @@ from gpt2_triton.training.step_queue import StepQueue
 def train(
     config: Config,
     run_dir: Path | None,
-    resume: Resume = False,
-    signals: ShutdownSignals | None = None,
+    resume: Resume,
+    signals: ShutdownSignals,
     K: Kernels = kernels,
 ) -> int:
     """Train to the last step, or until a signal or train.max_minutes.  Every rank calls it, and
@@ -50,7 +50,6 @@ def train(
     """
     group = ProcessGroup(device_name(), config.parallel.timeout)
     watchdog = Watchdog(group, config.parallel.timeout)
-    signals = signals or ShutdownSignals(group.size)
     control = group.control("trainer")
     with contextlib.ExitStack() as held:
         with watchdog.phase("reading checkpoints"):

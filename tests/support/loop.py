@@ -19,11 +19,13 @@ from gpt2_triton import kernels
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.config.config import Config
 from gpt2_triton.device import device_name
+from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
 from gpt2_triton.training import trainer
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.preemption import ShutdownSignals
+from gpt2_triton.training.start import Resume
 from tests.support import reference
 
 
@@ -34,8 +36,14 @@ def _kernels(config: Config) -> Any:
 _train = trainer.train  # tests may put the train of this module in its place
 
 
-def train(config: Config, *args: Any, **keywords: Any) -> int:
-    return _train(config, *args, K=_kernels(config), **keywords)
+def train(
+    config: Config,
+    run_dir: Path | None,
+    resume: Resume = False,
+    signals: ShutdownSignals | None = None,
+) -> int:
+    signals = signals or ShutdownSignals(rank_and_size()[1])
+    return _train(config, run_dir, resume, signals, K=_kernels(config))
 
 
 def before_steps(

@@ -13,7 +13,7 @@ from gpt2_triton.commands.train import app
 from gpt2_triton.data.loader import Prefetcher
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.training import setup, trainer
+from gpt2_triton.training import setup
 from tests.support import ranks
 from tests.support.loop import final_bytes, records, train
 from tests.support.tiny import merged, tiny_config
@@ -90,7 +90,7 @@ def test_a_mixture_resumes_with_its_bytes_and_its_weights(data, tmp_path):
     assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "whole")
     other = again.replace(train={"steps": 8}, data={"train": "a/train_*.bin=1,b/train_*.bin=1"})
     with pytest.raises(CheckpointError, match="is other data than before.*data.allow_changed") as e:
-        trainer.train(other, tmp_path / "run", resume=True)
+        train(other, tmp_path / "run", resume=True)
     assert "share 3/4" in str(e.value) and "share 1/2" in str(e.value)
     allowed = other.replace(data={"train": other.data.train, "allow_changed": True})
     train(allowed, tmp_path / "run", resume=True)
