@@ -146,7 +146,7 @@ def test_adamw_gives_the_same_bits_and_writes_only_its_outputs(rng, storage, n):
     require_same_bits(run, allocations=4 if storage == "master" else 3)
 
 
-# ---- bf16: stochastic rounding.  Seeds are fixed; limits are 4 standard deviations ----
+# ---- bf16: stochastic rounding ----
 
 
 @pytest.mark.parametrize("first", [0, 1000, 2**31 - 512, 2**31, 2**34 + 4])

@@ -1,4 +1,4 @@
-"""Dropout's masks against Philox in numpy, and as a distribution."""
+"""Dropout's masks against Philox in numpy."""
 
 import functools
 

@@ -1,9 +1,4 @@
-"""Philox against Random123's known answers, and the initial weights against it, number by
-number and as a distribution.
-
-Seeds are fixed, so a statistical test gives the same result every time; its
-limit is 4 standard deviations.
-"""
+"""Philox against Random123's known answers, and the initial weights number by number."""
 
 import importlib
 import math

@@ -1,6 +1,4 @@
-"""Sampling of the next token against numpy: exact sets of top-k and top-p, the
-Gumbel noise, the distribution.
-"""
+"""Sampling of the next token against numpy: exact sets of top-k and top-p, the Gumbel noise."""
 
 import itertools
 
