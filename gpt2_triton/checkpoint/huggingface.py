@@ -8,7 +8,6 @@ state_dict.py finds the tensors.
 
 import dataclasses
 import functools
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -178,10 +177,17 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         prefix + k: shape[::-1] if k.endswith(CONV1D) else shape
         for k, shape in weights.shapes.items()
     }
-    read = weights.read_all("exporting", part=sys.maxsize)
-    matrices = (values.T if name.endswith(CONV1D) else values for name, _, values in read)
-    tensors = (_stored(values, dtype) for values in matrices)
-    safetensors_files.write(directory, shapes, {"fp32": 4, "bf16": 2}[dtype], tensors)
+
+    def read(name: str) -> Tensor:
+        values = weights.read(name.removeprefix(prefix))
+        if name.endswith(CONV1D):
+            values = values.T
+        if dtype == "fp32":
+            return torch.from_numpy(np.ascontiguousarray(values))
+        return torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
+
+    stored = torch.float32 if dtype == "fp32" else torch.bfloat16
+    safetensors_files.write(directory, shapes, stored, read)
     if weights.beside:
         source_files.copy(weights.beside, directory)
     if source_files.has_tokenizer(directory):
@@ -190,12 +196,6 @@ def write(weights: Weights, directory: Path, dtype: str, tokenizer: Tokenizer | 
         return 0
     hf_tokenizer.write(directory, tokenizer, weights.model.block_size)
     return tokenizer.vocab_size
-
-
-def _stored(values: np.ndarray, dtype: str) -> Tensor:
-    if dtype == "fp32":
-        return torch.from_numpy(np.ascontiguousarray(values))
-    return torch.from_numpy(round_bf16(values)).view(torch.bfloat16)
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -4,14 +4,17 @@ names, so that no more than one file's tensors are in memory.
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_triton.checkpoint.source_files import CONFIG
+from gpt2_triton.console import Progress
 from gpt2_triton.files import write_json
 
 MODEL = "model.safetensors"
@@ -20,32 +23,25 @@ LARGEST = 5 * 10**9  # bytes of tensors in a file, unless one tensor has more
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def write(directory: Path, shapes: Shapes, element: int, tensors: Iterator[Tensor]) -> None:
-    """Write tensors of these shapes, with `element` bytes a number, beside a config.json."""
-    files = _split(shapes, element)
-    names = [MODEL]
-    if len(files) > 1:
-        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-        where = {tensor: name for name, tensors in zip(names, files) for tensor in tensors}
-        elements = sum(map(math.prod, shapes.values()))
-        sizes = {"total_parameters": elements, "total_size": elements * element}
-        write_json(directory / INDEX, {"metadata": sizes, "weight_map": where})
-    for name, of_file in zip(names, files, strict=True):
-        content = {tensor: next(tensors) for tensor in of_file}
-        save_file(content, directory / name, metadata={"format": "pt"})
-        with suppress(OSError):  # mounts of Windows refuse it
-            # safetensors makes its files private
-            shutil.copymode(directory / CONFIG, directory / name)
-
-
-def _split(shapes: Shapes, element: int) -> list[list[str]]:
-    """Return the tensors of each file: LARGEST bytes at most, or one tensor."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        size += math.prod(shape) * element
-        if files[-1] and size > LARGEST:
-            files.append([])
-            size = math.prod(shape) * element
-        files[-1].append(name)
-    return files
+def write(
+    directory: Path, shapes: Shapes, dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> None:
+    """Write tensors of these shapes, which `read` returns by name, beside a config.json."""
+    places = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+    }
+    split = split_torch_state_dict_into_shards(places, max_shard_size=LARGEST)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(directory / INDEX, index)
+    elements = sum(map(math.prod, shapes.values()))
+    with Progress("exporting", elements, "parameters") as progress:
+        for file, names in split.filename_to_tensors.items():
+            tensors = dict[str, Tensor]()
+            for name in names:
+                tensors[name] = read(name)
+                progress.advance(tensors[name].numel())
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+            with suppress(OSError):  # mounts of Windows refuse it
+                # safetensors makes its files private
+                shutil.copymode(directory / CONFIG, directory / file)

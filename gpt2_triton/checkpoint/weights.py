@@ -82,16 +82,16 @@ class Weights:
         return values
 
     def read_all(
-        self, what: str, names: Iterable[str] | None = None, part: int | None = None
+        self, what: str, names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yield (name, first row, rows) of each name, `part` elements at most, by default PART."""
+        """Yield (name, first row, rows) of each name, PART elements at most, but a row or more."""
         names = list(self.shapes if names is None else names)
         with Progress(
             what, sum(math.prod(self.shapes[name]) for name in names), "parameters"
         ) as progress:
             for name in names:
                 length, *width = self.shapes[name]
-                step = max(1, (part or PART) // math.prod(width))
+                step = max(1, PART // math.prod(width))
                 for first in range(0, length, step):
                     values = self.read(name, slice(first, first + step))
                     yield name, first, values
