@@ -7,7 +7,7 @@ memory, for `--plan --gpu NAME`.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -54,18 +54,18 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?G(?:i?B)?", re.IGNORECASE)
 UNKNOWN = "unknown"  # architecture of that
 
 
-def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> str:
+def find_gpu(name: str) -> str:
     """Return the key of a GPU given by key, as "rtx4090" too, or by torch's name, or a SIZE;
     ConfigError lists the keys.
     """
-    short = name.lower().removeprefix("rtx").strip("_-")
-    if known is GPUS and SIZE.fullmatch(name):
+    if SIZE.fullmatch(name):
         return name
-    for key, gpu in known.items():
+    short = name.lower().removeprefix("rtx").strip("_-")
+    for key, gpu in GPUS.items():
         if short == key or is_called(name, *gpu.device_names):
             return key
-    size = "; or give its memory, as 24GiB" if known is GPUS else ""
-    raise ConfigError(f"--gpu: unknown GPU {name}; known are {', '.join(known)}{size}")
+    known = ", ".join(GPUS)
+    raise ConfigError(f"--gpu: unknown GPU {name}; known are {known}; or give its memory, as 24GiB")
 
 
 def gpu_of(key: str) -> Gpu:

@@ -13,6 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.start import require_fp8
 
 MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
@@ -43,9 +44,10 @@ def compile_kernels(
     shape = StepShape.of(settings, gpus)
     from gpt2_triton import device  # imports torch
 
-    known = {name: found for name, found in device.GPUS.items() if found.multiprocessors}
-    gpu = device.find_gpu(gpu, known)
-    found = known[gpu]
+    gpu = device.find_gpu(gpu)
+    found = device.gpu_of(gpu)
+    if not found.multiprocessors:
+        raise ConfigError(f"--gpu: {gpu}: kernels are compiled for NVIDIA's GPUs, by their names")
     settings, notes = choose_precision(settings, found.architecture)
     if settings.train.precision == "fp8":
         require_fp8(gpu, found.architecture)

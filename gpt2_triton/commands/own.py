@@ -62,10 +62,6 @@ def require_data(
             f"--data: goes with the recipe own, as `{command} my.txt`; "
             f"for {config} give --data.train"
         )
-    if run_dir and run_dir.resolve() in (given.resolve() for given in data or ()):
-        raise ConfigError(
-            f"--run_dir: {run_dir} is the folder of --data; name another, as in {run_dir / 'run'}"
-        )
 
 
 @same_on_all_ranks()

@@ -69,10 +69,6 @@ def files(root):
         (["own"], "own: needs --data and one or more text files"),
         (["own", "--data"], "own: needs --data and one"),
         (
-            ["own", "--data", "my.txt", ".", "--run_dir", "."],
-            "--run_dir: . is the folder of --data; name another",
-        ),
-        (
             ["quickstart", "--data", "my.txt"],
             "recipe own, as `python -m gpt2_triton train own --data my.txt`; for",
         ),
