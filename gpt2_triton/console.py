@@ -173,6 +173,15 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """Format as 1h 23m, 4m 05s or 12s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {m:02d}m"
+    return f"{m}m {s:02d}s" if m else f"{s}s"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: 1 step, 2,000 steps."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -6,7 +6,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.speed import figures_of, training_hours
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import format_bytes, format_count
+from gpt2_triton.console import duration, format_bytes, format_count
 from gpt2_triton.model.arena import MemoryPlan
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.memory_plan import (
@@ -18,7 +18,6 @@ from gpt2_triton.model.memory_plan import (
 )
 from gpt2_triton.model.rates import rates_line
 from gpt2_triton.model.recompute import meaning
-from gpt2_triton.training.logger import duration
 
 
 class Gpu(NamedTuple):

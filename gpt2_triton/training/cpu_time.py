@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import duration
 from gpt2_triton.errors import ConfigError
 
 MOST_HOURS = 12  # without a word from the user
@@ -44,19 +45,18 @@ def require_time(config: Config, run_dir: Path | None) -> None:
     steps = config.train.steps
     step = _product_seconds(config)
     if step * steps > 3600 * MOST_HOURS:
-        todo = "to train all the same, set train.max_minutes; "
-        todo += "or choose a smaller model, or fewer steps"
         raise ConfigError(
-            f"no GPU: on this CPU {steps:,} steps take at least {_words(step * steps)}, "
-            f"{_words(step)} each; {todo}"
+            f"no GPU: on this CPU {steps:,} steps take at least {duration(step * steps)}, "
+            f"{duration(step)} each; to train all the same, set train.max_minutes; "
+            "or choose a smaller model, or fewer steps"
         )
 
 
 def expected(config: Config) -> str:
-    """Return the time that all steps are likely to take, in words."""
+    """Return the time that all steps are likely to take, in whole minutes."""
     channels = config.train.step_tokens * config.model.n_layer * config.model.n_embd
     seconds = config.train.steps * (_product_seconds(config) + REST * channels)
-    return _words(max(60, round(seconds / 60) * 60))
+    return duration(max(60, round(seconds / 60) * 60))
 
 
 def _product_seconds(config: Config) -> float:
@@ -66,12 +66,3 @@ def _product_seconds(config: Config) -> float:
         layers = config.n_params - m.n_embd * (m.head_row + m.padded_vocab)
         count += MUON * m.n_embd * layers
     return count / product_flops()
-
-
-def _words(seconds: float) -> str:
-    """Return a time in the largest unit that it fills."""
-    for unit, size in (("years", 365 * 86_400), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= size:
-            amount = f"{seconds / size:.3g}"
-            return f"{amount} {unit}" if amount != "1" else f"1 {unit.removesuffix('s')}"
-    return f"{seconds:.2g} seconds"

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
-from gpt2_triton.console import LogFile, print_line
+from gpt2_triton.console import LogFile, duration, print_line
 from gpt2_triton.data.tokenizer import keep_vocabulary
 from gpt2_triton.files import write_atomic
 from gpt2_triton.model.step import StepResult
@@ -192,12 +192,3 @@ class NullLogger:
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *args, **keywords: None
-
-
-def duration(seconds: float) -> str:
-    """Format as 1h 23m, 4m 05s or 12s."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h {m:02d}m"
-    return f"{m}m {s:02d}s" if m else f"{s}s"

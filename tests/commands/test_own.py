@@ -143,7 +143,7 @@ def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, 
     assert main(app, ["own", "--data", "my.txt", "--train.steps", "7"]) == 0
     out = capsys.readouterr().out
     assert "10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
-    assert "\n  expected time of all steps without a GPU: 1 minute, " in out
+    assert "\n  expected time of all steps without a GPU: 1m 00s, " in out
     assert "\nparameters " not in out  # the log says them
     [config] = trained
     shards = Path(config.data.train).parent

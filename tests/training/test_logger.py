@@ -10,8 +10,9 @@ import pytest
 
 from gpt2_triton import device
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import duration
 from gpt2_triton.model.step import StepResult
-from gpt2_triton.training.logger import Logger, duration
+from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 from tests.support.loop import records
