@@ -98,16 +98,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomic(path, text.encode(errors="backslashreplace"))  # a path may hold other bytes
 
 
-def make_directory(path: Path, exist_ok: bool = True) -> None:
-    """Make a directory and its parents; FileError where there can be none, as in /proc."""
-    try:
-        path.mkdir(parents=True, exist_ok=exist_ok)
-    except FileNotFoundError:
-        raise FileError(
-            f"{path.parent}: no directory can be made there; choose another place"
-        ) from None
-
-
 def require_new(path: Path) -> None:
     """Raise FileError if `path` is a file, or a directory with content."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
@@ -121,7 +111,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     require_new(path)
     hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    make_directory(hidden, exist_ok=False)
+    hidden.mkdir(parents=True)
     try:
         with naming(path):
             yield hidden

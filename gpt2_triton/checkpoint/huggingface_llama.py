@@ -58,21 +58,15 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
     theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
     # the latter before transformers 4.43
     kind = given.get("rope_type", given.get("type", "default"))
-    numbers = SCALING | {"factor": given.get("factor") or "some number"}
-    other = {
-        key: given.get(key)
-        for key, value in numbers.items()
-        if kind == "llama3" and given.get(key) != value
-    }
-    if kind not in ("default", "llama3") or other:
-        got = f"{kind} {other}" if other else kind
+    other = [key for key, value in SCALING.items() if given.get(key) != value]
+    factor = 1.0
+    if kind == "llama3" and given.get("factor") and not other:
+        factor = float(given["factor"])
+    elif kind != "default":
         raise CheckpointError(
-            f"{path}: rotary positions of type {got}, and only Llama 3's are supported"
+            f"{path}: rotary positions of type {kind} {given}, and only Llama 3's are supported"
         )
-    return {
-        "rope_theta": float(theta),
-        "rope_factor": float(given["factor"]) if kind == "llama3" else 1.0,
-    }
+    return {"rope_theta": float(theta), "rope_factor": factor}
 
 
 def config(model: ModelConfig, stored: str) -> dict[str, Any]:

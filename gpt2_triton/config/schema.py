@@ -194,13 +194,7 @@ class ModelConfig(ConfigSection):
         for key in known:
             if key != "block_size" and str(given.get(key, known[key])) != str(known[key]):
                 wrong = f"{size} has {key} {known[key]}, but {key} is {given[key]}"
-                tokens = "the folder of its tokenizer.json"
-                if size.startswith("llama"):
-                    tokens = "llama3"
-                todo = "remove one"
-                if key == "vocab_size":
-                    todo = f"give data.tokenizer {tokens}, and no vocab_size"
-                raise ConflictError([("model.size", f"{wrong}; {todo}")])
+                raise ConflictError([("model.size", f"{wrong}; remove one")])
         return known | given
 
     @property

@@ -13,7 +13,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.files import make_directory
 from gpt2_triton.training.metrics import METRICS, RUN
 from gpt2_triton.version import triton_notice
 
@@ -138,7 +137,7 @@ def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
         new = not path.exists()
         with contextlib.suppress(FileExistsError):  # another start in the same second
             # a link may name no directory yet
-            make_directory(path.resolve(), exist_ok=run_dir is not None)
+            path.resolve().mkdir(parents=True, exist_ok=run_dir is not None)
             break
     try:
         yield path

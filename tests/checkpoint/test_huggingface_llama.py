@@ -187,7 +187,7 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
     "change, named",
     [
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=0), "head_dim"),
-        (LINEAR, "type linear, and"), (NO_FACTOR, "type llama3 {'factor': None}"),
+        (LINEAR, "type linear {"), (NO_FACTOR, "type llama3 {"),
         (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip

@@ -132,16 +132,7 @@ MISTAKES = [  # YAML, overrides, what the message says
     (
         "model: {vocab_size: 256}",
         {"model.size": "qwen3:0.6b"},
-        "qwen3:0.6b has vocab_size 151936, but vocab_size is 256; "
-        "give data.tokenizer the folder of its tokenizer.json, and no vocab_size",
-    ),
-    (
-        "model: {vocab_size: 256}",
-        {"model.size": "llama:1b"},
-        (
-            "llama:1b has vocab_size 128256, but vocab_size is 256; "
-            "give data.tokenizer llama3, and no vocab_size"
-        ),
+        "qwen3:0.6b has vocab_size 151936, but vocab_size is 256; remove one",
     ),
     (
         "model: {n_head: 7}",

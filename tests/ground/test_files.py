@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from gpt2_triton.files import (
     FileError,
     free_space,
-    make_directory,
     new_directory,
     read_json,
     remove,
@@ -76,14 +74,6 @@ def test_new_directory_refuses_a_taken_place(tmp_path):
     for taken in (tmp_path, tmp_path / "x"):
         with pytest.raises(FileError, match=f"{taken} is there already"), new_directory(taken):
             pass
-
-
-def test_directory_in_a_place_that_takes_none_is_one_line():
-    refused = "/proc: no directory can be made there; choose another place"
-    with pytest.raises(FileError, match=refused):
-        make_directory(Path("/proc/x"))
-    with pytest.raises(FileError, match=refused), new_directory(Path("/proc/x")):
-        pass
 
 
 def test_json_is_written_in_unicode(tmp_path):
