@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from gpt2_triton.kernels.contract import LAUNCHERS
+from gpt2_triton.kernels.contract import LAUNCHERS, Contract
 from gpt2_triton.operands import Fp8
 
 
@@ -26,6 +26,19 @@ class WrappedKernels:
 
     def _launch(self, name: str, *args: Any, **keywords: Any) -> None:
         raise NotImplementedError
+
+
+def launched(monkeypatch: Any) -> set[str]:
+    """Return a set to which each launcher that is called from now on adds its name."""
+    names = set[str]()
+    check = Contract.check
+
+    def check_and_add(contract: Contract, args: Any) -> None:
+        names.add(contract.launcher)
+        check(contract, args)
+
+    monkeypatch.setattr(Contract, "check", check_and_add)
+    return names
 
 
 def mapped(argument: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.speed import floors, ops
 from benchmarks.speed.our_gpt2 import calibrated, run_steps
-from gpt2_triton.kernels import contract
+from tests.support.launchers import launched
 from tests.support.tiny import packed_batch, tiny_model
 
 
@@ -49,10 +49,10 @@ def calls(operations, name):
 
 
 def test_timed_records_every_launcher_of_a_step(record, monkeypatch):
-    monkeypatch.setattr(contract, "LAUNCHED", set())
+    names = launched(monkeypatch)
     _, operations = record()
     no_step = {"column_sums", "fill", "normal_init"}  # of other launchers, and of first weights
-    assert {op.name for op in operations} == contract.LAUNCHED - no_step
+    assert {op.name for op in operations} == names - no_step
     with_products = "matmul matmul_add matmul_act matmul_dx matmul_dx_dact matmul_dw matmul_dw_pair"
     with_products += " classifier_fwd classifier_dx attention_fwd attention_bwd"
     assert {op.name for op in operations if op.flops} == {*with_products.split()}
