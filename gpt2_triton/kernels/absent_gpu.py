@@ -39,19 +39,17 @@ def absent_driver(target: GPUTarget, number: int = 0) -> Any:
     """Return a driver for Triton that loads and launches nothing; `number` keeps kernels
     of several targets apart.
     """
-    properties = dict(max_shared_mem=1 << 30)
-    utils = dict(
-        get_device_properties=lambda _: properties,
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: dict(max_shared_mem=1 << 30),
         load_binary=lambda *_: MODULE,
         unload_module=lambda _: None,
     )
-    current = dict(
+    return SimpleNamespace(
+        utils=utils,
+        launcher_cls=lambda *_: lambda *_: None,
         get_current_target=lambda: target,
         get_current_device=lambda: number,
         get_current_stream=lambda _: 0,
-    )
-    return SimpleNamespace(
-        utils=SimpleNamespace(**utils), launcher_cls=lambda *_: lambda *_: None, **current
     )
 
 

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import hopper, on_hopper
+from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.blocks import (
     Blocks,
     copies_ahead,
@@ -46,14 +46,17 @@ from gpt2_triton.kernels.device_math import LOG2E, dot
 from gpt2_triton.kernels.e4m3 import quantise
 from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.fp8 import (
-    Fp8,
     Operand,
     describe_heads,
     full,
+    in_fp8,
     store_columns,
     store_heads,
     stored,
 )
+from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq
+from gpt2_triton.kernels.hopper.attention import Forms
+from gpt2_triton.kernels.hopper.attention_fwd import attention_fwd as hopper_fwd
 from gpt2_triton.kernels.qk_norm import PARTS, input_gradient, noise, weight_gradient
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.table_file import Row
@@ -247,10 +250,11 @@ def _row(op: str, dtype: str, T: int, HS: int) -> Row:
 def attention_fwd(out: Operand, lse: Tensor, qkv: Tensor) -> None:
     """out = causal attention of packed qkv; lse, fp32, is for the backward pass."""
     s = _Sizes.of(qkv, out.shape[1], lse)
-    if on_hopper.attention_fwd(out, lse, qkv, s.HS, s.GROUP):
-        return
-    row = _row("attention_fwd", dtype_name(qkv), s.T, s.HS)
-    out8, *scaling = stored(out) if isinstance(out, Fp8) else (None, None, None)
+    dtype = dtype_name(qkv)
+    out8, *scaling = in_fp8(out)
+    if hopper.takes("attention_fwd", s.T, s.HS, dtype):
+        return hopper_fwd(full(out), out8, *scaling, lse, qkv, s.GROUP)
+    row = _row("attention_fwd", dtype, s.T, s.HS)
     programs = triton.cdiv(s.T, row["BLOCK_M"]) * s.B * s.NH
     _attention_fwd_kernel[(programs,)](
         s.rows(full(out), row, "BLOCK_M"), None if out8 is None else s.rows(out8, row, "BLOCK_M"),
@@ -282,11 +286,10 @@ def _launch_dq(
     or the terms of the norm's dw; return part's rows.
     """
     s = _Sizes.of(qkv, dout.shape[1], lse)
-    taken = on_hopper.attention_bwd_dq(
-        dqkv, part, delta, dout, qkv, out, lse, rope, s.HS, s.GROUP
-    )  # fmt: skip
-    if taken is not None:
-        return taken
+    if hopper.takes("attention_bwd_dq", s.T, s.HS, dtype_name(qkv)):
+        return attention_dq.attention_bwd_dq(
+            Forms.of(dqkv), part, delta, dout, qkv, Forms.of(out), full(out), lse, rope, s.GROUP
+        )
     row = _bwd_parameters("attention_bwd_dq", s, qkv, rope)
     blocks = triton.cdiv(s.T, row["BLOCK_M"])
     rows, *scaling = stored(dqkv)
@@ -310,9 +313,10 @@ def _launch_dkdv(
     norm's dw; return part's rows.
     """
     s = _Sizes.of(qkv, dout.shape[1], lse)
-    taken = on_hopper.attention_bwd_dkdv(dqkv, part, dout, qkv, lse, delta, rope, s.HS, s.GROUP)
-    if taken is not None:
-        return taken
+    if hopper.takes("attention_bwd_dkdv", s.T, s.HS, dtype_name(qkv)):
+        return attention_dkdv.attention_bwd_dkdv(
+            Forms.of(dqkv), part, dout, qkv, lse, delta, rope, s.GROUP
+        )
     row = _bwd_parameters("attention_bwd_dkdv", s, qkv, rope)
     blocks = triton.cdiv(s.T, row["BLOCK_N"])
     rows, *scaling = stored(dqkv)

@@ -34,12 +34,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, hopper, on_hopper
+from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.blocks import describe, describe_halves, store_block
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
 from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, peek_exponent, to_e5m2
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored, transpose
+from gpt2_triton.kernels.hopper import classifier as hopper_classifier
+from gpt2_triton.kernels.hopper import classifier_dx as hopper_dx
+from gpt2_triton.kernels.hopper import matmul_wide
+from gpt2_triton.kernels.hopper.classifier import Stored
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
@@ -237,7 +241,7 @@ def _exponentials(
     (R, C), Vp = lnf.shape, wte.shape[0]
     x, x_scale, _ = stored(lnf)
     w, w_scale, _ = stored(wte)
-    plain, p_scale, _ = (None, None, None) if p is None else stored(p)
+    plain, p_scale, _ = stored(p)
     row = _fwd_row(R, C, Vp, dtype_name(x))
     block_m = row["BLOCK_M"]
     block_n = row["BLOCK_N"]
@@ -247,14 +251,19 @@ def _exponentials(
     assert part.numel() >= needed, (
         f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
     )
-    if not on_hopper.classifier_fwd(p, part, lnf, wte, zt, peek, targets, V):
+    columns = p.columns if isinstance(p, Fp8) else None
+    if hopper.takes("classifier_fwd", R, Vp, dtype_name(x)):
+        operands = Stored(x, x_scale), Stored(w, w_scale)
+        written = Stored(plain, p_scale, columns)
+        hopper_classifier.classifier_fwd(written, part, *operands, zt, peek, targets, V)
+    else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(plain, block_m, block_n), p_scale, part,
             describe(x, block_m, block_k), describe(w, block_n, block_k),
             zt, peek, targets, x_scale, w_scale, R, C, V, Vp, **row,
         )  # fmt: skip
-        if isinstance(p, Fp8):
-            transpose(p.columns, p.rows, pairs=True)
+        if columns is not None:
+            transpose(columns, plain, pairs=True)
     column_sums(sums, stored_sums, None, part, tiles_n, False)
 
 
@@ -296,16 +305,13 @@ def classifier_dx(
     """Write dln = rs * (p @ wte) + ks * wte[target]."""
     (R, Vp), C = p.shape, wte.shape[1]
     p, p_scale, _ = stored(p)
-    if isinstance(wte, Fp8) and p_scale is not None:
-        w = wte.columns
-        target_rows = wte.rows
-        wte_scale = wte.scale
-    else:
-        w = full(wte)
-        target_rows = full(wte)
-        wte_scale = None
-    if on_hopper.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets):
-        return
+    target_rows, wte_scale, _ = stored(wte)
+    w = wte.columns if isinstance(wte, Fp8) else wte
+    kernel = hopper.takes("classifier_dx", R, C, dtype_name(p))
+    if kernel == "matmul_wide":
+        return matmul_wide.classifier_dx(dln, p, w, rs, ks, targets)
+    if kernel == "classifier_dx":
+        return hopper_dx.classifier_dx(dln, p, p_scale, w, wte_scale, target_rows, rs, ks, targets)
     row = tuned("classifier_dx", dtype_name(p), BLOCK_M=R, BLOCK_N=C, BLOCK_K=Vp)
     block_m = row["BLOCK_M"]
     block_n = row["BLOCK_N"]

@@ -54,7 +54,7 @@ def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, 
 
 
 def split_tiles(
-    sizes: Sequence[tuple[int, int]], R: int, row: dict[str, int], sms: int, room: float = math.inf
+    sizes: Sequence[Sequence[int]], R: int, row: dict[str, int], sms: int, room: float = math.inf
 ) -> TileSplit:
     """Return the split that takes the least time for matrices dW[N, K], sums over R, on a GPU
     of `sms` multiprocessors.  Its partial sums are at most `room` elements.  Tiles that fill

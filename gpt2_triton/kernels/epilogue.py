@@ -46,3 +46,8 @@ class Epilogue(NamedTuple):
     act_out: Tensor | None = None
     part: Tensor | None = None
     rope: Rope | None = None
+
+    @property
+    def op(self) -> str:
+        """Return the name of a product that ends with it, as hopper.takes knows it."""
+        return f"matmul_{self.name}".removesuffix("_")

@@ -14,6 +14,7 @@ The columns of weights have no pairs.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -46,13 +47,16 @@ def full(operand: Operand) -> Tensor:
     return operand.value
 
 
-def stored(operand: Operand) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def stored(operand: Operand | None) -> tuple[Any, Tensor | None, Tensor | None]:
     """Return the tensor that a kernel writes, and for fp8 its scale and the cells of its amax."""
-    return (
-        (operand.rows, operand.scale, operand.amax)
-        if isinstance(operand, Fp8)
-        else (operand, None, None)
-    )
+    if isinstance(operand, Fp8):
+        return operand.rows, operand.scale, operand.amax
+    return operand, None, None
+
+
+def in_fp8(operand: Operand) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what is stored of an operand in fp8; three None for another operand."""
+    return stored(operand if isinstance(operand, Fp8) else None)
 
 
 # ---- device functions ----

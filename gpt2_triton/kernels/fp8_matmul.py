@@ -43,7 +43,7 @@ from gpt2_triton.kernels.blocks import (
 from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
-from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, stored, transpose
+from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, in_fp8, transpose
 from gpt2_triton.kernels.hopper import classifier_lns as hopper_classifier_lns
 from gpt2_triton.kernels.hopper import fp8_gelu as hopper_gelu
 from gpt2_triton.kernels.hopper import fp8_matmul as hopper_matmul
@@ -171,7 +171,7 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     w = w.rows if w_is_nk else w.columns
     M, K = a.shape
     N = w.shape[0]
-    kernel = hopper.takes(f"matmul_{name}" if name else "matmul", M, N, "fp8")
+    kernel = hopper.takes(epilogue.op, M, N, "fp8")
     if kernel == "fp8_gelu" and isinstance(out, Fp8) and slope is not None:
         return hopper_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, part)
     if kernel == "fp8_matmul":
@@ -181,12 +181,12 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     block_m = row["BLOCK_M"]
     block_n = row["BLOCK_N"]
     block_k = row["BLOCK_K"]
-    plain, parts = (None, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
+    plain = None if isinstance(out, Fp8) else out
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _fp8_matmul_kernel[(programs(tiles),)](
         describe_halves(plain, block_m, block_n), describe(a, block_m, block_k),
         describe(w, block_n, block_k), a_scale, w_scale, b, describe_halves(res, block_m, block_n),
-        *parts, slope, part, M, N, K, *rope, EPILOGUE=name, HS=rope.HS, **row,
+        *in_fp8(out), slope, part, M, N, K, *rope, EPILOGUE=name, HS=rope.HS, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)

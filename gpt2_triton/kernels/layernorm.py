@@ -26,7 +26,7 @@ from torch import Tensor
 from gpt2_triton.kernels.contract import contract
 from gpt2_triton.kernels.dropout import dropped, masked_rows
 from gpt2_triton.kernels.e4m3 import quantise, record_bits, row_maxima
-from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored
+from gpt2_triton.kernels.fp8 import Fp8, Operand, full, in_fp8, stored
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.tuning import PLANNED_SMS, dtype_name, next_power_of_2, num_sms, tuned
 from gpt2_triton.operands import Branch, Norm
@@ -167,9 +167,8 @@ def layernorm_fwd(out: Operand, norm: Norm, x: Tensor) -> None:
     value unless that is None.
     """
     R, C = x.shape
-    plain, (out8, *scaling) = (
-        (out.value, stored(out)) if isinstance(out, Fp8) else (out, (None, None, None))
-    )
+    plain = out.value if isinstance(out, Fp8) else out
+    out8, *scaling = in_fp8(out)
     row = tuned("layernorm_fwd", dtype_name(x), ROWS=R)
     _layernorm_fwd_kernel[(triton.cdiv(R, row["ROWS"]),)](
         plain, out8, norm.mean, norm.rstd, x, norm.w, norm.b, *scaling, R, C, norm.eps,
@@ -197,14 +196,13 @@ def layernorm_bwd(
     column sums; the branch's dout: dx, masked; ln: the norm's output again.
     """
     R, C = x.shape
-    dx8 = stored(dx) if isinstance(dx, Fp8) else (None, None, None)
-    ln, ln_scale, _ = stored(ln) if ln is not None else (None, None, None)
+    ln, ln_scale, _ = stored(ln)
     step_key, i, p = branch.dropout or (None, None, 0.0)
     row = _bwd_row(R, C, dtype_name(x))
     programs = min(row.pop("PER_SM") * num_sms(), scratch.numel() // (3 * C))
     _layernorm_bwd_kernel[(programs,)](
         full(dx), branch.dout, ln, scratch, dout, x, norm.w, norm.b, norm.mean, norm.rstd,
-        None if more is None else full(more), *dx8, ln_scale, step_key, i, R, C,
+        None if more is None else full(more), *in_fp8(dx), ln_scale, step_key, i, R, C,
         DROPPED=dropped(p), BLOCK_C=next_power_of_2(C), **row,
     )  # fmt: skip
     column_sums(norm.dw, norm.db, branch.db, scratch, programs, acc)

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_triton.kernels import fp8_matmul, hopper, on_hopper, tuning
+from gpt2_triton.kernels import fp8_matmul, hopper, tuning
 from gpt2_triton.kernels.blocks import (
     INTERPRETED,
     describe,
@@ -52,6 +52,9 @@ from gpt2_triton.kernels.dw_split import TileSplit, split_tiles
 from gpt2_triton.kernels.e4m3 import cuts_fp8_sums
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, stored
+from gpt2_triton.kernels.hopper import fp8_matmul_dw, matmul_wide
+from gpt2_triton.kernels.hopper import matmul as hopper_matmul
+from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper.pipeline import TILE_M
 from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.reduce import column_sums
@@ -266,9 +269,13 @@ def launch(
     if isinstance(a, Fp8):
         return fp8_matmul.launch(out, a, w, special, w_is_nk)
     (M, K), N = a.shape, out.shape[1]
-    taken = on_hopper.matmul(out, a, w, special, w_is_nk)
-    if taken is not None:
-        return taken
+    kernel = None
+    if a.dtype == out.dtype:
+        kernel = hopper.takes(special.op, M, N, dtype_name(a))
+    if kernel == "matmul_wide":
+        return matmul_wide.matmul(out, a, w, epilogue.b, w_is_nk=w_is_nk, res=epilogue.res)
+    if kernel == "matmul":
+        return hopper_matmul.matmul(out, a, w, special, w_is_nk)
     name, b, res, pre, act_out, part, _ = epilogue
     rope = RopeArguments.of(epilogue.rope)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
@@ -373,22 +380,27 @@ def _multiply_dw(
     """Write each dw (+)= dout.T @ inp, in fp32; on Hopper there may be two."""
     (N, K), R = dws[0].shape, douts[0].shape[0]
     operands, scales = zip(*map(fp8_matmul.dw_operands, douts, inps))
-    dtype = dtype_name(operands[0][0])
+    douts, inps = zip(*operands)
+    dtype = dtype_name(douts[0])
     row = _dw_row(N, K, R, dtype)
     kernel = hopper.takes("matmul_dw", N, K, dtype)
     cut = not kernel and dtype == "fp8" and cuts_fp8_sums()
     if cut:
         row["BLOCK_N"] //= 2  # registers hold a product beside the sum
-    split = split_tiles(
-        [(dw.shape[0], dw.shape[1]) for dw in dws], R, row, tuning.num_sms(), scratch.numel()
-    )
-    if not on_hopper.matmul_dw(dws, scratch, operands, scales, split, acc):
+    split = split_tiles([dw.shape for dw in dws], R, row, tuning.num_sms(), scratch.numel())
+    if kernel == "fp8_matmul_dw":
+        fp8_matmul_dw.matmul_dw(dws, scratch, douts, inps, scales, split, acc)
+    elif kernel == "matmul_dw":
+        hopper_matmul_dw.matmul_dw(dws, scratch, douts, inps, split, acc)
+    else:
         _launch_dw(dws[0], scratch, *operands[0], *scales[0], split, acc, row | dict(CUT=cut))
     for dw, grid in zip(dws, split.grids):
         first = max(split.whole_tiles, grid.first)
-        if (count := grid.first + grid.tiles - first) <= 0:
+        count = grid.first + grid.tiles - first
+        if count <= 0:
             continue
-        rows, size = grid.rows if INTERPRET else 8, grid.rows * grid.columns
+        rows = grid.rows if INTERPRET else 8
+        size = grid.rows * grid.columns
         _add_dw_partials_kernel[(count * grid.rows // rows,)](
             dw, scratch[(first - split.whole_tiles) * size :], *dw.shape, first - grid.first,
             split.split_tiles, split.k_parts, ACC=acc, BLOCK_M=grid.rows, BLOCK_N=grid.columns,
@@ -403,9 +415,8 @@ def _launch_dw(
     N, K = dw.shape
     block_m, block_n, _, _ = split.grids[0]
     block_k = row["BLOCK_K"]
-    row = {name: value for name, value in row.items() if name != "PER_SM"} | dict(
-        BLOCK_M=block_m, BLOCK_N=block_n
-    )
+    del row["PER_SM"]
+    row |= dict(BLOCK_M=block_m, BLOCK_N=block_n)
     part = dw  # not written where all tiles are whole
     if split.split_tiles:
         part = scratch[: split.scratch].view(-1, block_n)
