@@ -20,7 +20,7 @@ def head_loss(K: Kernels, m: schedule.View) -> None:
     schedule.final_norm(K, m)
     schedule.cast_head(K, m.fp8_weights[m.L])
     K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
-    for r in m.head_chunks():
+    for r in m.head_chunks:
         K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
         K.classifier_loss(
             a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False

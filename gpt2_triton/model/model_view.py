@@ -3,7 +3,6 @@ the constants of the run.  view.py makes it.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -112,9 +111,7 @@ class ModelView(Generic[WeightsT, ActsT]):
     NH: int
     activation: str  # of the MLP
     V: int
-    T: int
-    R: int
-    Rc: int
+    head_chunks: list[slice]  # the rows that the head takes at a time
     recompute: list[Recompute]  # of each layer
     step: Step
     betas: Betas
@@ -128,11 +125,6 @@ class ModelView(Generic[WeightsT, ActsT]):
     # ZeRO-2: a layer's gradients are sent in each micro-step and not kept until the next
     grads_sharded: bool
     observe: Observer  # takes statistics in the training steps that log.stats_every selects
-
-    def head_chunks(self) -> Iterator[slice]:
-        """Yield the rows that the head takes at a time."""
-        for start in range(0, self.R, self.Rc):
-            yield slice(start, min(start + self.Rc, self.R))
 
 
 class Layers(Protocol):

@@ -72,7 +72,7 @@ def head(K: Kernels, m: View, acc: bool) -> None:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
     K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
-    for r in m.head_chunks():
+    for r in m.head_chunks:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
         K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)

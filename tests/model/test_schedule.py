@@ -43,7 +43,7 @@ def autograd_step(act: str) -> tuple[float, Params, dict[str, int]]:
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level, act):
     model = model_of(level, act)
-    assert [r.stop - r.start for r in model.train_view.head_chunks()] == [
+    assert [r.stop - r.start for r in model.train_view.head_chunks] == [
         6,
         6,
         4,
