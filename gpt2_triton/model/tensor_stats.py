@@ -19,7 +19,7 @@ updates (at ZeRO-0 all, else its shard).  The host combines the ranks' partial r
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,9 @@ ACTIVATION = ("rms", "absmax", "nonfinite")
 FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
-# kind -> tensor -> column -> a number for each point or layer
-Statistics = dict[str, dict[str, dict[str, list[Any]]]]
+# tensor -> column -> a number for each point or layer
+Tensors = dict[str, dict[str, list[Any]]]
+Statistics = dict[str, Tensors]  # by kind
 
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
@@ -73,9 +74,8 @@ class StatsRecorder(Observer):
             K.fill(buffer, 0.0)
         self._tracked = tracked_activations(dims)
         places = [place(*scale) for scale in self._scales]
-        self._act_slots, self._fp8_slots = (
-            {entry: n for n, entry in enumerate(e)} for e in (self._tracked, places)
-        )
+        self._act_rows = dict(zip(self._tracked, s.act_stats, strict=True))
+        self._fp8_rows = dict(zip(places, s.fp8_stats, strict=True)) if places else {}
         self._fp8_elements = [self._tensor(*entry).rows.numel() for entry in places]
         shapes = {field.name: field.metadata["spec"].shape for field in dataclasses.fields(A.Acts)}
         self._elements = [math.prod(eval_shape(shapes[name], dims)) for name, _ in self._tracked]
@@ -101,16 +101,13 @@ class StatsRecorder(Observer):
             if entry in self._seen:  # computed again in the backward pass
                 continue
             self._seen.add(entry)
-            if entry in self._act_slots:
-                self._K.tensor_stats(
-                    self.buffers[0][self._act_slots[entry]], self._tensor(*entry), self._acc
-                )
+            x = self._tensor(*entry)
+            if entry in self._act_rows:
+                self._K.tensor_stats(self._act_rows[entry], x, self._acc)
             # cast in each micro-step, counted in the first
             counted = self._acc and entry[0] in self._weights
-            if entry in self._fp8_slots and not counted:
-                self._K.fp8_stats(
-                    self.buffers[2][self._fp8_slots[entry]], self._tensor(*entry), self._acc
-                )
+            if entry in self._fp8_rows and not counted:
+                self._K.fp8_stats(self._fp8_rows[entry], x, self._acc)
 
     def adamw(self, span: Span) -> None:
         for out, r in self._parts(span.first, len(span.w)):
@@ -135,29 +132,24 @@ class StatsRecorder(Observer):
         activations.  All ranks call it.
         """
         record: Statistics = {"activations": {}, "parameters": {}}
-        found = control.all_gather(
-            [_combine_parts(part).tolist() for part in partials[:2]]
-            + [part.numpy().sum(-1, dtype=np.float64).tolist() for part in partials[2:]]
-        )
+        own = [_combine_parts(part) for part in partials[:2]]
+        own += [part.numpy().sum(-1, dtype=np.float64) for part in partials[2:]]
+        found = control.all_gather([sums.tolist() for sums in own])
+        ranks = len(found)
+        acts, *more = (np.array(sums) for sums in zip(*found, strict=True))
         names = [name for name, _ in self._tracked]
-        elements = np.array(self._elements) * micro_steps * len(found)
-        columns = _combine_ranks([np.array(parts[0]) for parts in found], elements)
-        _append(record["activations"], names, dict(zip(ACTIVATION, columns, strict=True)))
-        if len(partials) > 1:
-            ranks = found if self._sharded else found[:1]
+        columns = _combine_ranks(acts, np.array(self._elements) * micro_steps * ranks)
+        _append(record["activations"], names, ACTIVATION, columns)
+        if more:
+            names = [e.name for e in self._entries]
             elements = np.array([stop - start for start, stop in self._spans])
-            columns = _combine_ranks([np.array(parts[1]) for parts in ranks], elements)
-            _append(
-                record["parameters"],
-                [e.name for e in self._entries],
-                dict(zip(PARAMETER, columns, strict=True)),
-            )
-        if len(partials) > 2:
-            counts = np.sum([parts[2] for parts in found], axis=0)
+            columns = _combine_ranks(more[0] if self._sharded else more[0][:1], elements)
+            _append(record["parameters"], names, PARAMETER, columns)
+        if len(more) > 1:
             names = [name for name, _ in self._scales]
             passes = [1 if name in self._weights else micro_steps for name in names]
-            shares = counts.T / (np.array(self._fp8_elements) * passes * len(found))
-            _append(record.setdefault("fp8", {}), names, dict(zip(FP8, shares, strict=True)))
+            shares = more[1].sum(0).T / (np.array(self._fp8_elements) * passes * ranks)
+            _append(record.setdefault("fp8", {}), names, FP8, shares)
         return record
 
     def first_non_finite(self, micro_steps: int, control: ControlGroup) -> str:
@@ -187,10 +179,10 @@ def _combine_parts(partials: Tensor) -> np.ndarray:
     return out
 
 
-def _combine_ranks(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np.ndarray]:
-    """Return the columns of the record from the ranks' sums over their parts of the elements."""
-    squares, _, bad, *more = np.sum(ranks, axis=0).T
-    largest = np.max([rank[:, 1] for rank in ranks], axis=0)
+def _combine_ranks(ranks: np.ndarray, elements: np.ndarray) -> list[np.ndarray]:
+    """Return the columns of the record from [ranks, tensors, 3 or 5], each rank's sums."""
+    squares, _, bad, *more = ranks.sum(0).T
+    largest = ranks[:, :, 1].max(0)
     columns = [np.sqrt(squares / np.maximum(elements - bad, 1)), largest, bad]
     if more:
         weights, updates = more
@@ -200,18 +192,18 @@ def _combine_ranks(ranks: Sequence[np.ndarray], elements: np.ndarray) -> list[np
 
 
 def _append(
-    kind: dict[str, dict[str, list[Any]]], names: list[str], columns: dict[str, np.ndarray]
+    kind: Tensors, names: list[str], columns: Sequence[str], values: Iterable[np.ndarray]
 ) -> None:
-    for column, values in columns.items():
-        for name, value in zip(names, values.tolist(), strict=True):
-            number = (
-                int(value)
-                if column == "nonfinite"
-                else float(f"{value:.5g}")
-                if math.isfinite(value)
-                else None
-            )
-            kind.setdefault(name, {}).setdefault(column, []).append(number)
+    for column, numbers in zip(columns, values, strict=True):
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            kind.setdefault(name, {}).setdefault(column, []).append(_shown(column, number))
+
+
+def _shown(column: str, number: float) -> int | float | None:
+    """Return a number of a record; None for one that JSON does not know."""
+    if column == "nonfinite":
+        return int(number)
+    return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 # ---- records as text ----
@@ -259,50 +251,38 @@ def fp8_name(name: str, i: int) -> str:
     return f"{name} of {'the head' if name in HEAD_SCALES else f'layer {i}'}"
 
 
+def _largest(tensors: Tensors, column: str) -> tuple[float, str, int]:
+    """Return a column's largest number, its tensor and entry; what is not finite is largest."""
+    return max(
+        (math.inf if number is None else number, name, i)
+        for name, columns in tensors.items()
+        for i, number in enumerate(columns[column])
+    )
+
+
 def format_summary(record: Statistics) -> str:
     """Return the largest activation, gradient and update in a line; biases start at 0,
     so only matrices' updates.
     """
-    acts, params = record["activations"], record["parameters"]
+    params = record["parameters"]
+    acts = {name: columns for name, columns in record["activations"].items() if name != "dx"}
     matrices = {
         name: columns
         for name, columns in params.items()
         if name != "lnw" and not name.endswith("b")
     }
-    columns = {
-        "activation": [
-            (v, activation_name(name, i))
-            for name in acts
-            if name != "dx"
-            for i, v in enumerate(acts[name]["absmax"])
-        ],
-        "gradient rms": [
-            (v, parameter_name(n, i, c))
-            for n, c in params.items()
-            for i, v in enumerate(c["grad_rms"])
-        ],
-        "update/weight": [
-            (v, parameter_name(n, i, c))
-            for n, c in matrices.items()
-            for i, v in enumerate(c["update_ratio"])
-        ],
-    }
-    parts = []
-    for what, values in columns.items():
-        most, where = max((math.inf if v is None else v, where) for v, where in values)
-        parts.append(f"largest {what} {most:.3g} in {where}")
+    most, name, i = _largest(acts, "absmax")
+    parts = [f"largest activation {most:.3g} in {activation_name(name, i)}"]
+    for what, tensors, column in (
+        ("gradient rms", params, "grad_rms"),
+        ("update/weight", matrices, "update_ratio"),
+    ):
+        most, name, i = _largest(tensors, column)
+        parts.append(f"largest {what} {most:.3g} in {parameter_name(name, i, tensors[name])}")
     if "fp8" in record:
-        tensors = [
-            (v, fp8_name(n, i))
-            for n, c in record["fp8"].items()
-            for i, v in enumerate(c["saturated"])
-        ]
-        share, where = max(tensors)
-        parts.append(
-            f"most saturated fp8 tensor {where}, {share:.2%}"
-            if share
-            else "no fp8 tensor saturated"
-        )
+        share, name, i = _largest(record["fp8"], "saturated")
+        saturated = f"most saturated fp8 tensor {fp8_name(name, i)}, {share:.2%}"
+        parts.append(saturated if share else "no fp8 tensor saturated")
     bad = first_non_finite(record)
     return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
 
@@ -310,21 +290,20 @@ def format_summary(record: Statistics) -> str:
 def format_table(record: Statistics) -> str:
     """Return all of a record as text, one line per tensor."""
     lines = []
-    kinds = [
-        ("activations", ACTIVATION),
-        ("parameters", PARAMETER),
-        *([("fp8", FP8)] if "fp8" in record else []),
-    ]
-    for kind, columns in kinds:
+    for kind, columns in dict(activations=ACTIVATION, parameters=PARAMETER, fp8=FP8).items():
+        if kind not in record:
+            continue
         lines += [f"{kind:<14}" + "".join(f"{column:>14}" for column in columns)]
         for name, values in record[kind].items():
-            for i, row in enumerate(zip(*(values[column] for column in columns), strict=True)):
-                shown = name + (f"[{i}]" if len(values[columns[0]]) > 1 else "")
-                cells = (
-                    f"{'-' if v is None else format(v, '.4g' if isinstance(v, float) else ','):>14}"
-                    for v in row
-                )
-                lines.append(f"{shown:<14}" + "".join(cells))
+            rows = [*zip(*(values[column] for column in columns), strict=True)]
+            for i, row in enumerate(rows):
+                shown = f"{name}[{i}]" if len(rows) > 1 else name
+                lines.append(f"{shown:<14}" + "".join(map(_cell, row)))
         lines.append("")
     bad = first_non_finite(record)
     return "\n".join([*lines, f"first non-finite: {bad or 'none'}"])
+
+
+def _cell(number: int | float | None) -> str:
+    shown = "-" if number is None else format(number, ".4g" if isinstance(number, float) else ",")
+    return f"{shown:>14}"
