@@ -68,7 +68,7 @@ WITHIN = {
     "data.tokenizer_file": "errors files",
     "data.prepare": "errors console files data",
     "model.schedule": "operands model.launchers model.model_view model.muon_update model.tables",
-    "model.muon_update": "model.launchers model.model_view model.tables",
+    "model.muon_update": "model.launchers model.model_view model.muon model.tables",
     "model.decoding": "model.arena model.launchers model.model_view model.schedule model.tables "
     "operands",
     "model.launchers": "operands",

@@ -49,13 +49,11 @@ def _make_calls(
             model._forward_backward(acc, with_stats, True)
         model._update(with_stats)
     model.comm.precompile()
-    for shapes, in_fp8 in (
-        (validated | answered, False),
-        (validated if model.has_fp8 else (), True),
-    ):
-        for shape in shapes:
-            zeros = np.zeros(shape, np.int32)
-            model.evaluate(zeros, zeros, in_fp8)
+    for shape in validated | answered:
+        zeros = np.zeros(shape, np.int32)
+        model.evaluate(zeros, zeros)
+        if model.has_fp8 and shape in validated:
+            model.evaluate(zeros, zeros, fp8=True)
     if (s := model.config.sample).every:
         model._prefill(model.T)
         model._decode(s.temperature, s.top_k, 1.0)

@@ -27,13 +27,10 @@ def init_weights(
         stop = min(p.first + p.length, e.offset + e.used)
         if first >= stop:
             continue
-        w = s.params[p.param :][first - p.first : stop - p.first]
+        part = slice(first - p.first, stop - p.first)
+        w = s.params[p.param :][part]
         if e.init in std:
-            low = (
-                None
-                if s.master_low is None
-                else s.master_low[p.states["low"] :][first - p.first : stop - p.first]
-            )
+            low = None if s.master_low is None else p.of(s.master_low, "low")[part]
             K.normal_init(w, low, seed, first, std[e.init])
         elif e.init == "one":
             K.fill(w, 1.0)

@@ -77,8 +77,9 @@ def dimensions(
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
     d |= flat_buffer_sizes(d, training, master, named(config.optim.name))
-    shapes = matrix_shapes(architecture.of(config.model).Params, d)
+    params = architecture.of(config.model).Params
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
+    shapes = matrix_shapes(params, d)
     matrices = [(rows, columns, count * layers) for rows, columns, count in shapes]
     d["Nc"] = max((math.prod(shape) for shape in matrices), default=0)
     d["Q"] = scale_count(d["L"], config.train.precision, config.fp8.keep_bf16) if training else 0
@@ -89,9 +90,8 @@ def dimensions(
     d["dropout"] = int(training and config.model.dropout > 0 and d["Q"] == 0)
     d["Sa"] = d["Sp"] = d["As"] = d["P"] = 0
     if training and config.log.stats_every:
-        entries = list(param_entries(architecture.of(config.model).Params, d))
         d["Sa"] = len(tracked_activations(d))
-        d["Sp"] = len(entries)
+        d["Sp"] = len(list(param_entries(params, d)))
         d["P"] = K.stats_parts()
         d["As"] = d["Q"]
     d["W"] = K.scratch_elements(d, config.train.dtype, matrices)
@@ -302,12 +302,13 @@ def fitting(
     plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
 ) -> Iterator[None]:
     """Raise OutOfMemoryError if the plan does not fit, or the body cannot allocate it."""
+    refusal = functools.partial(out_of_memory, plan, config, K, shape, device, training)
     if plan.total > free_bytes(device):
-        raise out_of_memory(plan, config, K, shape, device, training)
+        raise refusal()
     try:
         yield
     except RuntimeError:
         # on a CPU: a limit of the process, or a system that overcommits nothing
         if device != "cpu":
             raise
-        raise out_of_memory(plan, config, K, shape, device, training) from None
+        raise refusal() from None

@@ -131,9 +131,6 @@ class Model(ForwardPasses):
         """Copy a step's inputs and the key of its noise to the device; `with_stats`:
         end_step returns statistics.
         """
-        assert self.stats_recorder or not with_stats, (
-            "statistics have no memory: log.stats_every is 0"
-        )
         self.with_stats = with_stats
         previous = self._step
         self._step = next(self._steps)

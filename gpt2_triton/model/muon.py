@@ -44,7 +44,6 @@ class MatrixClass(NamedTuple):
     next: Tensor  # [k, rows, columns], the iterate after `owned`
     gram: Tensor  # [k, c, c], c the smaller of rows and columns
     poly: Tensor  # [k, c, c]
-    polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
 
 def matrix_shapes(table: type, dims: dict[str, int]) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ and kernels/muon.py has the arithmetic.
 
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
+from gpt2_triton.model.muon import POLAR_EXPRESS
 from gpt2_triton.model.tables import HeadActs
 
 
@@ -19,7 +20,7 @@ def update_matrices(K: Kernels, m: ModelView[object, HeadActs]) -> None:
         K.muon_normalise(c.next, m.a.scratch, c.owned)
         x, y = c.next, c.owned
         # y = p[0] x + (p[1] gram + p[2] gram gram) x with gram = x x^T; the last y is c.owned
-        for p in c.polynomials:
+        for p in POLAR_EXPRESS:
             K.muon_gram(c.gram, x)
             K.muon_poly(c.poly, c.gram, *p[1:])
             K.muon_apply(y, x, c.poly, p[0])

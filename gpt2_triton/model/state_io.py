@@ -141,14 +141,11 @@ class SavedState:
         every rank holds all of them.
         """
         digest = hashlib.sha256()
-        names = ["params"] if self._dims["zero"] else ["params", "m", "v", "low"]
-        shards = sharding.updated_shards(self._dims | dict(zero=0), 0)
-        for name in (name for name in names if name in self._buffers):
-            for p in shards:
-                at = _start(name, p)
-                if at is not None:
-                    part = self._buffers[name][at : at + p.length]
-                    digest.update(part.cpu().view(torch.uint8).numpy().data)
+        held = self.held()
+        for name in ["params"] if self._dims["zero"] else ["params", "m", "v", "low"]:
+            for h in held.get(name, ()):
+                part = self._buffers[name][h.start : h.start + h.length]
+                digest.update(part.cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 The host launches step s + 1 before it reads the results of step s, so the device always has work.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,12 +41,13 @@ class InFlightStep:
         """`io` is kernels/step_io.py, which names the elements of the rows; `stats`
         are the recorder's buffers.
         """
-        self._io, pinned = io, device != "cpu"
-        self.stats = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in stats]
-        self.step_in = torch.empty(io.STEP_IN, dtype=torch.float32, pin_memory=pinned)
-        self.step_key = torch.empty(io.STEP_KEY, dtype=torch.int32, pin_memory=pinned)
-        self.step_out = torch.empty(io.STEP_OUT, dtype=torch.float32, pin_memory=pinned)
-        self.z = torch.empty(2, dtype=torch.float32, pin_memory=pinned)
+        self._io = io
+        empty = functools.partial(torch.empty, pin_memory=device != "cpu")
+        self.stats = [empty(t.shape, dtype=t.dtype) for t in stats]
+        self.step_in = empty(io.STEP_IN, dtype=torch.float32)
+        self.step_key = empty(io.STEP_KEY, dtype=torch.int32)
+        self.step_out = empty(io.STEP_OUT, dtype=torch.float32)
+        self.z = empty(2, dtype=torch.float32)
         self.in_flight = False
         self.ended = self._began = DeviceEvent(device)
 
