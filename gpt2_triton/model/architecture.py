@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.model.decoding import Decode
+from gpt2_triton.model.decoding import Mlp
 from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.gpt2 import buffers as gpt2_buffers
 from gpt2_triton.model.gpt2 import decoding as gpt2_decoding
@@ -36,7 +36,7 @@ class Architecture(NamedTuple):
     Acts: type
     Fp8Buffers: type
     schedule: Layers
-    decode: Decode
+    decode_mlp: Mlp
     wire: Callable[[Cut], Wiring]  # builds what its launches take
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
     # writes what Acts holds for a whole run
@@ -53,7 +53,7 @@ GPT2 = Architecture(
     gpt2_buffers.Acts,
     gpt2_buffers.Fp8Buffers,
     gpt2_schedule,
-    gpt2_decoding.decode,
+    gpt2_decoding.mlp,
     gpt2_wiring.wire,
     gpt2_names.by_name,
 )
@@ -62,7 +62,7 @@ LLAMA = Architecture(
     llama_buffers.Acts,
     Fp8Operands,
     llama_schedule,
-    llama_decoding.decode,
+    llama_decoding.mlp,
     llama_wiring.wire,
     llama_names.by_name,
     _fill_rope,

@@ -30,8 +30,8 @@ class Decoding:
 # fmt: on
 
 
-# the launches of a model's layers for one token of each sequence: gpt2/decoding.py
-Decode = Callable[[Kernels, ModelView, Decoding], None]
+# from a layer's point x[2l+1] to fcg[l], for one token of each sequence: gpt2/decoding.py
+Mlp = Callable[[Kernels, ModelView, int], None]
 
 
 def product_of_norm(
@@ -60,9 +60,23 @@ def prefill(K: Kernels, layers: Layers, m: View, d: Decoding) -> None:
         layers.last_product(K, m, l)
 
 
+def decode(K: Kernels, mlp: Mlp, m: View, d: Decoding) -> None:
+    """Take the last token of each sequence of d.seq through the layers, as one row."""
+    a = m.a
+    K.decode_embed(a.x[0], d.seq, m.net.embedding.wte, m.net.embedding.wpe)
+    for l, net in enumerate(m.net.layers):
+        i = 2 * l
+        # qkv = norm(x[i]) @ w.T; x[i+1] = x[i] + attproj(att); x[i+2] = x[i+1] + fcproj(fcg)
+        product_of_norm(K, a.qkv[l], a.x[i], m.net.norms[i], a.ln[i], net.qkv)
+        K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, net.rope)
+        K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
+        mlp(K, m, l)
+        K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
+
+
 def sample(
     K: Kernels,
-    decode: Decode,
+    mlp: Mlp,
     m: View,
     d: Decoding,
     tokens: int,
@@ -73,7 +87,7 @@ def sample(
     """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
     last token goes through the model as one row.
     """
-    decode(K, m, d)
+    decode(K, mlp, m, d)
     # separately: each of the head's 3144 programs would have to normalise its input again
     final_norm(K, m)
     logits = d.logits[: len(d.seq)]

@@ -119,7 +119,10 @@ class InLayers:
     """What launches that models share read of a model's LayerActs."""
 
     x: Tensors
+    ln: Tensors
     qkv: Tensors
+    att: Tensors
+    fcg: Tensors
 
 
 @dataclasses.dataclass
