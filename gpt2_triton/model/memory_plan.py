@@ -27,7 +27,7 @@ from gpt2_triton.model.decoding import Decoding
 from gpt2_triton.model.fp8 import scale_count
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.muon import matrix_shapes
-from gpt2_triton.model.optimizers import named
+from gpt2_triton.model.optimizers import OPTIMIZERS, named
 from gpt2_triton.model.recompute import layer_levels
 from gpt2_triton.model.sharding import flat_buffer_sizes
 from gpt2_triton.model.tables import (
@@ -76,7 +76,8 @@ def dimensions(
     d["Bl"] = d["Bd"] if training or not sequences else max(sequences, LOGITS_ROWS)
     d["Nw"] = WINDOW + 1 if training else 0
     master = config.optim.master == "fp32" and config.train.dtype == "bf16"
-    d |= flat_buffer_sizes(d, training, master, named(config.optim.name))
+    d["optimizer"] = OPTIMIZERS.index(named(config.optim.name))
+    d |= flat_buffer_sizes(d, training, master)
     params = architecture.of(config.model).Params
     layers = -(-d["L"] // d["ranks"])  # whose matrices a rank orthogonalises at once
     shapes = matrix_shapes(params, d)

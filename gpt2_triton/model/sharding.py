@@ -80,14 +80,11 @@ def grad_offsets(dims: dict[str, int]) -> list[int]:
     return [0, *layers, embed.padded]
 
 
-def flat_buffer_sizes(
-    dims: dict[str, int], training: bool, master: bool, optimizer: Optimizer = ADAMW
-) -> dict[str, int]:
-    """Return the elements of the flat buffers, and the number of the layers' optimizer; Nx: a shard
-    of the largest bucket from each other rank.
+def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dict[str, int]:
+    """Return the elements of the flat buffers; Nx: a shard of the largest bucket from each
+    other rank.
     """
-    number = dict(optimizer=OPTIMIZERS.index(optimizer))
-    all_buckets = buckets(dims | number)
+    all_buckets = buckets(dims)
     zero = dims["zero"]
     full = sum(b.padded for b in all_buckets)
     layer = all_buckets[1].padded
@@ -103,7 +100,7 @@ def flat_buffer_sizes(
         out[size] = sum(b.padded for b in all_buckets if state in b.optimizer.states) // share
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
     out["No"] = sum(b.length for b in all_buckets if b.optimizer.matrices)
-    return {name: n * (training or name == "Nf") for name, n in out.items()} | number
+    return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 
 def state_starts(dims: dict[str, int]) -> list[dict[str, int]]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from gpt2_triton.checkpoint.format import FORMAT, STATE, tensors_name
 from gpt2_triton.checkpoint.load import open_checkpoint
 from gpt2_triton.model import sharding, state_io
-from gpt2_triton.model.optimizers import named
+from gpt2_triton.model.optimizers import ADAMW, MUON, OPTIMIZERS
 from gpt2_triton.model.state_io import SavedState
 
 SMALL = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them
@@ -26,8 +26,8 @@ CHANGES = [(4, 4), (4, 2), (2, 4), (1, 4), (4, 1)]
 
 def dims_of(sizes, ranks, zero, muon=False):
     dims = sizes | dict(ranks=ranks, zero=zero if ranks > 1 else 0)
-    optimizer = named("muon" if muon else "adamw")
-    return dims | sharding.flat_buffer_sizes(dims, True, True, optimizer)
+    dims["optimizer"] = OPTIMIZERS.index(MUON if muon else ADAMW)
+    return dims | sharding.flat_buffer_sizes(dims, True, True)
 
 
 def empty_state(dims):

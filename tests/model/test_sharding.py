@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from gpt2_triton.model import sharding
+from gpt2_triton.model.optimizers import ADAMW, OPTIMIZERS
 from gpt2_triton.model.state_io import SavedState
 
 # few ranks divide them, and the rest of 1,968
-SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)
+SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648, optimizer=OPTIMIZERS.index(ADAMW))
 RANKS = (1, 2, 3, 4, 7, 64, 1000)
 
 
