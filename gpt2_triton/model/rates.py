@@ -3,14 +3,12 @@
 from typing import NamedTuple
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.model import architecture
 
 
 class BucketRate(NamedTuple):
     """Buckets of the flat order (sharding.py) that are updated alike."""
 
     name: str
-    parameters: int
     optimizer: str
     # the schedule's learning rate times this is the bucket's; 1 for the layers
     lr_factor: float
@@ -20,14 +18,11 @@ class BucketRate(NamedTuple):
 def bucket_rates(config: Config) -> list[BucketRate]:
     """Return those of the embedding, of the layers, and of norms and biases, in the flat order."""
     o = config.optim
-    d = architecture.dimensions(config.model)
     adamw = (o.adamw_lr or o.lr) / o.lr  # adamw_lr goes with another optimizer of the layers
-    layers = d["L"] * d["Nl"]
-    rest = d["N"] - d["Ne"] - layers
     return [
-        BucketRate("embed", d["Ne"], "adamw", adamw * o.embed_lr, config.embed_decay),
-        BucketRate("layers", layers, o.name, 1.0, config.weight_decay),
-        BucketRate("rest", rest, "adamw", adamw, 0.0),
+        BucketRate("embed", "adamw", adamw * o.embed_lr, config.embed_decay),
+        BucketRate("layers", o.name, 1.0, config.weight_decay),
+        BucketRate("rest", "adamw", adamw, 0.0),
     ]
 
 

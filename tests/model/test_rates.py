@@ -1,5 +1,7 @@
 """The rate and decay of each part of a model, as the update uses them and as a run says them."""
 
+import itertools
+
 import pytest
 
 from gpt2_triton.commands.plan import Gpu, plan_report
@@ -15,19 +17,18 @@ MUON = dict(name="muon", lr=1e-2, adamw_lr=2e-3, embed_lr=0.5, weight_decay=0.2)
 def test_each_span_is_updated_with_its_buckets_rate(optim):
     """A span begins at the flat index where its bucket begins."""
     model, config = tiny_model(optim=optim)
-    rates, firsts, first = bucket_rates(config), {}, 0
-    for rate in rates:
-        firsts[first] = rate
-        first += rate.parameters
-    assert first == model.dims["N"]
+    rates = bucket_rates(config)
+    sizes = [model.dims["Ne"], model.dims["L"] * model.dims["Nl"]]
+    sizes.append(model.dims["N"] - sum(sizes))
+    firsts = dict(zip(itertools.accumulate(sizes, initial=0), zip(rates, sizes)))
     spans = [span for _, span in model.train_view.updates]
     assert len(spans) == (2 if config.optim.name == "muon" else 3)
     for span in spans:
-        rate = firsts[span.first]
+        rate, size = firsts[span.first]
         assert (span.lr_factor, span.decay, len(span.w)) == (
             rate.lr_factor,
             rate.decay,
-            rate.parameters,
+            size,
         )
     for matrices in model.train_view.matrices:
         assert (rates[1].optimizer, matrices.part.decay) == ("muon", rates[1].decay)
