@@ -225,23 +225,16 @@ class Forecast(NamedTuple):
         sequences of a step, or 0.
         """
         rows = self.shape.micro_batch * self.shape.accumulation
-        return next(
-            (
-                batch
-                for batch in range(min(self.levels[level][1], rows), 0, -1)
-                if rows % batch == 0
-            ),
-            0,
-        )
+        most = min(self.levels[level][1], rows)
+        return max((batch for batch in range(1, most + 1) if rows % batch == 0), default=0)
 
     @property
     def todo(self) -> str:
         """What makes a step of the same tokens fit: the first that does of
         recomputation, batch and stage.
         """
-        batch, deepest = map(
-            self.usable_batch, (self.config.memory.recompute, RECOMPUTE_LEVELS[-1])
-        )
+        batch = self.usable_batch(self.config.memory.recompute)
+        deepest = self.usable_batch(RECOMPUTE_LEVELS[-1])
         stage = next((stage for stage, nbytes in self.stages.items() if nbytes <= self.budget), 0)
         given, total = self.config.train.total_batch_tokens, self.config.train.step_tokens
         # which a smaller batch would change

@@ -78,11 +78,14 @@ def matrix_classes(
     """Yield the classes of the layers' matrices, in the flat order; `orth` has each
     directly after the one before.
     """
-    L, ranks, zero = (dims[name] for name in ("L", "ranks", "zero"))
+    L = dims["L"]
+    ranks = dims["ranks"]
+    zero = dims["zero"]
     layer = sharding.buckets(dims)[1]
     before = 0
     share = layer.padded // ranks if zero else layer.length
     states = sharding.state_starts(dims)[1]
+    low = state.master_low
     grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
     for rows, columns, count in matrix_shapes(table, dims):
         size = rows * columns * count
@@ -90,18 +93,18 @@ def matrix_classes(
         parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
         part = parts[rank]
         whole = state.orth[L * before : L * (before + size)].view(-1, rows, columns)
-        n, at = len(part), before + part.start  # in the layer's bucket
+        n = len(part)
+        at = before + part.start  # in the layer's bucket
         within = at - (rank * share if zero else 0)  # in this rank's shard of it
         stride = share if zero else layer.padded
-        m, low = ((states[name] + within, stride, n) for name in ("m", "low"))
-        gradient = (grads + within, share if zero == 2 else layer.padded, n)
+        g_stride = share if zero == 2 else layer.padded
         owned = whole[rank::ranks]
         k = len(owned)
         updated = Matrices(
             w=_layers(state.params, L, layer.start + at, layer.padded, n),
-            low=None if state.master_low is None else _layers(state.master_low, L, *low),
-            m=_layers(state.m, L, *m),
-            g=_layers(sharding.reduced_gradients(state), L, *gradient),
+            low=None if low is None else _layers(low, L, states["low"] + within, stride, n),
+            m=_layers(state.m, L, states["m"] + within, stride, n),
+            g=_layers(sharding.reduced_gradients(state), L, grads + within, g_stride, n),
             x=_layers(whole, L, part.start, size, n),
             first=layer.first + at,
             distance=layer.length,

@@ -96,7 +96,8 @@ def update(K: Kernels, m: View) -> None:
     update this rank's spans.
     """
     s, a = m.s, m.a
-    loss, squares = (s.step_out[i.value :][:1] for i in (K.step_io.LOSS, K.step_io.SUM_SQUARES))
+    loss = s.step_out[K.step_io.LOSS.value :][:1]
+    squares = s.step_out[K.step_io.SUM_SQUARES.value :][:1]
     K.loss_sum(loss, a.losses, s.step_in)
     for i, g in enumerate(m.norm_grads):
         K.sum_squares(squares, a.scratch, g, i > 0)

@@ -59,7 +59,9 @@ class Shard(NamedTuple):
 
 def buckets(dims: dict[str, int]) -> list[Bucket]:
     """Return the buckets for dims["ranks"] ranks, in the flat order."""
-    L, alignment = dims["L"], 1 if dims["ranks"] == 1 else dims["ranks"] * ALIGNMENT
+    L = dims["L"]
+    ranks = dims["ranks"]
+    alignment = 1 if ranks == 1 else ranks * ALIGNMENT
     lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
     padded = [-(-n // alignment) * alignment for n in lengths]
     firsts = accumulate(lengths, initial=0)

@@ -179,7 +179,7 @@ def param_entries(table: type, dims: dict[str, int]) -> Iterator[ParamEntry]:
         first = offset
         for field in (f for f in fields if f.metadata["group"] == group):
             m = field.metadata
-            shape = eval_shape(field.metadata["shape"], dims)
+            shape = eval_shape(m["shape"], dims)
             if not math.prod(shape):
                 continue
             used = math.prod(eval_shape(m["shape"].replace("Vp", "V"), dims))
