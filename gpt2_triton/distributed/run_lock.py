@@ -51,13 +51,8 @@ def is_anothers(run_dir: Path) -> bool:
 
 def _take(path: Path) -> int:
     """Return the descriptor of the locked file, which now names this process."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        is_new = True
-    except FileExistsError:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        is_new = False
-    _lock(file, path, is_new)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _lock(file, path)
     if os.fstat(file).st_nlink == 0:  # its holder has just ended and deleted the file
         os.close(file)
         return _take(path)
@@ -68,19 +63,20 @@ def _take(path: Path) -> int:
     return file
 
 
-def _lock(file: int, path: Path, is_new: bool) -> None:
+def _lock(file: int, path: Path) -> None:
     """Lock the file; ConfigError if another process holds the lock, or may hold it."""
-    holder = os.pread(file, MOST_BYTES, 0).decode(errors="replace") or "another process"
+    holder = os.pread(file, MOST_BYTES, 0).decode(errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"--run_dir: {holder} writes to {path.parent}; wait for its end, or choose another"
+            f"--run_dir: {holder or 'another process'} writes to {path.parent}; "
+            "wait for its end, or choose another"
         ) from None
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        if not is_new:
+        if holder:
             raise ConfigError(
                 f"--run_dir: {holder} may write to {path.parent}; "
                 f"if it has ended, delete {path}, since this file system has no flock"
