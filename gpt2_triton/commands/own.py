@@ -151,13 +151,11 @@ def settings(
         choice = own_text.choice_for(measured.characters, machine.gpu_gib, given)
         tokenizer = _tokenizer(choice, given, weights)
         tokens = measured.count_tokens(tokenizer)
+        vocab_size = get_tokenizer(tokenizer).vocab_size
         model = weights.model if weights else None
         picked = own_text.choose(
-            choice, tokens, machine.gpu_gib, tokenizer, given, machine.gpus, model
+            choice, tokens, machine.gpu_gib, tokenizer, vocab_size, given, machine.gpus, model
         )
-        if not weights:
-            found = get_tokenizer(tokenizer).vocab_size
-            picked["model.vocab_size"] = own_text.vocabulary(given, found)
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.recipes import OWN
-from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, LONGEST_CONTEXT, TOKENIZER_SIZES
+from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES, LONGEST_CONTEXT
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.values import LLAMA_KEYS, whole_number
 from gpt2_triton.errors import DataError
@@ -66,6 +66,7 @@ def choose(
     tokens: int,
     gpu_gib: float | None,
     tokenizer: str,
+    vocab_size: int,
     given: Mapping[str, str],
     gpus: int = 1,
     source: ModelConfig | None = None,
@@ -73,9 +74,10 @@ def choose(
     """Return keys for a text, beside those of its recipe.  They follow the `given` keys and do not
     repeat them.
 
-    tokens    of the text, about: `tokenizer` may need one for four characters, or two for each
-    gpu_gib   the memory of a GPU, None on a CPU
-    source    the model of init_from, if it was read
+    tokens       of the text, about: `tokenizer` may need one for four characters, or two for each
+    gpu_gib      the memory of a GPU, None on a CPU
+    vocab_size   of the tokenizer; a model.size may say another
+    source       the model of init_from, if it was read
 
     DataError if the text is too short for a sequence of validation.
     """
@@ -97,9 +99,9 @@ def choose(
     steps = number("train.steps", min(recipe.train.steps, epochs))
     every = max(_least_apart(choice, steps), steps // choice.validations)
     evaluated = recipe.eval.tokens // T * T
+    of_size = LLAMA_KEYS.get(given.get("model.size", ""), {})
     keys: dict[str, Any] = {
-        # own.py asks a file
-        "model.vocab_size": vocabulary(given, TOKENIZER_SIZES.get(tokenizer, 256)),
+        "model.vocab_size": of_size.get("vocab_size", vocab_size),
         **_sizes(choice, recipe, T, given, number, source),
         "data.tokenizer": tokenizer,
         "train.steps": steps,
@@ -117,11 +119,6 @@ def choose(
     }
     keys |= _agreeing(recipe, given, keys)
     return {key: value for key, value in keys.items() if key not in given}
-
-
-def vocabulary(given: Mapping[str, str], tokens: int) -> int:
-    """Return the model.vocab_size of a model.size that says one, else the tokenizer's `tokens`."""
-    return int(LLAMA_KEYS.get(given.get("model.size", ""), {}).get("vocab_size", tokens))
 
 
 def _validation_tokens(tokens: int, T: int) -> int:

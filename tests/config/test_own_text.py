@@ -19,6 +19,7 @@ from gpt2_triton.config.own_text import (
     choose,
     summary,
 )
+from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     choice = choice_for(characters, gpu_gib, given)
     tokenizer = given.get("data.tokenizer", choice.config.data.tokenizer)
     tokens = tokens or tokens_of(characters, tokenizer)
-    keys = choose(choice, tokens, gpu_gib, tokenizer, given, gpus)
+    keys = choose(choice, tokens, gpu_gib, tokenizer, TOKENIZER_SIZES[tokenizer], given, gpus)
     assert not keys.keys() & given.keys()
     return Config.load(choice.recipe, keys | given | DATA, gpus)
 
@@ -233,11 +234,11 @@ def test_weights_that_were_read_decide_model_and_sequence():
     )
     given = {"init_from": "hf:DIR"}
     for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
-        keys = choose(FINETUNING, characters // 4, 139.8, "llama3", given, source=source)
+        keys = choose(FINETUNING, characters // 4, 139.8, "llama3", 128_256, given, source=source)
         config = Config.load(FINETUNING.recipe, keys | given | DATA)
         assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
     small = ModelConfig(vocab_size=256, block_size=32)
-    keys = choose(FINETUNING, 100_000, None, "bytes", given, source=small)
+    keys = choose(FINETUNING, 100_000, None, "bytes", 256, given, source=small)
     short = Config.load(FINETUNING.recipe, keys | given | DATA)
     assert (short.train.seq_len, short.model.vocab_size, short.model.dropout) == (
         32,
