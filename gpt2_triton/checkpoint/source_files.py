@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.console import print_line
 from gpt2_triton.data import tokenizer
 from gpt2_triton.files import new_directory, object_in, remove
 
@@ -53,19 +52,13 @@ def ends(directory: Path | None) -> set[int]:
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy the files but config.json, which an export writes itself; print a line about
-    files that lack a tokenizer.
+    """Copy the files but config.json, which an export writes itself; those of a tokenizer only
+    with its vocabulary.
     """
-    whole = (*VOCABULARIES, *OF_VOCABULARY)
-    there = [name for name in whole if (source / name).is_file()]
-    if not has_tokenizer(source):
-        if there:
-            print_line(
-                f"note: left out without a vocabulary beside: {', '.join(there)} of {source}",
-                error=True,
-            )
-        there = []
-    for name in (*there, *OF_TEXT):
+    names: tuple[str, ...] = OF_TEXT
+    if has_tokenizer(source):
+        names = (*VOCABULARIES, *OF_VOCABULARY, *OF_TEXT)
+    for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
 
