@@ -80,12 +80,8 @@ def read(name: str) -> Weights:
 
     path = directory / source_files.CONFIG
     config = read_object(path)
-    how = config.get("quantization_config")
-    if how:
-        kind = how.get("quant_method", "some") if isinstance(how, dict) else how
-        raise CheckpointError(
-            f"{path}: the weights are quantized ({kind}); take the model that is not"
-        )
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{path}: the weights are quantized; take the model that is not")
     # a list: a false model_type may have no hash
     is_llama = config.get("model_type") in list(huggingface_llama.CLASSES)
     reader = huggingface_llama.model if is_llama else _model

@@ -43,17 +43,13 @@ def sources(given: str) -> list[Source]:
     found = [WEIGHTED.fullmatch(part) for part in parts]
     if os.path.lexists(given) or not any(found):
         return [Source(given, Fraction(1))]
-    weights = []
+    weighted = []
     for part, match in zip(parts, found, strict=True):
         if match is None:
             raise ConfigError(f"{part}: no weight in {given}; write PATH=WEIGHT for each source")
-        weights.append(_weight(match[1], match[2]))
-    total = sum(weights)
-    return [
-        Source(match[1], weight / total)
-        for match, weight in zip(found, weights, strict=True)
-        if match
-    ]
+        weighted.append((match[1], _weight(match[1], match[2])))
+    total = sum(weight for _, weight in weighted)
+    return [Source(path, weight / total) for path, weight in weighted]
 
 
 def _weight(path: str, text: str) -> Fraction:

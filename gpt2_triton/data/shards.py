@@ -73,17 +73,17 @@ class Shard:
         except OSError as error:
             raise DataError(f"{self.path}: cannot read: {error.strerror}; {PREPARE}") from None
         if self.count < seq_len + 1:
-            what = f"{self.count:,} tokens, fewer than seq_len + 1 = {seq_len + 1:,}"
             raise DataError(
-                f"{self.path}: too short: {what}; leave it out, or take a smaller train.seq_len; "
+                f"{self.path}: too short: {self.count:,} tokens, fewer than seq_len + 1 = "
+                f"{seq_len + 1:,}; leave it out, or take a smaller train.seq_len; "
                 "perplexity has --seq_len"
             )
         needed = token_dtype(vocab_size)
-        if needed != self.dtype:
-            bits = 8 * self.dtype.itemsize
-            expected = 8 * needed.itemsize
-            what = f"tokens of {bits} bits, and a vocabulary of {vocab_size:,} has {expected}"
-            raise DataError(f"{self.path}: another tokenizer's: {what}; {SET_VOCABULARY}")
+        if self.dtype != needed:
+            raise DataError(
+                f"{self.path}: another tokenizer's: tokens of {self.dtype}, and a vocabulary of "
+                f"{vocab_size:,} has {needed}; {SET_VOCABULARY}"
+            )
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return `count` tokens from `first` on, unchecked; DataError if the

@@ -58,11 +58,10 @@ class FileTokenizer:
         special = {token.content: id for id, token in added.items() if token.special}
         self.end = token or _named_end(self.file.parent) or END_OF_TEXT
         if self.end not in vocabulary:
-            if token:
-                wrong = f"{self.file}: no token {self.end}"
-            else:
-                wrong = f"{self.file}: names no end of text"
-            raise DataError(f"{wrong}; write {self.file}#TOKEN with the token that ends a text")
+            raise DataError(
+                f"{self.file}: no token {self.end}, which would end a text; "
+                f"write {self.file}#TOKEN with the token that does"
+            )
         self.eot = self.delimiter = vocabulary[self.end]
         self.special: Mapping[str, int] = special | {self.end: self.eot}
         self.begin = self._begin()

@@ -276,7 +276,7 @@ REFUSED_CONFIGS = [
     ),
     (
         dict(quantization_config=dict(quant_method="gptq")),
-        r"config.json: the weights are quantized \(gptq\); take the",
+        r"config.json: the weights are quantized; take the",
     ),
 ]
 

@@ -69,9 +69,9 @@ def test_shard_of_another_format_is_refused(shard):
 
 
 def test_shard_of_another_width_is_refused(shard):
-    assert "16 bits, and a vocabulary of 128,256 has 32; " in refusal(shard, 128_256)
+    assert "uint16, and a vocabulary of 128,256 has uint32; " in refusal(shard, 128_256)
     write_shard(shard, TOKENS.astype(np.uint32))
-    assert "32 bits, and a vocabulary of 50,257 has 16; " in refusal(shard, 50_257)
+    assert "uint32, and a vocabulary of 50,257 has uint16; " in refusal(shard, 50_257)
 
 
 def test_shard_of_wrong_size_is_refused(shard):

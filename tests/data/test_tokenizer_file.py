@@ -67,11 +67,11 @@ def test_the_end_of_a_text_is_named_and_never_guessed(tmp_path):
     assert FileTokenizer(str(plain)).end == "<|endoftext|>"
     assert FileTokenizer(f"{plain}#<|im_end|>").eot == 2
     assert FileTokenizer(f"{plain}/tokenizer.json#<|im_end|>").eot == 2
-    with pytest.raises(DataError, match="tokenizer.json: no token </x>; write .*#TOKEN"):
+    with pytest.raises(DataError, match="tokenizer.json: no token </x>, .*; write .*#TOKEN"):
         FileTokenizer(f"{plain}#</x>")
     other = sentencepiece(tmp_path / "other")
     (other / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match="names no end of text; write .*json#TOKEN"):
+    with pytest.raises(DataError, match="no token <.endoftext.>, .*; write .*json#TOKEN"):
         FileTokenizer(str(other))
     (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     assert FileTokenizer(str(other)).eot == 2
