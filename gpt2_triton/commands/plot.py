@@ -6,6 +6,7 @@ Okabe and Ito's colours remain distinct to colour-blind readers.
 
 import io
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,15 +115,13 @@ def draw_runs(
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=str(path)) for run, path in zip(runs, paths)]
     figure, axes = _new_figure(runs, len(curves))
-    limits = [_draw_run(axes, run, i) for i, run in enumerate(runs)]
-    lows = [low for low, _ in limits]
+    tops = [_draw_run(axes, run, i) for i, run in enumerate(runs)]
     last = axes["loss"].dataLim.x1
     for curve, marker in zip(curves, "sDv"):
-        lows.append(_draw_curve(axes["loss"], curve, marker, last))
+        _draw_curve(axes["loss"], curve, marker, last)
     if openai:
         _draw_openai(axes)
-        lows += [loss for loss, _ in OPENAI.values()]
-    _set_heights(axes, min(lows), max(top for _, top in limits))
+    _set_heights(axes, max(tops))
     _cut_spikes(axes["norm"], runs)
     for key, panel in axes.items():
         _finish(panel, PANELS.get(key, LOSS_TITLE))
@@ -134,6 +133,8 @@ def draw_runs(
 
 def _new_figure(runs: Sequence[Curves], curves: int) -> tuple[Any, dict[str, Any]]:
     """Return a figure and its empty panels by key; HellaSwag has one if a run has a score."""
+    # a notebook's shell names a backend that matplotlib may not have
+    os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
     scored = any(len(run.points("hellaswag")) for run in runs)
@@ -144,8 +145,8 @@ def _new_figure(runs: Sequence[Curves], curves: int) -> tuple[Any, dict[str, Any
     return figure, figure.subplot_mosaic(layout, height_ratios=[2, 1])
 
 
-def _draw_run(axes: dict[str, Any], run: Curves, number: int) -> tuple[float, float]:
-    """Draw a run into each panel; return the limits of its losses."""
+def _draw_run(axes: dict[str, Any], run: Curves, number: int) -> float:
+    """Draw a run into each panel; return the highest loss to show."""
     line = ("-", "--", ":")[number // len(COLORS) % 3]
     style = dict(color=COLORS[number % len(COLORS)], linestyle=line)
     for key in axes.keys() - {"loss"}:
@@ -153,8 +154,9 @@ def _draw_run(axes: dict[str, Any], run: Curves, number: int) -> tuple[float, fl
     return _draw_loss(axes["loss"], run, style)
 
 
-def _set_heights(axes: dict[str, Any], low: float, top: float) -> None:
-    """Show losses from low to top, HellaSwag as it is, and all else from 0."""
+def _set_heights(axes: dict[str, Any], top: float) -> None:
+    """Show losses up to top, HellaSwag as it is, and all else from 0."""
+    low = axes["loss"].dataLim.y0
     margin = 0.04 * (top - low) or 0.1
     axes["loss"].set_ylim(low - margin, top + margin)
     for key in axes.keys() - {"loss", "hellaswag"}:
@@ -175,22 +177,21 @@ def _save(figure: Any, out: Path) -> None:
     write_atomic(out, picture.getbuffer())
 
 
-def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> tuple[float, float]:
-    """Draw training and validation loss; return their limits, without a long run's first fall."""
+def _draw_loss(axes: Any, run: Curves, style: dict[str, Any]) -> float:
+    """Draw training and validation loss; return the highest, without a long run's first fall."""
     loss = run.points("loss")
     val = run.points("val_loss")
     _draw_line(axes, loss, style)
     axes.plot(*val.T, color=style["color"], lw=0, marker="o", ms=5, mec="white", mew=0.7, zorder=4)
     axes.plot([], [], label=run.summary(), **style)
-    values = np.concatenate([loss, val])[:, 1]
+    if len(loss) < SMOOTH_FROM:
+        return float(np.concatenate([loss, val])[:, 1].max())
     line = smoothed(loss)[:, 1]
-    # the first fall of a long run would flatten the rest
-    top = values.max() if len(loss) < SMOOTH_FROM else line[len(line) // 20 :].max()
-    return float(values.min()), float(top)
+    return float(line[len(line) // 20 :].max())  # the first fall would flatten the rest
 
 
-def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> float:
-    """Draw a published curve up to `last` tokens, one point as a label; return its lowest loss."""
+def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> None:
+    """Draw a published curve up to `last` tokens, one point as a label."""
     tokens = curve["points"][:, 0]
     shown = curve["points"][tokens <= last]
     label = textwrap.fill(f"{curve['title']} ({curve['note']})", 28)
@@ -198,7 +199,6 @@ def _draw_curve(axes: Any, curve: dict[str, Any], marker: str, last: float) -> f
         label += f"\nits next loss is at {format_count(tokens[len(shown)])} tokens"
         shown = shown[:0]
     axes.plot(*shown.T, color="0.2", lw=1.0, marker=marker, ms=3, label=f"{curve['name']}\n{label}")
-    return float(shown[:, 1].min(initial=np.inf))
 
 
 def _draw_line(axes: Any, points: np.ndarray, style: dict[str, Any], smooth: bool = True) -> None:
