@@ -240,6 +240,8 @@ def select_device(silent: bool = False) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     threading.Thread(target=_open_gpu, daemon=True).start()
     gc.disable()  # torch makes 300,000 objects, none of them garbage; searching them takes 0.5 s
+    import numpy  # noqa: F401, torch's C code would import it, and lose a Ctrl-C there
+
     from gpt2_triton import device
 
     gc.freeze()  # nor does a later search look at them

@@ -260,7 +260,7 @@ def open_log(
         log.info(f"fp8: products of all layers{head}")
     log.info(f"run directory {run_dir}")
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    log.info(f"memory: {format_bytes(planned)}{each} on {where}")
+    log.info(f"memory {format_bytes(planned)}{each} on {where}")
     log.info(rates_line(config))
     samples = t.steps * t.step_tokens // t.seq_len
     sequences = sum(loader.windows.n for loader in data.train.loaders)

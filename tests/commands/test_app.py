@@ -637,3 +637,27 @@ def test_a_key_that_is_true_or_false_needs_no_true():
     }
     with pytest.raises(ConfigError, match="--train.steps: expected a value after it"):
         parse_overrides(["--train.steps", "--data.allow_changed"])
+
+
+INTERRUPTED = """
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "numpy.linalg":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["perplexity", "nowhere"]
+runpy.run_module("gpt2_triton", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_numpy_is_imported_ends_the_command(tmp_path):
+    """torch's C code, which imports numpy too, would go on without it."""
+    words = [sys.executable, "-c", INTERRUPTED]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
