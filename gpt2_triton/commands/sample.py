@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from gpt2_triton.commands.app import AT_LEAST_1, Checkpoint, Special, select_device
 from gpt2_triton.console import counted, format_count, print_line, printable
-from gpt2_triton.errors import ConfigError, DataError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.inference.sampling import Sampling
 
 
@@ -99,8 +99,6 @@ def _lines(file: Path) -> list[str]:
     except OSError as error:
         wrong = f"--prompt_file: {file} cannot be read: {error.strerror}; correct the path"
         raise ConfigError(wrong) from None
-    except DataError as error:
-        raise ConfigError(f"--prompt_file: {error}") from None
     lines = [line for line in re.split("[\r\n]+", text) if line]
     if not lines:
         raise ConfigError(f"--prompt_file: {file}: no prompt; write one on each line")

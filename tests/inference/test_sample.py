@@ -18,7 +18,7 @@ from gpt2_triton.commands import sample as sample_command
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import UserError
 from gpt2_triton.inference import generate, load, sample
 from gpt2_triton.inference.sampling import Sampling
 from gpt2_triton.model import schedule
@@ -360,7 +360,7 @@ def test_prompts_that_cannot_be_read_say_how_to_convert_them(tmp_path, content, 
     file = tmp_path / "prompts.txt"
     if content:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"--prompt_file: {re.escape(f'{file}{wrong}')}"):
+    with pytest.raises(UserError, match=re.escape(f"{file}{wrong}")):
         sample_command.sample("no checkpoint", prompt_file=file)
 
 

@@ -86,8 +86,11 @@ def special_tokens(notes: Notes, tokenizer: str) -> dict[str, int]:
 def report(notes: Notes, tokenizer: str) -> None:
     """Print which special tokens were found, what only looks like some, and what was left out."""
     special = special_tokens(notes, tokenizer)
-    other = {what: count for what, count in markup(notes).items() if what not in special}
-    ordinary = {what: count for what, count in other.items() if what.endswith(("|>", "｜>"))}
+    ordinary = {
+        what: count
+        for what, count in markup(notes).items()
+        if what not in special and what.endswith(("|>", "｜>"))
+    }
     for title, found in (
         ("special tokens", special),
         (f"ordinary text, no special tokens of {label(tokenizer)}", ordinary),
