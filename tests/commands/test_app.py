@@ -5,7 +5,6 @@ functions behind the commands.
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -612,20 +611,6 @@ def test_missing_temporary_directory_is_one_line(monkeypatch, capsys):
     assert run(tempfile.gettempdir) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: TMPDIR: ") and len(err.splitlines()) == 1
-
-
-def test_sigterm_ends_process_1_of_a_container(monkeypatch):
-    """Linux gives process 1 no default actions: `docker stop` would wait
-    for a start, and then kill.
-    """
-    codes, handler = [], signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr(os, "_exit", codes.append)
-    try:
-        run(lambda: signal.raise_signal(signal.SIGTERM))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert codes == [128 + signal.SIGTERM]
 
 
 def test_a_key_that_is_true_or_false_needs_no_true():
