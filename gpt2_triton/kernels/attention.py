@@ -279,13 +279,12 @@ def _bwd_parameters(op: str, s: _Sizes, qkv: Tensor, rope: RopeArguments) -> dic
 
 
 def _launch_dq(
-    dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor, out: Operand,
-    lse: Tensor, rope: RopeArguments,
+    s: _Sizes, dqkv: Operand, part: Tensor | None, delta: Tensor, dout: Tensor, qkv: Tensor,
+    out: Operand, lse: Tensor, rope: RopeArguments,
 ) -> int:  # fmt: skip
     """Write dq, delta, out's columns, and part, for each block of queries the column sums of dq,
     or the terms of the norm's dw; return part's rows.
     """
-    s = _Sizes.of(qkv, dout.shape[1], lse)
     if hopper.takes("attention_bwd_dq", s.T, s.HS, dtype_name(qkv)):
         return attention_dq.attention_bwd_dq(
             Forms.of(dqkv), part, delta, dout, qkv, Forms.of(out), full(out), lse, rope, s.GROUP
@@ -306,13 +305,12 @@ def _launch_dq(
 
 
 def _launch_dkdv(
-    dqkv: Operand, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor,
-    rope: RopeArguments,
+    s: _Sizes, dqkv: Operand, part: Tensor | None, dout: Tensor, qkv: Tensor, lse: Tensor,
+    delta: Tensor, rope: RopeArguments,
 ) -> int:  # fmt: skip
     """Write dk, dv and part, for each block of keys their column sums, or for dk the terms of the
     norm's dw; return part's rows.
     """
-    s = _Sizes.of(qkv, dout.shape[1], lse)
     if hopper.takes("attention_bwd_dkdv", s.T, s.HS, dtype_name(qkv)):
         return attention_dkdv.attention_bwd_dkdv(
             Forms.of(dqkv), part, dout, qkv, lse, delta, rope, s.GROUP
@@ -345,22 +343,23 @@ def attention_bwd(
     """
     arguments = RopeArguments.of(rope)
     norm = None if rope is None else rope.norm
-    C, HS = out.shape[1], out.shape[1] // lse.shape[1]
+    C = out.shape[1]
+    s = _Sizes.of(qkv, C, lse)
     part = None if dbias is None else scratch
     if norm is not None:
-        part = scratch[2 * PARTS * HS :]
-    rows = _launch_dq(dqkv, part, delta, dout, qkv, out, lse, arguments)
+        part = scratch[2 * PARTS * s.HS :]
+    rows = _launch_dq(s, dqkv, part, delta, dout, qkv, out, lse, arguments)
     if dbias is not None:
         column_sums(dbias[:C], None, None, scratch, rows, acc)
     elif norm is not None:
         q_rows = rows * norm.NH
-        part = part[q_rows * HS :]
-    rows = _launch_dkdv(dqkv, part, dout, qkv, lse, delta, arguments)
+        part = part[q_rows * s.HS :]
+    rows = _launch_dkdv(s, dqkv, part, dout, qkv, lse, delta, arguments)
     if dbias is not None:
         column_sums(dbias[C:], None, None, scratch, rows, acc)
     elif norm is not None:
         k_rows = rows * (norm.rstd.shape[1] - norm.NH)
-        weight_gradient(norm, scratch, q_rows, k_rows, 1.0 / math.sqrt(HS), acc)
+        weight_gradient(norm, scratch, q_rows, k_rows, 1.0 / math.sqrt(s.HS), acc)
 
 
 def attention_bwd_scratch(B: int, T: int, C: int, HS: int, dtype: str, normed: bool = False) -> int:

@@ -214,10 +214,10 @@ def decode_matmul(
         row = tuned("decode_matvec", dtype_name(x))
         block_k = next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
-        sizes = dict(ACT=act, BLOCK_N=block_n, BLOCK_K=block_k)
         _decode_matvec_kernel[(triton.cdiv(N, block_n),)](
-            out, x, w, b, lnw, lnb, res, B, N, K, eps, **sizes, **row
-        )
+            out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, BLOCK_N=block_n, BLOCK_K=block_k,
+            **row,
+        )  # fmt: skip
         return
     assert norm is None, f"{B} rows with a norm"
     row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K)

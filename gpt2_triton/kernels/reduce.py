@@ -111,7 +111,7 @@ def _clip_factor_kernel(step_out_ptr, sumsq_ptr, step_in_ptr):
 def sum_squares(out: Tensor, scratch: Tensor, g: Tensor, acc: bool = False) -> None:
     """out (+)= sum of g^2, over fixed blocks in a fixed order."""
     n = g.numel()
-    block = flat_block(g.numel(), SUM_BLOCK)
+    block = flat_block(n, SUM_BLOCK)
     blocks = triton.cdiv(n, block)
     _sum_squares_kernel[(blocks,)](scratch, g, n, BLOCK=block, num_warps=8)
     _sum_kernel[(1,)](
