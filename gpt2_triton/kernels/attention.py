@@ -55,8 +55,8 @@ from gpt2_triton.kernels.fp8 import (
     stored,
 )
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq
-from gpt2_triton.kernels.hopper.attention import Forms
 from gpt2_triton.kernels.hopper.attention_fwd import attention_fwd as hopper_fwd
+from gpt2_triton.kernels.hopper.pipeline import Forms
 from gpt2_triton.kernels.qk_norm import PARTS, input_gradient, noise, weight_gradient
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.table_file import Row

@@ -43,7 +43,7 @@ from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
 from gpt2_triton.kernels.hopper import classifier_dx as hopper_dx
 from gpt2_triton.kernels.hopper import matmul_wide
-from gpt2_triton.kernels.hopper.classifier import Stored
+from gpt2_triton.kernels.hopper.pipeline import Forms
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
@@ -251,19 +251,18 @@ def _exponentials(
     assert part.numel() >= needed, (
         f"classifier_fwd: part has {part.numel()} elements, needs {needed}"
     )
-    columns = p.columns if isinstance(p, Fp8) else None
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(x)):
-        operands = Stored(x, x_scale), Stored(w, w_scale)
-        written = Stored(plain, p_scale, columns)
-        hopper_classifier.classifier_fwd(written, part, *operands, zt, peek, targets, V)
+        hopper_classifier.classifier_fwd(
+            Forms.of(p), part, Forms.of(lnf), Forms.of(wte), zt, peek, targets, V
+        )
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(plain, block_m, block_n), p_scale, part,
             describe(x, block_m, block_k), describe(w, block_n, block_k),
             zt, peek, targets, x_scale, w_scale, R, C, V, Vp, **row,
         )  # fmt: skip
-        if columns is not None:
-            transpose(columns, plain, pairs=True)
+        if isinstance(p, Fp8):
+            transpose(p.columns, p.rows, pairs=True)
     column_sums(sums, stored_sums, None, part, tiles_n, False)
 
 

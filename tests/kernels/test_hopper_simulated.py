@@ -28,7 +28,7 @@ from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
-from gpt2_triton.kernels.hopper.classifier import Stored
+from gpt2_triton.kernels.hopper.pipeline import Forms
 from gpt2_triton.operands import Fp8, HeadNorm, Linear, Rope
 from tests.support import reference
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
@@ -340,11 +340,11 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     )
     scale, plain = poisoned(1), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
-        operands = Stored(lnf, lnf_scale), Stored(wte, wte_scale), zt
-        written = Stored(p, scale, columns)
+        operands = Forms(lnf, scale=lnf_scale), Forms(wte, scale=wte_scale), zt
+        written = Forms(p, columns.view(torch.int16), scale)
         hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V)
         sums = poisoned(2, R)
-        hopper_classifier.classifier_fwd(Stored(plain), sums, *operands, None, targets, V)
+        hopper_classifier.classifier_fwd(Forms(plain), sums, *operands, None, targets, V)
     wide = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
     want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V)
     assert error(plain, want) < EPS[BF16]
@@ -413,8 +413,8 @@ def test_classifier_fwd_matches_float64(rng, seed):
     p, parts = poisoned(R, Vp, dtype=BF16), poisoned(2, 2, R)
     with simulated(hopper_classifier, seed):
         for stored, part in zip((p, None), parts):
-            operands = Stored(lnf), Stored(wte), zt
-            hopper_classifier.classifier_fwd(Stored(stored), part, *operands, None, targets, V)
+            operands = Forms(lnf), Forms(wte), zt
+            hopper_classifier.classifier_fwd(Forms(stored), part, *operands, None, targets, V)
     want = torch.exp2(
         lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None]
     )

@@ -10,15 +10,12 @@ while the scores become p, or p becomes ds.  kernels/attention.py has the mathem
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpt2_triton.kernels.device_math import LOG2E
-from gpt2_triton.kernels.hopper.pipeline import barriers, describe, invalidate, tma_load
-from gpt2_triton.operands import Fp8, Operand
+from gpt2_triton.kernels.hopper.pipeline import Forms, barriers, describe, invalidate, tma_load
 
 HEAD = 64  # columns of a head, and rows of a block
 
@@ -82,28 +79,6 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
     tma_load(y_desc, [row, y_column], y_full, ring.y.index(stage), pred=wanted)
 
 
-class Forms(NamedTuple):
-    """dqkv or out as it is stored: rows in bf16, or in e4m3 with scale and amax,
-    and perhaps transposed too.
-    """
-
-    rows: Tensor  # bf16 or e4m3 [B*T, width]
-    columns: Tensor | None  # int16 [width, B*T/2], pairs of tokens in e4m3
-    scale: Tensor | None  # fp32 [1]
-    amax: Tensor | None  # int32 [AMAX_CELLS]
-
-    @classmethod
-    def of(cls, x: Operand) -> "Forms":
-        if not isinstance(x, Fp8):
-            return cls(x, None, None, None)
-        columns = x.columns.view(torch.int16) if x.transposed else None
-        return cls(x.rows, columns, x.scale, x.amax)
-
-    def described(self) -> tuple[Any, ...]:
-        """Return the kernels' first arguments."""
-        return (
-            describe(self.rows, HEAD, HEAD),
-            describe(self.columns, HEAD, HEAD // 2),
-            self.scale,
-            self.amax,
-        )
+def described(x: Forms) -> tuple[Any, ...]:
+    """Return the first arguments of a kernel that writes dqkv."""
+    return describe(x.rows, HEAD, HEAD), describe(x.columns, HEAD, HEAD // 2), x.scale, x.amax

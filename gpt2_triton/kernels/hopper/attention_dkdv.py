@@ -26,12 +26,12 @@ from gpt2_triton.kernels.hopper.attention import (
     SCALE,
     SIDE,
     STAGES,
-    Forms,
+    described,
     end_ring,
     load_pair,
     ring_of,
 )
-from gpt2_triton.kernels.hopper.pipeline import describe, stage_forms, store_forms, wait_full
+from gpt2_triton.kernels.hopper.pipeline import Forms, describe, stage_forms, store_forms, wait_full
 from gpt2_triton.kernels.hopper.rope import (
     head_norm_bwd,
     rotated_back,
@@ -275,7 +275,7 @@ def attention_bwd_dkdv(
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dkdv_kernel[(blocks * B * NH // group,)](
-        *dqkv.described(), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta,
+        *described(dqkv), part, describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), lse, delta,
         rope.table, rope.w, rope.rstd, NH, T=T, SPAN=min(next_power_of_2(T), LONGEST), GROUP=group,
         **OPTIONS,
     )  # fmt: skip

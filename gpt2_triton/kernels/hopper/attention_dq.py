@@ -26,12 +26,13 @@ from gpt2_triton.kernels.hopper.attention import (
     SCALE,
     SIDE,
     STAGES,
-    Forms,
+    described,
     end_ring,
     load_pair,
     ring_of,
 )
 from gpt2_triton.kernels.hopper.pipeline import (
+    Forms,
     columns_buffer,
     describe,
     stage_forms,
@@ -176,7 +177,7 @@ def attention_bwd_dq(
     B, NH, T = lse.shape
     blocks = T // HEAD
     _attention_dq_kernel[(blocks * B * NH,)](
-        *dqkv.described(), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
+        *described(dqkv), describe(out8.columns, HEAD, HEAD // 2), out8.scale, part, delta,
         describe(dout, HEAD, HEAD), describe(qkv, HEAD, HEAD), out, lse, rope.table, rope.w,
         rope.rstd, NH, T=T, GROUP=group, **OPTIONS,
     )  # fmt: skip

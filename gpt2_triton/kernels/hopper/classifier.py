@@ -2,10 +2,8 @@
 tile (see kernels/classifier.py).  In fp8, p is stored as rows and as columns.
 """
 
-from typing import NamedTuple
-
 import triton
-from torch import Tensor, int16
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -23,6 +21,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     TILE_K,
     TILE_M,
     TILE_N,
+    Forms,
     Operands,
     barriers,
     corner,
@@ -137,19 +136,11 @@ def _classifier_kernel(
     )
 
 
-class Stored(NamedTuple):
-    """A matrix as it is stored; in fp8 with a scale, and perhaps transposed too, in pairs."""
-
-    rows: Tensor | None
-    scale: Tensor | None = None
-    columns: Tensor | None = None
-
-
 def classifier_fwd(
-    p: Stored,
+    p: Forms,
     part: Tensor,
-    lnf: Stored,
-    wte: Stored,
+    lnf: Forms,
+    wte: Forms,
     zt: Tensor,
     peek: Tensor | None,
     targets: Tensor,
@@ -161,11 +152,9 @@ def classifier_fwd(
     """
     R, C = lnf.rows.shape
     Vp = wte.rows.shape[0]
-    columns = p.columns
     tile_k = TILE_K if lnf.scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
-        describe(p.rows, TILE_M, TILE_N),
-        describe(None if columns is None else columns.view(int16), TILE_N, TILE_M // 2), p.scale,
-        part, describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k), zt, peek,
+        describe(p.rows, TILE_M, TILE_N), describe(p.columns, TILE_N, TILE_M // 2), p.scale, part,
+        describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k), zt, peek,
         targets, lnf.scale, wte.scale, R, C, V, Vp, **OPTIONS,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gpt2_triton.kernels.e4m3 import paired_columns, quantised
 from gpt2_triton.kernels.tiles import halves, tile_corner
+from gpt2_triton.operands import Fp8, Operand
 
 # newer names, then Triton 3.6's
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -251,3 +252,21 @@ def describe(tensor: Tensor | None, rows: int, columns: int) -> TensorDescriptor
         return None
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[tensor.dtype])
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
+
+
+class Forms(NamedTuple):
+    """An operand as it is stored: rows in bf16, or in fp8 with scale and amax, and perhaps
+    transposed too.
+    """
+
+    rows: Tensor | None  # bf16 or fp8 [R, C]
+    columns: Tensor | None = None  # int16 [C, R/2], pairs of rows in fp8
+    scale: Tensor | None = None  # fp32 [1]
+    amax: Tensor | None = None  # int32 [AMAX_CELLS]
+
+    @classmethod
+    def of(cls, x: Operand | None) -> "Forms":
+        if not isinstance(x, Fp8):
+            return cls(x)
+        columns = x.columns.view(torch.int16) if x.transposed else None
+        return cls(x.rows, columns, x.scale, x.amax)
