@@ -61,26 +61,27 @@ def place_operands(
     index = {scale: i for i, scale in enumerate(scales(dims))}
 
     def operand(
-        name: str, layer: int, rows: Tensor, columns: Tensor | None = None, value: Any = None
+        name: str, layer: int, rows: Tensor, columns: Tensor, value: Any = None, late: bool = False
     ) -> Any:
+        """Return an Fp8; `late`: matmul_dw makes the columns, in memory that operands share."""
         i = index[name, layer]
-        written = columns is not None and len(columns) > 0  # together with the rows
-        if columns is None:  # made by matmul_dw, in memory that operands share
-            columns = q.dout8t if name[0] == "d" else q.ln8t
-        return Fp8(rows, columns, s.scale[i : i + 1], s.amax[i] if record else None, written, value)
+        amax = s.amax[i] if record else None
+        return Fp8(rows, columns, s.scale[i : i + 1], amax, not late, value)
 
     def weight(name: str, rows: Tensors, columns: Tensors, values: Tensors) -> list[Fp8]:
         forms = zip(rows, columns, values, strict=True)
         return [operand(name, l, *parts) for l, parts in enumerate(forms)]
 
-    a.ln = [operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i]) for i in range(2 * L)]
+    a.ln = [
+        operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i], q.ln8t, late=True) for i in range(2 * L)
+    ]
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
     a.dqkv = [operand("dqkv", l, q.dqkv8, q.dqkv8t) for l in range(L)]
     # attention_bwd writes the columns
     a.att = [operand("att", l, q.att8[l], q.att8t, a.att[l]) for l in range(L)]
     a.dx[1:] = [
-        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], value=dx)
+        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], q.dout8t, dx, late=True)
         for i, dx in enumerate(a.dx[1:])
     ]
     w.qkvw = weight("qkvw", q.qkvw8, q.qkvw8t, w.qkvw)
@@ -90,7 +91,8 @@ def place_operands(
     weights = [[*layer] for layer in zip(w.qkvw, w.attprojw, w.fcw, w.fcprojw, strict=True)]
     if ("wte", L) not in index:
         return [*weights, []]
-    a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf)
+    # without columns: dW of the head reads lns
+    a.lnf = operand("lnf", L, q.lnf8, q.lnf8[:0], a.lnf, late=True)
     w.wte = operand("wte", L, q.wte8, q.wte8t, w.wte)
     # the kernels that write these two also write their scales
     a.p = Fp8(q.p8, q.p8t, q.p_scale, None, True)
