@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -55,36 +55,27 @@ def cast(data: np.ndarray, old: str, new: str) -> np.ndarray | None:
     return None
 
 
-class _Operands(NamedTuple):
-    """Both sides of an operator, a handle or a Python number; the type of their result;
-    and whether it is a block.
+def _operands(
+    self: tl.tensor, other: Any, types: dict[str, np.dtype]
+) -> tuple[Any, Any, tl.dtype, bool] | None:
+    """Return both sides of an operator for `types`, a handle or a Python number; the type of
+    their result; and whether it is a block.  None where Triton has to convert them.
     """
-
-    left: Any
-    right: Any
-    dtype: tl.dtype
-    shaped: bool
-
-
-def _operands(self: tl.tensor, other: Any, types: dict[str, np.dtype]) -> _Operands | None:
-    """Return the operands of an operator for `types`; None where Triton has to convert them."""
     dtype = self.dtype
     known = types.get(dtype.name)
     if known is None:
         return None
     shaped = type(self.type) is core.block_type
     if type(other) is not core.tensor:
-        return (
-            None if number(other, known) is None else _Operands(self.handle, other, dtype, shaped)
-        )
+        return None if number(other, known) is None else (self.handle, other, dtype, shaped)
     right = other.handle
     shaped = shaped or type(other.type) is core.block_type
     if other.dtype is dtype:
-        return _Operands(self.handle, right, dtype, shaped)
+        return self.handle, right, dtype, shaped
     if dtype.name in INTEGERS and other.dtype.name in INTEGERS:
-        return _Operands(self.handle, right, core.int64, shaped)
+        return self.handle, right, core.int64, shaped
     if dtype is core.float32 and other.dtype is core.int32:
-        return _Operands(self.handle, TensorHandle(right.data.astype(known), dtype), dtype, shaped)
+        return self.handle, TensorHandle(right.data.astype(known), dtype), dtype, shaped
     return None
 
 
