@@ -91,9 +91,7 @@ def find_checkpoint(path: Path) -> Path:
     if STEP_NAME.fullmatch(path.absolute().name) or (path / MANIFEST).is_file():
         problem = verify(path)
         if problem:
-            steps = [str(n) for n, step in list_steps(path.parent) if step.name != path.name]
-            others = f": {', '.join(steps)}" if steps else ""
-            raise CheckpointError(f"{path}: {problem}; choose another step{others}")
+            raise CheckpointError(f"{path}: {problem}; choose another step")
         return path
     found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None and (path / "config.yaml").is_file():

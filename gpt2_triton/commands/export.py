@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_triton.commands.app import Checkpoint
-from gpt2_triton.console import printable
+from gpt2_triton.console import print_line
 
 
 def export(
@@ -25,4 +25,4 @@ def export(
     from gpt2_triton.checkpoint import export as exporting
 
     exporting.export(source, out, format, dtype)
-    print(printable(f"wrote {out}"))
+    print_line(f"wrote {out}")

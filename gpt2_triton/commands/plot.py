@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from cyclopts import Parameter
 
-from gpt2_triton.console import format_count, print_line, printable
+from gpt2_triton.console import format_count, print_line
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.files import write_atomic
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -283,5 +283,5 @@ def plot(
                 f"note: {run}: its tokens are not GPT-2's; do not compare its losses with theirs"
             )
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
-        print(printable(line))
-    print(printable(f"wrote {out}"))
+        print_line(line)
+    print_line(f"wrote {out}")

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from gpt2_triton.commands.prepare import CPUS, Field, Strict, Workers
-from gpt2_triton.console import command_line, print_line, printable
+from gpt2_triton.console import command_line, print_line
 from gpt2_triton.files import require_new
 
 SMALLEST = 257  # tokens: the bytes and the end of text
@@ -38,7 +38,7 @@ def tokenizer(
     measured = text.measure_text(inputs, workers, documents.Reading(field), strict)
     documents.report_left_out(measured.notes)
     for line in train_tokenizer(measured, vocab, out):
-        print(printable(line))
+        print_line(line)
     files = " ".join(shlex.quote(str(given)) for given in inputs)
     if field != "text":
         files += f" --field {shlex.quote(field)}"
