@@ -138,13 +138,26 @@ class Checkpoint(NamedTuple):
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open what `find_checkpoint` finds at `path`, once more if that fails: its run may delete
-    the step meanwhile, and has then a newer one.
+    """Open what `find_checkpoint` finds at `path`; if the run deletes that step
+    meanwhile, open a newer one.
     """
-    try:
-        return open_checkpoint(find_checkpoint(path))
-    except (OSError, CheckpointError):
-        return open_checkpoint(find_checkpoint(path))
+    while True:
+        steps = _steps_near(path)
+        try:
+            return open_checkpoint(find_checkpoint(path))
+        except (OSError, CheckpointError):
+            if _steps_near(path) == steps:
+                raise
+
+
+def _steps_near(path: Path) -> list[list[tuple[int, Path]]]:
+    """Return the steps beside or below `path`; the directory above a run may be closed to us."""
+    places = [
+        place
+        for above in (path, path.absolute().parent)
+        for place in (above, above / "checkpoints")
+    ]
+    return [list_steps(place) for place in places if os.access(place, os.R_OK)]
 
 
 def open_checkpoint(step_dir: Path) -> Checkpoint:

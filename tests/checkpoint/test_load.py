@@ -120,9 +120,7 @@ def test_find_takes_a_run_its_checkpoints_or_a_step(newest, monkeypatch):
     for directory, found in ((run, newest), (newest.parent, newest), (older, older), (copy, copy)):
         monkeypatch.chdir(directory)
         assert find_checkpoint(Path(".")).resolve() == found
-    with pytest.raises(
-        CheckpointError, match=f"{STEP_30}: is missing.* choose another step$"
-    ):
+    with pytest.raises(CheckpointError, match=f"{STEP_30}: is missing.* choose another step$"):
         find_checkpoint(newest.with_name(STEP_30))
     # as text, step_1234... would be older
     assert write(newest.parent, 123_456_789) == find_checkpoint(run)
