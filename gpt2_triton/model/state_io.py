@@ -12,7 +12,7 @@ history  Q, 16     State.history, likewise
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class SavedState:
         out = {}
         for name, flat in self._buffers.items():
             if name not in EQUAL:
-                spans = ((at, p.length) for p in owned if (at := _start(name, p)) is not None)
+                spans = ((start, p.length) for p, start in _in_buffer(name, owned))
                 out[name] = [flat[at : at + n] for at, n in sharding.coalesce(spans)]
             elif self._rank == 0:
                 out[name] = [flat]
@@ -104,11 +104,9 @@ class SavedState:
                 out[name] = [Held(0, flat.numel(), 0)]
             else:
                 shards = everything if name == "params" else updated
-                starts = [(p, _start(name, p)) for p in shards]
                 out[name] = [
                     Held(_first(name, p, self._dims), p.length, start)
-                    for p, start in starts
-                    if start is not None
+                    for p, start in _in_buffer(name, shards)
                 ]
         return out
 
@@ -161,6 +159,9 @@ def _lengths(name: str, dims: dict[str, int]) -> list[int]:
     return [b.length if name in ("params", "low", *b.optimizer.states) else 0 for b in buckets]
 
 
-def _start(name: str, p: sharding.Shard) -> int | None:
-    """Return the offset of a shard in the buffer of this tensor; None if it is not there."""
-    return p.param if name == "params" else p.states.get(name)
+def _in_buffer(name: str, shards: Iterable[sharding.Shard]) -> Iterator[tuple[sharding.Shard, int]]:
+    """Yield the shards that are in the buffer of this tensor, and their offsets there."""
+    for p in shards:
+        start = p.param if name == "params" else p.states.get(name)
+        if start is not None:
+            yield p, start
