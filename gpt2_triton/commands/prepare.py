@@ -48,6 +48,7 @@ def prepare_text(
     Text is in UTF-8. A .txt or .md file is one document; each row of
     .jsonl, .json or .parquet is one.
     All but .parquet may end in .gz, .zst, .xz or .bz2.
+    Other text, such as code, goes by its ending, as "code/**/*.py".
 
     Args:
         inputs: Files, folders (searched for such files, through links) and quoted globs.
@@ -57,6 +58,11 @@ def prepare_text(
 
     measured = text.measure_text(inputs, workers, documents.Reading(field, special), strict)
     text.prepare_text(measured, out, tokenizer, val_fraction, workers)
+    _say_next(out, tokenizer)
+
+
+def _say_next(out: Path, tokenizer: str) -> None:
+    """Print how a run takes the shards."""
     keys = {"tokenizer": tokenizer, "train": f"{out}/train_*.bin", "val": f"{out}/val_*.bin"}
     given = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
     print_line(f"next: {command_line(f'train CONFIG {given}')}")
@@ -95,6 +101,7 @@ def prepare_dataset(
     given = dataset.Dataset(source, version, revision, field)
     out = out or Path("data") / f"{Path(source).name}-{version}"
     dataset.prepare_dataset(given, out, tokenizer, tokens, workers, shard_tokens, special, strict)
+    _say_next(out, tokenizer)
 
 
 # the default of --source
@@ -135,3 +142,4 @@ def prepare_nanogpt(folder: Path, /, *, out: Out = Path("data/nanogpt")) -> None
     from gpt2_triton.data.prepare import nanogpt
 
     nanogpt.prepare_nanogpt(folder, out)
+    _say_next(out, "gpt2")

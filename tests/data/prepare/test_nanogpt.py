@@ -47,7 +47,9 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
         f"resuming after 2 finished shards, 2,000 tokens\nprepared {out}: "
         "4 shards, 2,500 tokens to train on, 300 "
     )
-    assert capsys.readouterr().out.startswith(said)
+    printed = capsys.readouterr().out
+    assert printed.startswith(said)
+    assert f"--data.tokenizer gpt2 --data.train '{out}/train_*.bin'" in printed
     for split, shards in (("train", 3), ("val", 1)):
         paths = sorted(out.glob(f"{split}_*.bin"))
         tokens = np.concatenate([map_tokens(path) for path in paths])
