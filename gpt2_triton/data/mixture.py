@@ -56,9 +56,9 @@ def _weight(path: str, text: str) -> Fraction:
     try:
         weight = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
-        raise ConfigError(f"{path}: weight {text!r} is no number; write {path}=1") from None
+        weight = Fraction(0)
     if weight <= 0:
-        raise ConfigError(f"{path}: weight {text} must be above 0; leave the source out")
+        raise ConfigError(f"{path}: weight {text!r} is no number above 0; write {path}=1")
     return weight
 
 
