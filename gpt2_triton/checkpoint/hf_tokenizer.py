@@ -31,6 +31,7 @@ from gpt2_triton.files import object_in, write_json
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
 SPELLING = byte_spelling()
+Pairs = list[tuple[str, str]]
 
 
 def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
@@ -71,21 +72,13 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     end = special[tokenizer.eot]
     about: dict[str, Any] = {"model_max_length": block_size, "bos_token": begin, "eos_token": end}
     if tokenizer.name == "llama3":
-        vocabulary = {_spell(token): i for i, token in enumerate(tokens[: tokenizer.delimiter])}
-        pairs = [*map(_spelled, every_merge(tokens[: tokenizer.delimiter]))]
-        whole = _llama3(
-            models.BPE(vocabulary, pairs, ignore_merges=True), tokenizer.delimiter, begin
-        )
+        whole, pairs = _llama3(tokens[: tokenizer.delimiter], begin)
         about |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
         }
     else:
-        # all tokens, also of bytes, whose byte 0 is the end of a text
-        vocabulary = {special.get(i) or _spell(token): i for i, token in enumerate(tokens)}
-        ordinary = [token for i, token in enumerate(tokens) if i not in special]
-        pairs = [*map(_spelled, merges(ordinary))]
-        whole = _gpt2(models.BPE(vocabulary, pairs))
+        whole, pairs = _gpt2(tokens, special)
         about |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": end}
         whole.model.save(str(directory))  # vocab.json and merges.txt
     whole.decoder = decoders.ByteLevel()
@@ -105,24 +98,29 @@ def _spelled(pair: Iterable[bytes]) -> tuple[str, str]:
     return left, right
 
 
-def _gpt2(model: models.BPE) -> tokenizers.Tokenizer:
-    """Return GPT-2's steps around a model."""
-    whole = tokenizers.Tokenizer(model)
+def _gpt2(tokens: list[bytes], special: dict[int, str]) -> tuple[tokenizers.Tokenizer, Pairs]:
+    """Return GPT-2's tokenizer and its merges; byte 0 of the tokenizer bytes ends a text."""
+    vocabulary = {special.get(i) or _spell(token): i for i, token in enumerate(tokens)}
+    ordinary = [token for i, token in enumerate(tokens) if i not in special]
+    pairs = [*map(_spelled, merges(ordinary))]
+    whole = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
     whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole.post_processor = processors.ByteLevel(trim_offsets=False)
-    return whole
+    return whole, pairs
 
 
-def _llama3(model: models.BPE, number: int, begin: str) -> tokenizers.Tokenizer:
-    """Return Llama 3's steps around a model: its pattern, and the token `begin` before a text."""
-    whole = tokenizers.Tokenizer(model)
+def _llama3(ordinary: list[bytes], begin: str) -> tuple[tokenizers.Tokenizer, Pairs]:
+    """Return Llama 3's tokenizer, whose special tokens follow the ordinary ones, and its merges."""
+    vocabulary = {_spell(token): i for i, token in enumerate(ordinary)}
+    pairs = [*map(_spelled, every_merge(ordinary))]
+    whole = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
     pattern = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     whole.pre_tokenizer = pre_tokenizers.Sequence([pattern, bytes_level])
     whole.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A $B:1", special_tokens=[(begin, number)]
+        single=f"{begin} $A", pair=f"{begin} $A $B:1", special_tokens=[(begin, len(ordinary))]
     )
-    return whole
+    return whole, pairs
 
 
 def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
