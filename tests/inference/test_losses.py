@@ -129,7 +129,7 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
         (
             ["perplexity", "RUN", "VAL", "--tokens", "15"],
             3,
-            "15 tokens are too few; give eval.tokens, or --tokens, 16",
+            "eval.tokens, or --tokens, asks for 15; give 16 to",
         ),
         (
             ["perplexity", "RUN", "VAL", "--seq_len", "193"],
