@@ -13,7 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
 from gpt2_triton.errors import ConfigError
-from gpt2_triton.training.metrics import RUN
+from gpt2_triton.training.metrics import METRICS, RUN
 from gpt2_triton.version import triton_notice
 
 Resume = bool | Literal["must"]
@@ -114,7 +114,7 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
         raise ConfigError(
             f"--run_dir: {run_dir} has checkpoints up to {last}; add --resume, or choose another"
         )
-    is_run = (run_dir / RUN).exists()
+    is_run = (run_dir / METRICS).exists() or (run_dir / RUN).exists()
     if (run_dir / "config.yaml").exists() and not (is_run or found):
         raise ConfigError(
             "--run_dir: a run would write over "

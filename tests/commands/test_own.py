@@ -292,11 +292,10 @@ def test_one_rank_exports(here, trained, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "recipe", "words", "said"),
+    ("vocab_size", "words", "said"),
     [
         (
             300,
-            "own",
             [],
             (
                 "hf:theirs: its 300 tokens have no known tokenizer; "
@@ -305,28 +304,20 @@ def test_one_rank_exports(here, trained, monkeypatch):
         ),
         (
             256,
-            "own",
             ["--model.n_layer", "3"],
             "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2",
-        ),
-        (
-            256,
-            "quickstart",
-            ["--plan"],
-            "hf:theirs has n_head 1, n_embd 64, block_size 16, this run",
         ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
-    here, trained, capsys, vocab_size, recipe, words, said
+    here, trained, capsys, vocab_size, words, said
 ):
     model, config = tiny_model(model=dict(vocab_size=vocab_size))
     export_weights(model, config, here / "theirs")
     if vocab_size == 300:
         for name in ("tokenizer.json", "vocab.json"):
             (here / "theirs" / name).unlink()
-    data = ["--data", "my.txt"] if recipe == "own" else []
-    assert main(app, [recipe, *data, "--init_from", "hf:theirs", *words]) == 4
+    assert main(app, ["own", "--data", "my.txt", "--init_from", "hf:theirs", *words]) == 4
     assert said in capsys.readouterr().err and not (here / "data").exists()
 
 
