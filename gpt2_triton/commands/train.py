@@ -26,7 +26,7 @@ from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slu
 from gpt2_triton.errors import ConfigError, OutOfMemoryError
 from gpt2_triton.files import read_json
 from gpt2_triton.training.preemption import ShutdownSignals
-from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, starting
+from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, require_rows, starting
 
 if TYPE_CHECKING:
     from gpt2_triton.commands.plan import Report
@@ -119,8 +119,11 @@ def train(
         if plan:
             chosen.describe()
             chosen.report_left_out()
-    elif plan and resume and run_dir:
-        settings = _with_precision_of(run_dir, settings)
+    elif plan:
+        _check_weights(settings)
+        _check_rows(settings)
+        if resume and run_dir:
+            settings = _with_precision_of(run_dir, settings)
     if not plan:
         print(settings.to_yaml().rstrip())
         _print_sources(settings)
@@ -137,6 +140,14 @@ def _load(config: Path, given: dict[str, str], gpus: int, run_dir: Path | None) 
     return Config.load(config, given, gpus)
 
 
+def _check_weights(config: Config) -> None:
+    """Refuse weights of other sizes, if they are here: nothing is downloaded for a plan."""
+    if Path(config.init_from.removeprefix("hf:")).is_dir():
+        from gpt2_triton.checkpoint.sources import initial_weights
+
+        initial_weights(config)
+
+
 def _with_precision_of(run_dir: Path, config: Config) -> Config:
     """Return `config` with the precision that a resume of run_dir takes, which keeps what it has,
     and print it.
@@ -148,6 +159,14 @@ def _with_precision_of(run_dir: Path, config: Config) -> Config:
     for note in notes:
         print_line(note)
     return config
+
+
+def _check_rows(config: Config) -> None:
+    """Compare the tokens of a tokenizer's file, if it is here, with the model's rows."""
+    from gpt2_triton.data import tokenizer_file
+
+    if tokenizer_file.is_there(config.data.tokenizer):
+        require_rows(config, config.data.tokenizer)
 
 
 def _print_sources(config: Config) -> None:

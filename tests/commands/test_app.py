@@ -24,6 +24,7 @@ from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import preemption, trainer
+from tests.support.tokenizer_files import byte_level
 
 ROOT = Path(__file__).parents[2]
 
@@ -463,6 +464,19 @@ def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
         assert any(line.startswith("train.precision auto: bf16") for line in rest) == (
             precision == "auto"
         )
+
+
+def test_plan_refuses_fewer_rows_than_the_tokenizer_has_tokens(here, capsys):
+    byte_level(here / "tok")
+    words = ["x.yaml", "--plan", "--model.vocab_size", "300", "--data.tokenizer"]
+    assert main(train_app, [*words, "tok"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: model.vocab_size: the tokenizer ./tok has 345 tokens, got 300; "
+        "set model.vocab_size to 345\n",
+    )
+    assert main(train_app, [*words, "of/another/machine"]) == 0
+    assert capsys.readouterr().out.startswith("fits ")
 
 
 def test_plan_refuses_a_wrong_key_before_torch_is_imported():
