@@ -22,6 +22,7 @@ from gpt2_triton.data.tokenizer_file import END_OF_TEXT
 from gpt2_triton.errors import DataError
 
 FEW_BYTES = 2.5  # a token of GPT-2, of another language than English
+MANY_BYTES = 1.3  # of a character: then bytes as tokens waste them
 SAMPLE_CHARS = 1 << 22  # of a text, tokenised to estimate its tokens
 # part of a document: the parts of one follow each other and have the same key
 Text = tuple[Any, str]
@@ -128,14 +129,18 @@ def prepare_text(
             f"note: {lost:,} of {len(measured.sample):,} samples of the text come back changed "
             "from the tokenizer's tokens: it has none for some characters"
         )
+    todo = (
+        f"its own tokens are longer: `{command_line('tokenizer')} FILES --out tok`, then "
+        "--tokenizer tok, or --data.tokenizer tok of train own"
+    )
     if tokenizer == "gpt2":
         each = bytes_per_token(get_tokenizer(tokenizer), measured.sample)
         if each < FEW_BYTES:
-            print_line(
-                f"note: GPT-2's tokens have {each:.2f} bytes on this text; "
-                f"its own tokens are longer: `{command_line('tokenizer')} FILES --out tok`, then "
-                "--tokenizer tok, or --data.tokenizer tok of train own"
-            )
+            print_line(f"note: GPT-2's tokens have {each:.2f} bytes on this text; {todo}")
+    if tokenizer == "bytes":
+        each = measured.count_tokens(tokenizer) / max(1, characters)
+        if each > MANY_BYTES:
+            print_line(f"note: a character of this text has {each:.2f} bytes, each a token; {todo}")
     validated = _validated(measured, val_fraction)
     if 0 < len(validated) < len(files):
         print_line(

@@ -110,3 +110,11 @@ def test_few_bytes_of_gpt2s_tokens_are_told(greek, capsys):
     (greek / "my.txt").write_text("It was the best of times. " * 300)
     assert main(tools, ["prepare", "text", "my.txt", "--out", "data/english"]) == 0
     assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "told"), [("α γ " * 3000, True), ("It was. " * 900, False)])
+def test_bytes_as_tokens_are_told_for_other_alphabets(greek, capsys, text, told):
+    (greek / "my.txt").write_text(text)
+    arguments = ["my.txt", "--tokenizer", "bytes", "--out", "data/shards"]
+    assert main(tools, ["prepare", "text", *arguments]) == 0
+    assert ("bytes, each a token" in capsys.readouterr().out) == told
