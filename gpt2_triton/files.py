@@ -5,6 +5,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from gpt2_triton.errors import UserError
 
 HASH_BYTES = 1 << 22
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or a quota has no room
+OF_RUST = re.compile(r"\(os error (\d+)\)")  # in what safetensors and tokenizers raise
 
 
 class FileError(UserError):
@@ -66,13 +68,23 @@ def object_in(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the block that names no file, as a full disk's does."""
+    """Name `path` in an OSError of the block that names no file, as a full disk's does; raise
+    one for a library in Rust, which has errors of its own.
+    """
     try:
         yield
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)
         raise
+    except UserError:
+        raise
+    except Exception as error:
+        found = OF_RUST.search(str(error))
+        if not found:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:

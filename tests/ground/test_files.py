@@ -6,7 +6,10 @@ import os
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
 
 from gpt2_triton.files import (
     FileError,
@@ -50,6 +53,18 @@ def test_a_full_disks_error_names_what_was_written(tmp_path, monkeypatch):
         pass
     found = [error.value.filename for error in (of_file, of_directory)]
     assert found == [str(tmp_path / "x"), str(tmp_path / "new")]
+
+
+@pytest.mark.parametrize("library", ["safetensors", "tokenizers"])
+def test_an_error_of_a_library_in_rust_names_what_was_written(tmp_path, library):
+    out = tmp_path / "out"
+    with pytest.raises(OSError) as refused, new_directory(out) as directory:
+        nowhere = directory / "no" / "file"
+        if library == "safetensors":
+            save_file({"x": np.zeros(4)}, nowhere)
+        else:
+            Tokenizer(models.BPE()).save(str(nowhere))
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOENT, str(out))
 
 
 def test_new_directory_appears_at_the_end(tmp_path):
