@@ -46,8 +46,8 @@ def require_time(config: Config, run_dir: Path | None) -> None:
     step = _product_seconds(config)
     if step * steps > 3600 * MOST_HOURS:
         raise ConfigError(
-            f"no GPU: on this CPU {steps:,} steps take at least {duration(step * steps)}, "
-            f"{duration(step)} each; to train all the same, set train.max_minutes; "
+            f"no GPU: on this CPU {steps:,} steps take at least {step * steps / 86_400:,.1f} days, "
+            f"{step:,.1f} s each; to train all the same, set train.max_minutes; "
             "or choose a smaller model, or fewer steps"
         )
 
