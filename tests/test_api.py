@@ -246,7 +246,9 @@ def test_train_refuses_what_the_command_refuses(run, tmp_path):
             tiny_config(data=dict(train=missing, val=missing)), run.directory, resume=True
         )
     if not device.present():
-        with pytest.raises(ConfigError, match=r"^no GPU: .*h .*m each; .* set train\.max_minutes"):
+        with pytest.raises(
+            ConfigError, match=r"^no GPU: .* days, .* each; .* set train\.max_minutes"
+        ):
             gpt2_triton.train("gpt2_124m", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="expected the directory of a run"):
