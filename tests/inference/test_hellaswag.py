@@ -28,6 +28,7 @@ from gpt2_triton.errors import DataError
 from gpt2_triton.inference import hellaswag
 from gpt2_triton.inference.load import load_for_losses
 from gpt2_triton.inference.losses import Stopped, validation_loss
+from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2, llama3
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
@@ -358,7 +359,8 @@ def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file,
     )
     out = capsys.readouterr().out
     assert f"hellaswag acc_norm {found[-1]['hellaswag']:.4f}" in out
-    assert out.count("\nanswering 2 questions of HellaSwag\n") == 2
+    announced = 2 if DEVICE == "cpu" else 0  # a GPU is quick
+    assert out.count("\nanswering 2 questions of HellaSwag\n") == announced
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
