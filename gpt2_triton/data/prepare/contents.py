@@ -131,5 +131,5 @@ def decode(path: Path, line: int, data: bytes) -> str:
         raise DataError(
             f"{path}, line {number:,}: not UTF-8: byte 0x{data[error.start]:02x}; "
             f"`iconv -f ENCODING -t utf-8 {shlex.quote(str(path))} > NEW` converts it, unpacked; "
-            "ENCODING is often UTF-16 or CP1252"
+            "ENCODING is UTF-16 or the language's, as CP1252 (western), CP1251 (Russian), SHIFT_JIS"
         ) from None
