@@ -132,7 +132,7 @@ def find_files(inputs: Sequence[Path]) -> tuple[list[File], Notes]:
     """Return the files as given, each once, and notes; the files of a folder or a glob are sorted.
 
     A file of another kind is text if it is given itself, or by a glob with its ending.
-    DataError if an input is missing or has no text.
+    DataError if an input is missing or has no text, OSError if one cannot be read.
     """
     files: dict[Path, File] = {}
     notes: Notes = {}
@@ -193,7 +193,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, also through links; no hidden ones, shards, runs, models."""
 
     def fail(error: OSError) -> None:
-        raise contents.unreadable(error.filename, error)
+        raise error
 
     seen = set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from gpt2_triton.console import Progress, command_line, print_line
 from gpt2_triton.data.prepare import build, documents
 from gpt2_triton.data.prepare.build import SHARD_TOKENS, Batch, Piece, ShardRecords
+from gpt2_triton.data.prepare.contents import unreadable
 from gpt2_triton.data.prepare.documents import AS_DOCUMENTS, File, Notes, Reading
 from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.tokenizer import NAMES, Tokenizer, get_tokenizer
@@ -85,8 +86,11 @@ def measure_text(
     """Read files, folders and globs of text; DataError that names the unreadable
     files, if there is no text, or if `strict` and anything is left out.
     """
-    files, notes = documents.find_files(inputs)
-    sizes = [path.stat().st_size for path, _ in files]
+    try:
+        files, notes = documents.find_files(inputs)
+        sizes = [path.stat().st_size for path, _ in files]
+    except OSError as error:
+        raise unreadable(error.filename, error) from None
     places = zip([path for path, _ in files], itertools.accumulate(sizes, initial=0))
     step = documents.PIECE * max(1, sum(sizes) // SAMPLE_CHARS)
     measure = functools.partial(documents.measure, how=how, step=step)

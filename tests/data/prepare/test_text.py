@@ -337,6 +337,21 @@ def test_text_refuses_a_damaged_gz(tmp_path):
             prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
 
 
+def test_input_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
+    """Text in the place of a path, and code, whose ending does not say that it is text."""
+    with pytest.raises(DataError, match="wordword: cannot read: File name too long; correct the"):
+        prepare_text([Path("word" * 100)], tmp_path / "out", "bytes")
+    path = tmp_path / "x.py"
+    path.write_text("pass")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(documents, "open", refuse, raising=False)
+    with pytest.raises(DataError, match="x.py: cannot read: Permission denied; correct the"):
+        prepare_text([path], tmp_path / "out", "bytes")
+
+
 def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
     def measure_and_append(place, how, step):
         row = measure(place, how, step)
