@@ -39,6 +39,7 @@ from gpt2_triton.config.other_projects import counterpart
 from gpt2_triton.config.values import whole_number
 from gpt2_triton.console import discard_unwritten, prepare_streams, print_line, printable
 from gpt2_triton.errors import ConfigError, UserError
+from gpt2_triton.files import FULL
 from gpt2_triton.version import version_text
 
 AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
@@ -65,11 +66,8 @@ PROMPTS = ("--prompt", "--sample.prompt")
 # the beginning of a path before ~/, which a shell expands only at a word's beginning,
 # unquoted; a prompt is no path
 HOME = re.compile(r"^(?!--\S*prompt=)((?:--[^=]+=)?(?:(?:hf|llmc|nanogpt):)?)~(?=/)")
-OF_THE_USER = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
-OF_THE_USER |= dict.fromkeys(
-    (errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST), "choose another place"
-)
-OF_THE_USER |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
+TO_CORRECT = dict.fromkeys((errno.EACCES, errno.EPERM), "correct its permissions")
+TO_CORRECT |= dict.fromkeys(FULL, "make room")
 
 
 def make_app(name: str, help: str | None = None) -> App:
@@ -145,10 +143,10 @@ def _fault_of_the_machine(error: Exception) -> str:
     """Return what a user can correct of a disk or its permissions, "" for any other error."""
     if "No usable temporary directory" in str(error):  # torch makes one when it is imported
         return "TMPDIR: no directory for temporary files can be written; set TMPDIR to one"
-    if not isinstance(error, OSError) or error.errno not in OF_THE_USER:
+    if not isinstance(error, OSError) or not (error.filename or error.errno in TO_CORRECT):
         return ""
     file = str(error.filename or "standard output, or a file")
-    todo = OF_THE_USER[error.errno]
+    todo = TO_CORRECT.get(error.errno or 0, "choose another place")
     if "/.triton" in file:
         todo = "set TRITON_CACHE_DIR to another place"
     return f"{file}: {error.strerror}; {todo}"
@@ -266,10 +264,15 @@ def _open_gpu() -> None:
 
 
 def require_directory(option: str, file: Path | None) -> None:
-    """Refuse a file in a directory that does not exist, and a directory in place of a file."""
-    if file and not file.parent.is_dir():
+    """Refuse a file that cannot be written: in a directory that is missing or read-only, or in
+    place of a directory or a device, as /dev/stdout is.
+    """
+    if not file:
+        return
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
         raise ConfigError(
-            f"--{option}: {file.parent} is not a directory; make it, or choose another"
+            f"--{option}: {file.parent} is no directory that can be written; "
+            "make it, or choose another"
         )
-    if file and file.is_dir():
-        raise ConfigError(f"--{option}: {file} is a directory; name a file in it")
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--{option}: {file} is no file; name a new one, or one to replace")

@@ -312,6 +312,8 @@ def test_user_errors_and_interrupts_have_exit_codes(capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
     assert run(lambda: command(PermissionError(13, "Permission denied", "RUN/metrics.jsonl"))) == 2
     assert "RUN/metrics.jsonl: Permission denied; " in capsys.readouterr().err
+    assert run(lambda: command(FileNotFoundError(2, "No such file or directory", "/proc/x"))) == 2
+    assert "/proc/x: No such file or directory; choose another" in capsys.readouterr().err
     assert run(lambda: command(OSError(28, "No space left on device"))) == 2
     said = "error: standard output, or a file: No space left on device; make room\n"
     assert capsys.readouterr().err == said

@@ -27,11 +27,22 @@ def test_stdout_of_sample_is_the_text_alone(capsys):
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "perplexity"])
-def test_directory_in_the_place_of_a_file_is_refused_before_the_work(tmp_path, capsys, name):
-    assert main(tools, [name, str(FIXTURES / "run"), "--json", str(tmp_path)]) == 2
-    assert (
-        capsys.readouterr().err == f"error: --json: {tmp_path} is a directory; name a file in it\n"
-    )
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        (".", ". is no file;"),
+        ("/dev/null", "/dev/null is no file;"),  # root would replace the device
+        ("none/x.json", "none is no directory that can be written;"),
+        ("/etc/x.json", "/etc is no directory that can be written;"),
+    ],
+)
+def test_place_that_cannot_be_written_is_refused_before_the_work(
+    monkeypatch, capsys, name, place, fault
+):
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, _: path != Path("/etc"))
+    assert main(tools, [name, str(FIXTURES / "run"), "--json", place]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --json: {fault}")
 
 
 @pytest.mark.parametrize(
