@@ -31,7 +31,7 @@ ENDINGS = (
 )
 ROWS = (".jsonl", ".json", ".parquet")
 BEGIN = 8192  # bytes in which a file that is no text has a NUL
-OURS = {RECORD, PROGRESS, "metrics.jsonl", *TOKENIZER}  # where _is_written
+OURS = {RECORD, PROGRESS, "metrics.jsonl", "run.json", "stats.jsonl", *TOKENIZER}  # _is_written
 PIECE = 4096  # characters of a sample that follow each other
 SAFE_CUT = re.compile(r"(?<=\S)[ \t]|(?<=[^\W_])[\r\n]")
 # what special tokens look like: Llama 3's and GPT-2's, then names of other tokenizers
@@ -210,8 +210,15 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_written(folder: str, names: set[str]) -> bool:
-    """Return whether a folder is a run, a model or shards; texts may have one of the names."""
-    sets = ({"metrics.jsonl", "config.yaml"}, {"config.json", "generation_config.json"}, TOKENIZER)
+    """Return whether a folder is a run, a checkpoint, a model or shards; texts may have one of
+    the names.
+    """
+    sets = (
+        {"metrics.jsonl", "config.yaml"},
+        {"manifest.json", "state.json"},
+        {"config.json", "generation_config.json"},
+        TOKENIZER,
+    )
     return any(known <= names for known in sets) or any(
         "shards" in object_in(Path(folder, name)) for name in {RECORD, PROGRESS} & names
     )

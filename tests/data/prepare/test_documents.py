@@ -105,6 +105,16 @@ def test_folder_gives_each_readable_file_once_and_counts_the_others(tmp_path):
     assert others.endswith(f"{kinds}: 4, first {inside}/a.pdf")
 
 
+def test_a_run_in_the_folder_of_its_text_adds_nothing_to_it(tmp_path):
+    step = tmp_path / "checkpoints" / "step_00000001"
+    step.mkdir(parents=True)
+    written = ["config.yaml", "metrics.jsonl", "run.json", "stats.jsonl"]
+    written += [f"{step}/{name}" for name in ("manifest.json", "state.json")]
+    for name in ("book.txt", *written):
+        (tmp_path / name).touch()
+    assert [file.name for file in find_files([tmp_path])[0]] == ["book.txt"]
+
+
 def test_a_file_of_another_kind_is_text_by_its_name_or_its_ending(tmp_path, capsys):
     """As code is: in a folder, or by a glob without an ending, it is counted as left out."""
     (tmp_path / "src").mkdir()
