@@ -111,8 +111,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def require_new(path: Path) -> None:
-    """Raise FileError if `path` is a file, or a directory with content."""
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+    """Raise FileError if `path` is a file, a mount point, or a directory with content."""
+    if path.is_file() or path.is_mount() or (path.is_dir() and any(path.iterdir())):
         raise FileError(f"{path} is there already; choose another, or remove it")
 
 

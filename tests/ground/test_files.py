@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,9 +85,12 @@ def test_new_directory_failure_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_new_directory_refuses_a_taken_place(tmp_path):
+def test_new_directory_refuses_a_taken_place(tmp_path, monkeypatch):
     (tmp_path / "x").touch()
-    for taken in (tmp_path, tmp_path / "x"):
+    volume = tmp_path / "volume"  # of a container: no rename replaces it
+    volume.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
+    for taken in (tmp_path, tmp_path / "x", volume):
         with pytest.raises(FileError, match=f"{taken} is there already"), new_directory(taken):
             pass
 
