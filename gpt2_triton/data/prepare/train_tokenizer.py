@@ -4,6 +4,7 @@ The last tenth of the text is held out, to say how many bytes a token has.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,10 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     with new_directory(out) as directory:
+        # the library, in Rust, would keep a Ctrl-C until its end, or lose it
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
         trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
+        signal.signal(signal.SIGINT, on_interrupt)
         trained.save(str(directory / FILE))
         write_json(directory / CONFIG, config | names)
     return _compared(FileTokenizer(str(out)), vocab, held_out)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -78,6 +79,21 @@ def test_a_full_disk_is_one_line_that_names_the_directory(greek, monkeypatch, ca
     assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 2
     assert capsys.readouterr().err == "error: tok: No space left on device; make room\n"
     assert os.listdir(greek) == ["my.txt"]
+
+
+def test_a_ctrl_c_ends_the_training_at_once(greek, monkeypatch):
+    """Python's handler waits until the library returns."""
+    handlers = []
+    pieces = train_tokenizer._pieces
+
+    def watched(*arguments):
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return pieces(*arguments)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(train_tokenizer, "_pieces", watched)
+    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300"]) == 0
+    assert handlers == [signal.SIG_DFL] and signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.slow
