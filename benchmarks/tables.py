@@ -319,6 +319,11 @@ TABLES: dict[str, Table] = {
             "normed_loss": ("with QK-norm", ".3f"),
         },
     ),
+    "qk_norm_account": own_section(
+        "qk_norm_account",
+        "ms of a step",
+        {"ms": ("without", ".2f"), "normed_ms": ("with QK-norm", ".2f")},
+    ),
     "memory": memory,
     "prices": prices,
     "ratio": lambda _: ratio.table(ratio.sizes_of(pairs.read_results(SCALE))),
