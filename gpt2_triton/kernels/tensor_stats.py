@@ -43,7 +43,9 @@ def _tensor_stats_kernel(
         largest = tl.maximum(largest, size)
         bad += tl.where(finite, 0.0, 1.0)
     out = out_ptr + tl.program_id(0)
-    total, most, count = tl.sum(squares, 0), tl.max(largest, 0), tl.sum(bad, 0)
+    total = tl.sum(squares, 0)
+    most = tl.max(largest, 0)
+    count = tl.sum(bad, 0)
     if ACC:
         total += tl.load(out)
         most = tl.maximum(most, tl.load(out + PARTS))

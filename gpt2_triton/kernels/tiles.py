@@ -58,13 +58,13 @@ def split_item(item, whole_tiles, split_tiles, steps, part_steps):
     one another and share the rows in L2.
     """
     slot = item - whole_tiles
-    tile, first, count = item, 0, steps
+    tile = item
+    first = 0
+    count = steps
     if slot >= 0:
-        tile, first, count = (
-            whole_tiles + slot % split_tiles,
-            slot // split_tiles * part_steps,
-            part_steps,
-        )
+        tile = whole_tiles + slot % split_tiles
+        first = slot // split_tiles * part_steps
+        count = part_steps
     else:
         slot = -1
     return tile, first, count, slot

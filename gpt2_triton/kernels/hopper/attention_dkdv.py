@@ -167,7 +167,9 @@ def _attention_dkdv_kernel(
     row = b * T + first
     SPANS: gl.constexpr = (T + SPAN - 1) // SPAN
     if SPANS == 1:
-        start, spans, steps = 0, 1, BLOCKS - block
+        start = 0
+        spans = 1
+        steps = BLOCKS - block
     else:
         start = first // SPAN * SPAN  # of the span of the program's keys
         spans = SPANS - first // SPAN
