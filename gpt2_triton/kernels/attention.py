@@ -65,15 +65,25 @@ from gpt2_triton.operands import Rope
 
 
 @triton.jit
+def _load_kv(kv_desc, b, h, start, NH, GROUP: tl.constexpr):
+    """Return the blocks of k and v, from token `start` on, that head h of q reads."""
+    k_head = NH + h // GROUP
+    k = load_block(kv_desc, [b, k_head, start, 0])
+    v_head = NH + NH // GROUP + h // GROUP
+    v = load_block(kv_desc, [b, v_head, start, 0])
+    return k, v
+
+
+@triton.jit
 def _online_softmax_step(s, v, m, total, acc, factor):
     """Return the running maximum m, sum and output after one more block of scores (log2 domain)."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(s * factor - m_new[:, None])
-    shrink = tl.exp2(m - m_new)
+    rescale = tl.exp2(m - m_new)
     # 8 partial sums a row: four lanes hold a row of scores, and no lane
     # waits for another (4% less time)
-    total = total * shrink[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
-    acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
+    total = total * rescale[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
+    acc = dot(p.to(v.dtype), v, acc * rescale[:, None])
     return m_new, total, acc
 
 
@@ -88,7 +98,8 @@ def _attention_fwd_kernel(
     # most keys first: blocks with few keys fill the end
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     bh = tl.program_id(0) // blocks
-    b, h = bh // NH, bh % NH
+    b = bh // NH
+    h = bh % NH
     i = first + tl.arange(0, BLOCK_M)
     # q_desc is [B, T, heads, HS], the other descriptors [B, heads, T, HS].  So this reshape is no
     # view, and keeps q in registers.  With a view, each product would read q from shared memory
@@ -98,12 +109,10 @@ def _attention_fwd_kernel(
     total = tl.zeros((BLOCK_M, 8), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first, BLOCK_N):  # keys that every query of the block sees
-        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
-        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
+        k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
         m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
-        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
-        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
+        k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
         j = start + tl.arange(0, BLOCK_N)
         s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
@@ -126,7 +135,8 @@ def _attention_bwd_dq_kernel(
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
     bh = tl.program_id(0) // blocks
-    b, h = bh // NH, bh % NH
+    b = bh // NH
+    h = bh % NH
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)
     at = bh.to(tl.int64) * T + i
@@ -140,8 +150,7 @@ def _attention_bwd_dq_kernel(
     q = load_block(q_desc, [b, h, first, 0])
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, first + BLOCK_M, BLOCK_N):
-        k = load_block(kv_desc, [b, NH + h // GROUP, start, 0])
-        v = load_block(kv_desc, [b, NH + NH // GROUP + h // GROUP, start, 0])
+        k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
         p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
         if start + BLOCK_N > first:  # the diagonal
             p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
@@ -169,11 +178,15 @@ def _attention_bwd_dkdv_kernel(
     blocks = tl.cdiv(T, BLOCK_N)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most queries and start first
     NKV = NH // GROUP
-    b, kv = tl.program_id(0) // blocks // NKV, tl.program_id(0) // blocks % NKV
+    bkv = tl.program_id(0) // blocks
+    b = bkv // NKV
+    kv = bkv % NKV
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
-    k = load_block(kv_desc, [b, NH + kv, first, 0])
-    v = load_block(kv_desc, [b, NH + NKV + kv, first, 0])
+    k_head = NH + kv
+    k = load_block(kv_desc, [b, k_head, first, 0])
+    v_head = NH + NKV + kv
+    v = load_block(kv_desc, [b, v_head, first, 0])
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for member in range(GROUP):
@@ -198,10 +211,10 @@ def _attention_bwd_dkdv_kernel(
                 ds = p * dot(v, dout.T, tl.zeros_like(p) - delta[None, :])
             dk = dot(ds.to(q.dtype), q, dk)
     # dv first: dk's norm takes its registers
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + NKV + kv, first, dv)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, v_head, first, dv)
     d = tl.arange(0, BLOCK_D)
     dk, terms = input_gradient(
-        dk, scale, kv_desc, [b, NH + kv, first, 0], T, NH + NKV, rope_ptr, norm_ptr, 1, rstd_ptr,
+        dk, scale, kv_desc, [b, k_head, first, 0], T, NH + NKV, rope_ptr, norm_ptr, 1, rstd_ptr,
         NOISE, HS,
     )  # fmt: skip
     if norm_ptr is not None:
@@ -210,7 +223,7 @@ def _attention_bwd_dkdv_kernel(
         part_ptr += ((b * blocks + block) * 2 * NKV + kv) * HS + d
         tl.store(part_ptr + NKV * HS, tl.sum(dv, 0), mask=d < HS)
         tl.store(part_ptr, tl.sum(dk, 0), mask=d < HS)
-    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, NH + kv, first, dk)
+    store_heads(dqkv_desc, columns_desc, scale_ptr, amax_ptr, b, k_head, first, dk)
 
 
 class _Sizes(NamedTuple):

@@ -75,10 +75,8 @@ def _classifier_target_kernel(
         c = first + tl.arange(0, BLOCK_C)
         mask = (target >= 0)[:, None] & (c < C)[None, :]
         lnf = tl.load(lnf_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        products += lnf * wte
+        wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0)
+        products += lnf * wte.to(tl.float32)
     tl.store(zt_ptr + r, tl.sum(products, 1) * LOG2E, mask=r < R)
 
 
@@ -98,9 +96,9 @@ def _classifier_fwd_kernel(
     if p_scale_ptr is not None:
         tl.store(p_scale_ptr, 2.0**-SHIFT)
     BY_TMA: tl.constexpr = isinstance(lnf_desc, tl.tensor_descriptor)
-    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    first, end, step, offset = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
     for tile in tl.range(first, end, step, flatten=BY_TMA):
-        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(offset + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         z = tile_product(lnf_desc, wte_desc, m, n, C, True, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -108,7 +106,8 @@ def _classifier_fwd_kernel(
         j = n + tl.arange(0, BLOCK_N)
         reference = tl.load(zt_ptr + r, mask=r < R, other=0.0)
         if p_scale_ptr is not None:
-            reference += peek_exponent(tl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
+            peek = tl.load(peek_ptr + r, mask=r < R, other=0.0)
+            reference += peek_exponent(peek) + SHIFT
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
         p = exp_relative_tile(z, factor, reference, target, j)
         p = tl.where((j < V)[None, :], p, 0.0)
@@ -119,7 +118,8 @@ def _classifier_fwd_kernel(
         if p_desc is not None:
             left, right = halves(p)
             if p_scale_ptr is not None:
-                left, right = to_e5m2(left), to_e5m2(right)
+                left = to_e5m2(left)
+                right = to_e5m2(right)
             store_block(p_desc, [m, n], left)
             store_block(p_desc, [m, n + BLOCK_N // 2], right)
 
@@ -134,7 +134,8 @@ def _classifier_loss_kernel(
     s = tl.load(s_ptr + r, mask=r < R, other=0.0)
     unit = 1.0
     if lns_scale_ptr is not None:
-        unit = tl.exp2(peek_exponent(tl.load(s_ptr + 2 * R + r, mask=r < R, other=0.0)))
+        peek = tl.load(s_ptr + 2 * R + r, mask=r < R, other=0.0)
+        unit = tl.exp2(peek_exponent(peek))
     loss = tl.where(valid, _log1p(s * unit), 0.0)
     if ACC:
         loss += tl.load(losses_ptr + r, mask=r < R, other=0.0)
@@ -143,19 +144,20 @@ def _classifier_loss_kernel(
         scale = tl.load(step_in_ptr + LOSS_SCALE)
         rs = tl.where(valid, scale / (1.0 / unit + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
+        stored_s = s
         if lns_scale_ptr is not None:
-            s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
-        tl.store(ks_ptr + r, -rs * s, mask=r < R)
+            stored_s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
+        tl.store(ks_ptr + r, -rs * stored_s, mask=r < R)
         # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
         if lns_scale_ptr is not None:
             tl.store(lns_scale_ptr, 128.0 * tl.load(lnf_scale_ptr) / scale)
     if lns_ptr is not None:
         for first in range(0, C, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
-            offsets = r[:, None] * C + c[None, :]
+            at = r[:, None] * C + c[None, :]
             mask = (r < R)[:, None] & (c < C)[None, :]
-            lnf = tl.load(lnf_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            tl.store(lns_ptr + offsets, rs[:, None] * lnf, mask=mask)
+            lnf = tl.load(lnf_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(lns_ptr + at, rs[:, None] * lnf, mask=mask)
 
 
 @triton.jit
@@ -166,16 +168,14 @@ def _classifier_dx_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(C, BLOCK_N)
+    W_IS_NK: tl.constexpr = p_scale_ptr is not None  # in fp8 wte is stored transposed
     BY_TMA: tl.constexpr = isinstance(dln_desc, tl.tensor_descriptor)
-    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    first, end, step, offset = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
     for tile in tl.range(first, end, step, flatten=BY_TMA):
-        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(offset + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
-        # in fp8 wte is stored transposed
-        acc = tile_product(
-            p_desc, wte_desc, m, n, Vp, p_scale_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        acc = tile_product(p_desc, wte_desc, m, n, Vp, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
         r = m + tl.arange(0, BLOCK_M)
         rs = tl.load(rs_ptr + r, mask=r < R, other=0.0)
         ks = tl.load(ks_ptr + r, mask=r < R, other=0.0)
@@ -183,13 +183,12 @@ def _classifier_dx_kernel(
             rs /= tl.load(p_scale_ptr) * tl.load(wte_scale_ptr)
             ks /= tl.load(wte_scale_ptr)
         target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
-        left, right = halves(acc)
+        sums = halves(acc)
         for half in tl.static_range(2):
-            c = n + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            dln = scale_and_add_target(
-                left if half == 0 else right, rs, ks, target, wte_ptr, c, C
-            )  # fmt: skip
-            store_block(dln_desc, [m, n + half * (BLOCK_N // 2)], dln)
+            column = n + half * (BLOCK_N // 2)
+            c = column + tl.arange(0, BLOCK_N // 2)
+            dln = scale_and_add_target(sums[half], rs, ks, target, wte_ptr, c, C)
+            store_block(dln_desc, [m, column], dln)
 
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")

@@ -47,10 +47,10 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
     token = tl.load(seq_ptr + b * FIELDS + TOKEN).to(tl.int64)
     row = tl.load(seq_ptr + b * FIELDS + ROW).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
-    wte = tl.load(wte_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
+    x = tl.load(wte_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
     if wpe_ptr is not None:
-        wte += tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(x_ptr + b * C + c, wte, mask=c < C)
+        x += tl.load(wpe_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(x_ptr + b * C + c, x, mask=c < C)
 
 
 @triton.jit
@@ -136,7 +136,8 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one sequence in BLOCK_T slots, which are combined at the end."""
-    b, h = tl.program_id(0).to(tl.int64) // NH, tl.program_id(0) % NH
+    b = tl.program_id(0).to(tl.int64) // NH
+    h = tl.program_id(0) % NH
     C = NH * HS
     CKV = C // GROUP
     d = tl.arange(0, BLOCK_D)
@@ -167,9 +168,9 @@ def _decode_attention_kernel(
         s = tl.where(t < row, tl.sum(ks * q[None, :], 1), -1.0e30)
         m_new = tl.maximum(m, s)
         p = tl.exp2(s - m_new)
-        shrink = tl.exp2(m - m_new)
-        total = total * shrink + p
-        acc = acc * shrink[:, None] + p[:, None] * vs
+        rescale = tl.exp2(m - m_new)
+        total = total * rescale + p
+        acc = acc * rescale[:, None] + p[:, None] * vs
         m = m_new
     share = tl.exp2(m - tl.max(m, 0))  # 0 for a slot that saw no key
     out = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
@@ -180,10 +181,11 @@ def _decode_attention_kernel(
 def _cache_fill_kernel(cache_ptr, qkv_ptr, filled_ptr, Tc, T, C, D, BLOCK: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.cast(T, tl.int64) * (D - C)
+    width = D - C  # of a token's k and v
+    n = tl.cast(T, tl.int64) * width
     mask = (i < n) & (tl.load(filled_ptr + b) != 0)
-    kv = tl.load(qkv_ptr + i // (D - C) * D + C + i % (D - C), mask=mask, other=0.0)
-    tl.store(cache_ptr + b * Tc * (D - C) + i, kv, mask=mask)
+    kv = tl.load(qkv_ptr + i // width * D + C + i % width, mask=mask, other=0.0)
+    tl.store(cache_ptr + b * Tc * width + i, kv, mask=mask)
 
 
 @contract("x[B,C] <- seq[B,5] wte[Vp,C] wpe[Tmax,C]?")

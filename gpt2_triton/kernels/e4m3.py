@@ -97,16 +97,20 @@ def _rounded(
 ):
     """Return x in `dtype`, without DROPPED bits of fp32's mantissa; NORMAL: the least normal."""
     bits = x.to(tl.uint32, bitcast=True)
-    a = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    a = tl.where(a > LARGEST, LARGEST, a)  # NaN is not above it
-    normal = a.to(tl.uint32, bitcast=True)
-    normal = ((normal + (2 ** (DROPPED - 1) - 1) + ((normal >> DROPPED) & 1)) >> DROPPED) << DROPPED
+    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    size = tl.where(size > LARGEST, LARGEST, size)  # NaN is not above it
+    size_bits = size.to(tl.uint32, bitcast=True)
+    # to nearest; the last bit that stays makes a tie even
+    last_bit = (size_bits >> DROPPED) & 1
+    carried = size_bits + (2 ** (DROPPED - 1) - 1) + last_bit
+    normal = ((carried >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
     # of numbers so large an ulp is that of the least normal numbers
     whole: tl.constexpr = 1.5 * NORMAL * 2.0**DROPPED
-    rounded = tl.where(a < NORMAL, a + whole - whole, normal.to(tl.float32, bitcast=True))
+    rounded = tl.where(size < NORMAL, size + whole - whole, normal)
     code = rounded.to(dtype).to(tl.uint8, bitcast=True)
-    code = tl.where(a != a, 0x7F, code).to(tl.uint8)
-    return (code | ((bits >> 24) & 0x80).to(tl.uint8)).to(dtype, bitcast=True)
+    code = tl.where(size != size, 0x7F, code).to(tl.uint8)
+    sign = ((bits >> 24) & 0x80).to(tl.uint8)
+    return (code | sign).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -122,15 +126,15 @@ def widened(x):
 
 
 @triton.jit
-def row_maxima(top, x):
-    """Return the larger of top and the largest |x| of each row, both as bits of fp32."""
-    return tl.maximum(top, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))
+def row_maxima(amax_bits, x):
+    """Return the larger of amax_bits and the largest |x| of each row, both as bits of fp32."""
+    return tl.maximum(amax_bits, tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1))
 
 
 @triton.jit
-def record_bits(amax_ptr, top):
-    """Record the largest of `top`, bits of |x|.  Maxima are exact in any order; NaN wins."""
-    tl.atomic_max(amax_ptr + tl.program_id(0) % CELLS, tl.max(top), sem="relaxed")
+def record_bits(amax_ptr, amax_bits):
+    """Record the largest of amax_bits, bits of |x|.  Maxima are exact in any order; NaN wins."""
+    tl.atomic_max(amax_ptr + tl.program_id(0) % CELLS, tl.max(amax_bits), sem="relaxed")
 
 
 @triton.jit
@@ -147,16 +151,17 @@ def quantised(x, scale, amax_ptr, rows=None):
     y = to_e4m3(x * scale)
     # below y: above y, the maxima cost layernorm 46 more registers at C 1600
     if amax_ptr is not None:
-        top = row_maxima(0, x)
+        amax_bits = row_maxima(0, x)
         if rows is not None:
-            top = tl.where(rows, top, 0)
-        record_bits(amax_ptr, top)
+            amax_bits = tl.where(rows, amax_bits, 0)
+        record_bits(amax_ptr, amax_bits)
     return y
 
 
 @triton.jit
 def token_at(p):
     """Return the token at position p of a transposed row."""
+    # of each 16 tokens, g and g + 8 are at 2g and 2g + 1
     return p // 16 * 16 + p % 2 * 8 + p % 16 // 2
 
 

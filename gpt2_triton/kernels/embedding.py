@@ -42,14 +42,12 @@ def _embedding_fwd_kernel(
     for first in range(0, C, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
-        wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        wte = tl.load(wte_ptr + token[:, None] * C + c[None, :], mask=mask, other=0.0)
+        x = wte.to(tl.float32)
         if wpe_ptr is not None:
-            wte += tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
-        tl.store(x_ptr + r[:, None] * C + c[None, :], wte, mask=mask)
+            wpe = tl.load(wpe_ptr + (r % T)[:, None] * C + c[None, :], mask=mask, other=0.0)
+            x += wpe.to(tl.float32)
+        tl.store(x_ptr + r[:, None] * C + c[None, :], x, mask=mask)
 
 
 @triton.jit
@@ -76,21 +74,21 @@ def _embedding_bwd_segments_kernel(
         r = tl.where(is_target, entry - R, entry).to(tl.int64)
         factor = tl.load(ks_ptr + r, mask=inside & is_target, other=1.0)
         if is_hip():  # two loads: Triton 3.6 cannot choose between two pointers here
-            at, from_lnf = (r * C)[:, :, None] + c[None, None, :], is_target[:, :, None]
+            at = (r * C)[:, :, None] + c[None, None, :]
+            from_lnf = is_target[:, :, None]
             mask = inside[:, :, None] & (c < C)[None, None, :]
             lnf = tl.load(lnf_ptr + at, mask=mask & from_lnf, other=0.0)
-            row = tl.where(
-                from_lnf, lnf, tl.load(dx_ptr + at, mask=mask & ~from_lnf, other=0.0)
-            ).to(tl.float32)
+            dx = tl.load(dx_ptr + at, mask=mask & ~from_lnf, other=0.0)
+            rows = tl.where(from_lnf, lnf, dx)
         else:
             row_ptr = tl.where(is_target, lnf_ptr, dx_ptr) + r * C
             mask = inside[:, :, None] & (c < C)[None, None, :]
-            row = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
-        total += tl.sum(factor[:, :, None] * row, 1)
+            rows = tl.load(row_ptr[:, :, None] + c[None, None, :], mask=mask, other=0.0)
+        rows = rows.to(tl.float32)
+        total += tl.sum(factor[:, :, None] * rows, 1)
     out_ptr = dwte_ptr + token[:, None] * C + c[None, :]
-    mask, is_partial = used[:, None] & (c < C)[None, :], (slot >= 0)[:, None]
+    mask = used[:, None] & (c < C)[None, :]
+    is_partial = (slot >= 0)[:, None]
     total += tl.load(out_ptr, mask=mask & ~is_partial, other=0.0)
     tl.store(out_ptr, total, mask=mask & ~is_partial)
     tl.store(part_ptr + slot[:, None] * C + c[None, :], total, mask=mask & is_partial)
@@ -112,9 +110,8 @@ def _embedding_bwd_split_kernel(
     for first in range(0, count, BLOCK_E):
         e = first + tl.arange(0, BLOCK_E)
         mask = (e < count)[:, None] & (c < C)[None, :]
-        total += tl.sum(
-            tl.load(part_ptr + (first_slot + e)[:, None] * C + c[None, :], mask=mask, other=0.0), 0
-        )
+        slots = tl.load(part_ptr + (first_slot + e)[:, None] * C + c[None, :], mask=mask, other=0.0)
+        total += tl.sum(slots, 0)
     tl.store(out_ptr, total, mask=c < C)
 
 
@@ -126,9 +123,8 @@ def _embedding_bwd_wpe_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for b in tl.range(B, loop_unroll_factor=4):  # four loads in flight
-        total += tl.load(dx_ptr + tl.cast(b, tl.int64) * TC + i, mask=i < TC, other=0.0).to(
-            tl.float32
-        )
+        dx = tl.load(dx_ptr + tl.cast(b, tl.int64) * TC + i, mask=i < TC, other=0.0)
+        total += dx.to(tl.float32)
     if ACC:
         total += tl.load(dwpe_ptr + i, mask=i < TmaxC, other=0.0)
     tl.store(dwpe_ptr + i, total, mask=i < TmaxC)

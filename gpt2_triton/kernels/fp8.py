@@ -90,12 +90,12 @@ def _roll_scales_kernel(
 ):
     slot = tl.program_id(0)
     i = tl.arange(0, CELLS)
-    top = tl.max(tl.load(amax_ptr + slot * CELLS + i), 0).to(tl.float32, bitcast=True)
+    amax = tl.max(tl.load(amax_ptr + slot * CELLS + i), 0).to(tl.float32, bitcast=True)
     tl.store(amax_ptr + slot * CELLS + i, tl.zeros((CELLS,), tl.int32))
-    if (tl.load(step_out_ptr + APPLY) == 1.0) & (top < float("inf")):  # false for NaN
+    if (tl.load(step_out_ptr + APPLY) == 1.0) & (amax < float("inf")):  # false for NaN
         s = tl.arange(0, STEPS)
         history = tl.load(history_ptr + slot * STEPS + s - 1, mask=s > 0, other=0.0)
-        history = tl.where(s == 0, top, history)
+        history = tl.where(s == 0, amax, history)
         tl.store(history_ptr + slot * STEPS + s, history)
         most = tl.max(history, 0)
         # 2^floor(log2(224 / most)), from exponents: 224 = 448 / 2, as a tensor may
@@ -109,11 +109,11 @@ def _roll_scales_kernel(
 
 @triton.jit
 def _check_amax_kernel(squares_ptr, amax_ptr, N, BLOCK: tl.constexpr):
-    top = tl.zeros((BLOCK,), tl.int32)
+    bits = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, N, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.load(amax_ptr + i, mask=i < N, other=0))
-    if tl.max(top, 0) >= 0x7F800000:  # the bits of infinity; NaN's bits are larger
+        bits = tl.maximum(bits, tl.load(amax_ptr + i, mask=i < N, other=0))
+    if tl.max(bits, 0) >= 0x7F800000:  # the bits of infinity; NaN's bits are larger
         tl.store(squares_ptr, float("nan"))
 
 
@@ -122,19 +122,18 @@ def _cast_kernel(
     out_ptr, x_ptr, scale_ptr, amax_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    top = tl.zeros((BLOCK_R,), tl.int32)
+    amax_bits = tl.zeros((BLOCK_R,), tl.int32)
     scale = tl.load(scale_ptr)
     for first in range(0, C, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)
         if amax_ptr is not None:
-            top = row_maxima(top, x)
+            amax_bits = row_maxima(amax_bits, x)
         tl.store(out_ptr + r.to(tl.int64)[:, None] * C + c[None, :], to_e4m3(x * scale), mask=mask)
     if amax_ptr is not None:
-        record_bits(amax_ptr, top)
+        record_bits(amax_ptr, amax_bits)
 
 
 @triton.jit
@@ -146,14 +145,10 @@ def _transpose_kernel(
     r = p
     if PAIRS:
         r = token_at(p)
-    x = tl.load(
-        x_ptr + r.to(tl.int64)[:, None] * C + c[None, :],
-        mask=(r < R)[:, None] & (c < C)[None, :],
-        other=0,
-    )
-    tl.store(
-        out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=(c < C)[:, None] & (p < R)[None, :]
-    )
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0)
+    out_mask = (c < C)[:, None] & (p < R)[None, :]
+    tl.store(out_ptr + c[:, None] * R + p[None, :], tl.trans(x), mask=out_mask)
 
 
 # ---- launchers ----

@@ -69,13 +69,13 @@ def _finish(
     if EPILOGUE == "gelu":
         acc = tl.where(mask, acc, 0.0)  # of no amax; behind gelu registers spill
         slope = dgelu(acc, tl.bfloat16) * STEPS + ZERO
-        slope = tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8)
-        tl.store(slope_ptr + at, slope, mask=mask)
+        byte = tl.floor(tl.maximum(slope, 0.0) + 0.5).to(tl.uint8)
+        tl.store(slope_ptr + at, byte, mask=mask)
         out = quantise(gelu(acc, tl.bfloat16), scale_ptr, amax_ptr)
         tl.store(rows_ptr + at, out, mask=mask)
     elif EPILOGUE == "dgelu":
-        slope = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
-        acc *= (slope - ZERO) / STEPS  # rows past the end of a are 0
+        byte = tl.load(slope_ptr + at, mask=mask, other=0).to(tl.float32)
+        acc *= (byte - ZERO) / STEPS  # rows past the end of a are 0
         tl.store(part_ptr + tile_m * N + c, tl.sum(acc, 0), mask=c < N)
         tl.store(rows_ptr + at, quantise(tl.where(mask, acc, 0.0), scale_ptr, amax_ptr), mask=mask)
     else:
@@ -103,18 +103,18 @@ def _fp8_matmul_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     unscale = 1.0 / (tl.load(a_scale_ptr) * tl.load(w_scale_ptr))
     BY_TMA: tl.constexpr = isinstance(a_desc, tl.tensor_descriptor)
-    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    first, end, step, offset = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
     for tile in tl.range(first, end, step):
-        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(offset + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
             acc = dot(load_block(a_desc, [m, k]), load_block(w_desc, [n, k], REPEAT=True).T, acc)
-        left, right = halves(acc * unscale)
+        sums = halves(acc * unscale)
         for half in tl.static_range(2):
             _finish(
-                left if half == 0 else right, tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
+                sums[half], tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
                 res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, rope_ptr, T,
                 columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, HS,
             )  # fmt: skip
@@ -149,16 +149,12 @@ def _classifier_lns_kernel(
     c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     r = token_at(p)
     mask = (r < R)[:, None] & (c < C)[None, :]
-    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    lnf = tl.load(lnf_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0)
+    lnf = lnf.to(tl.float32)
     factor = tl.load(rs_ptr + r, mask=r < R, other=0.0) * tl.load(scale_ptr)
     lns = to_e5m2(lnf * factor[:, None])
-    tl.store(
-        columns_ptr + c[:, None] * R + p[None, :],
-        tl.trans(lns),
-        mask=(c < C)[:, None] & (p < R)[None, :],
-    )
+    out_mask = (c < C)[:, None] & (p < R)[None, :]
+    tl.store(columns_ptr + c[:, None] * R + p[None, :], tl.trans(lns), mask=out_mask)
 
 
 def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> int:

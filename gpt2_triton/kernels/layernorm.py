@@ -111,14 +111,15 @@ def _layernorm_bwd_kernel(
     more_ptr, dx8_ptr, dx_scale_ptr, dx_amax_ptr, ln_scale_ptr, step_key_ptr, i, R, C,
     DROPPED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     c = tl.arange(0, BLOCK_C)
     w = _read(w_ptr, c, c < C)
     b = _read(b_ptr, c, c < C)
     dw = tl.zeros((ROWS, BLOCK_C), tl.float32)
     db = tl.zeros((ROWS, BLOCK_C), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    top = tl.zeros((ROWS,), tl.int32)
+    amax_bits = tl.zeros((ROWS,), tl.int32)
     for first in tl.range(program * ROWS, R, programs * ROWS, num_stages=STAGES):
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         at = _elements(r, c, C)
@@ -146,19 +147,20 @@ def _layernorm_bwd_kernel(
             tl.store(dbranch_ptr + at, dx, mask=mask)
         if dx8_ptr is not None:
             dx8 = quantise(dx, dx_scale_ptr, None)
-            top = row_maxima(top, tl.where(mask, dx, 0.0))  # behind the cast, else registers spill
+            # behind the cast, else registers spill
+            amax_bits = row_maxima(amax_bits, tl.where(mask, dx, 0.0))
             tl.store(dx8_ptr + at, dx8, mask=mask)
         dw += dout * xhat
         if b_ptr is not None:
             db += dout
             dbias += dx
     if dx_amax_ptr is not None:
-        record_bits(dx_amax_ptr, top)
-    at = program * C + c
-    tl.store(part_ptr + at, tl.sum(dw, 0), mask=c < C)
+        record_bits(dx_amax_ptr, amax_bits)
+    own = program * C + c
+    tl.store(part_ptr + own, tl.sum(dw, 0), mask=c < C)
     if b_ptr is not None:
-        tl.store(part_ptr + programs * C + at, tl.sum(db, 0), mask=c < C)
-        tl.store(part_ptr + 2 * programs * C + at, tl.sum(dbias, 0), mask=c < C)
+        tl.store(part_ptr + programs * C + own, tl.sum(db, 0), mask=c < C)
+        tl.store(part_ptr + 2 * programs * C + own, tl.sum(dbias, 0), mask=c < C)
 
 
 @contract("out[R,C] norm.mean[R]? norm.rstd[R] <- x[R,C] norm.w[C] norm.b[C]?")

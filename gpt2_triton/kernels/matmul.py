@@ -94,23 +94,23 @@ def _epilogue(
         store_block(pre_desc, [m, n], pre)
         acc = activation(pre.to(tl.float32), ACT, pre.dtype)
     elif EPILOGUE == "dact":
-        stored = load_block(pre_desc, [m, n])
-        pre = stored.to(tl.float32)
+        stored_pre = load_block(pre_desc, [m, n])
+        pre = stored_pre.to(tl.float32)
         BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
         if BY_TMA:
             if act_desc is not None:  # before the sums, else registers spill
-                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+                store_block(act_desc, [m, n], activation(pre, ACT, stored_pre.dtype))
             pre += 0.0 * acc  # keeps pre in acc's register layout: else registers spill
-            acc = product(acc, dactivation(pre, ACT, stored.dtype))
+            acc = product(acc, dactivation(pre, ACT, stored_pre.dtype))
             tl.store(part_ptr + tile_m * N + cols, tl.sum(acc, 0), mask=cols < N)
         else:
             if not INTERPRETED:  # which cuts numbers off, and so errs in one direction twice
                 # as in PyTorch and hopper/: half as many bytes change to the layout of pre
                 acc = rounded(acc, out_desc).to(tl.float32)
             if act_desc is not None:  # before the sums, else registers spill
-                store_block(act_desc, [m, n], activation(pre, ACT, stored.dtype))
+                store_block(act_desc, [m, n], activation(pre, ACT, stored_pre.dtype))
             # rows past the end are 0 and add nothing to the column sums
-            acc = product(acc, dactivation(pre, ACT, stored.dtype))
+            acc = product(acc, dactivation(pre, ACT, stored_pre.dtype))
     else:
         tl.static_assert(EPILOGUE == "")
     store_block(out_desc, [m, n], acc)
@@ -156,9 +156,9 @@ def _matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
-    first, end, step, lacks = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
+    first, end, step, offset = walk(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), BY_TMA)
     for tile in tl.range(first, end, step, flatten=BY_TMA):
-        tile_m, tile_n = tile_position(lacks + tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_position(offset + tile, tiles_m, tiles_n, GROUP_M)
         m = tile_m * BLOCK_M
         n = tile_n * BLOCK_N
         acc = tile_product(a_desc, w_desc, m, n, K, W_IS_NK, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -193,11 +193,11 @@ def _matmul_dw_kernel(
         # fp8: operands are [N, R] and [K, R]
         unscale = 1.0 / (tl.load(dout_scale_ptr) * tl.load(inp_scale_ptr))
     BY_TMA: tl.constexpr = isinstance(out_desc, tl.tensor_descriptor)
-    first_item, end, stride, lacks = walk(
+    first_item, end, stride, offset = walk(
         tl.program_id(0), whole_tiles + split_tiles * k_parts, tl.num_programs(0), BY_TMA
     )
     for i in tl.range(first_item, end, stride):
-        item = lacks + i
+        item = offset + i
         slot = item - whole_tiles  # negative for a whole tile
         tile, first, count, _ = split_item(item, whole_tiles, split_tiles, steps, part_steps)
         tile_n, tile_k = tile_position(tile, tiles_n, tiles_k, GROUP_M)
@@ -240,11 +240,11 @@ def _add_dw_partials_kernel(
     cols = tl.arange(0, BLOCK_N)
     stride = tl.cast(split_tiles, tl.int64) * (BLOCK_M * BLOCK_N)
     part_ptr += slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
-    at = rows[:, None] * BLOCK_N + cols[None, :]
-    total = tl.load(part_ptr + at)
+    in_tile = rows[:, None] * BLOCK_N + cols[None, :]
+    total = tl.load(part_ptr + in_tile)
     for _ in range(1, k_parts):
         part_ptr += stride
-        total += tl.load(part_ptr + at)
+        total += tl.load(part_ptr + in_tile)
     first_n, first_k = tile_corner(first_tile + slot, N, K, BLOCK_M, BLOCK_N, GROUP_M)
     n = first_n + rows
     k = first_k + cols

@@ -60,16 +60,14 @@ def _momentum_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK
     i = at + tl.arange(0, BLOCK)
     mask = i < n
-    g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0) * tl.load(
-        step_out_ptr + CLIP_FACTOR
-    )
+    g = tl.load(g_ptr + layer * g_stride + i, mask=mask, other=0.0)
+    g *= tl.load(step_out_ptr + CLIP_FACTOR)
     m = tl.load(m_ptr + layer * m_stride + i, mask=mask, other=0.0).to(tl.float32)
     m += alpha * (g - m)
     words = random_words(step_key_ptr, first + layer * distance + at, RANDOM, BLOCK)
     store_moment(m, m_ptr + layer * m_stride, i, mask, words)
-    tl.store(
-        x_ptr + layer * x_stride + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask
-    )
+    x_ptr += layer * x_stride
+    tl.store(x_ptr + i, (m + alpha * (g - m)).to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @contract("c.x[L,n]~ c.m[L,n]~+ <- c.g[L,n]~ step.out[*] step.key[4]")

@@ -121,7 +121,8 @@ def _weight_terms_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum each program's blocks of part's rows, of q or of k, and multiply by dw's factors."""
-    part, of_k = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
+    of_k = tl.program_id(1)
     rows = tl.where(of_k == 0, q_rows, k_rows)
     part_ptr += (of_k * q_rows).to(tl.int64) * HS
     d = tl.arange(0, HS)

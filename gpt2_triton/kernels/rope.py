@@ -18,9 +18,8 @@ from gpt2_triton.kernels.table_file import Row
 @triton.jit
 def head_halves(x, HS: tl.constexpr):
     """Return the halves of the heads of x [rows, heads*HS], each [rows, heads, HS/2]."""
-    return tl.split(
-        tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // HS, 2, HS // 2)), (0, 1, 3, 2))
-    )
+    halves = tl.reshape(x, (x.shape[0], x.shape[1] // HS, 2, HS // 2))
+    return tl.split(tl.permute(halves, (0, 1, 3, 2)))
 
 
 @triton.jit
@@ -42,7 +41,9 @@ def rotated_halves(x1, x2, cos, sin):
 def cos_sin(rope_ptr, position, HS: tl.constexpr):
     """Return cosines and sines, [rows, 1, HS/2], of the rows' positions; HS is a power of 2."""
     at = position[:, None] * HS + tl.arange(0, HS // 2)[None, :]
-    return tl.load(rope_ptr + at)[:, None, :], tl.load(rope_ptr + at + HS // 2)[:, None, :]
+    cos = tl.load(rope_ptr + at)[:, None, :]
+    sin = tl.load(rope_ptr + at + HS // 2)[:, None, :]
+    return cos, sin
 
 
 @triton.jit

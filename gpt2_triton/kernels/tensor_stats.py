@@ -31,7 +31,7 @@ def _tensor_stats_kernel(
 ):
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
-    bad = tl.zeros((BLOCK,), tl.float32)
+    non_finite = tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PARTS * BLOCK):
         i = first + tl.arange(0, BLOCK)
         size = tl.abs(widened(tl.load(x_ptr + i, mask=i < n, other=0.0)))
@@ -41,11 +41,11 @@ def _tensor_stats_kernel(
         size = tl.where(finite, size, 0.0)
         squares += size * size
         largest = tl.maximum(largest, size)
-        bad += tl.where(finite, 0.0, 1.0)
+        non_finite += tl.where(finite, 0.0, 1.0)
     out = out_ptr + tl.program_id(0)
     total = tl.sum(squares, 0)
     most = tl.max(largest, 0)
-    count = tl.sum(bad, 0)
+    count = tl.sum(non_finite, 0)
     if ACC:
         total += tl.load(out)
         most = tl.maximum(most, tl.load(out + PARTS))
@@ -62,9 +62,9 @@ def _parameter_stats_kernel(
 ):  # fmt: skip
     squares = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
-    bad = tl.zeros((BLOCK,), tl.float32)
-    weights = tl.zeros((BLOCK,), tl.float32)
-    updates = tl.zeros((BLOCK,), tl.float32)
+    non_finite = tl.zeros((BLOCK,), tl.float32)
+    w_squares = tl.zeros((BLOCK,), tl.float32)
+    update_squares = tl.zeros((BLOCK,), tl.float32)
     # 0: the step is skipped, and there is neither an update nor an x
     applied = tl.load(step_out_ptr + APPLY)
     written = tl.where(applied == 1.0, n, 0)  # elements of x
@@ -78,7 +78,7 @@ def _parameter_stats_kernel(
         g = tl.where(finite, g, 0.0)
         squares += g * g
         largest = tl.maximum(largest, tl.abs(g))
-        bad += tl.where(finite, 0.0, 1.0)
+        non_finite += tl.where(finite, 0.0, 1.0)
         w = tl.load(w_ptr + i, mask=mask, other=0.0).to(tl.float32)
         if x_ptr is not None:
             x = tl.load(x_ptr + i, mask=i < written, other=0.0).to(tl.float32)
@@ -91,14 +91,14 @@ def _parameter_stats_kernel(
             m_correction = tl.load(step_in_ptr + M_CORRECTION)
             v_correction = tl.load(step_in_ptr + V_CORRECTION)
             update = adamw_update(w, m, v, lr, m_correction, v_correction, decay, eps)
-        weights += w * w
-        updates += update * update
+        w_squares += w * w
+        update_squares += update * update
     out = out_ptr + tl.program_id(0)
     tl.store(out, tl.sum(squares, 0))
     tl.store(out + PARTS, tl.max(largest, 0))
-    tl.store(out + 2 * PARTS, tl.sum(bad, 0))
-    tl.store(out + 3 * PARTS, tl.sum(weights, 0))
-    tl.store(out + 4 * PARTS, tl.sum(updates, 0))
+    tl.store(out + 2 * PARTS, tl.sum(non_finite, 0))
+    tl.store(out + 3 * PARTS, tl.sum(w_squares, 0))
+    tl.store(out + 4 * PARTS, tl.sum(update_squares, 0))
 
 
 @contract("out[3,P]+ <- x[*]")
@@ -125,7 +125,8 @@ def _fp8_stats_kernel(
         largest += tl.where(code == 0x7E, 1.0, 0.0)
         zero += tl.where(code == 0, 1.0, 0.0)
     out = out_ptr + tl.program_id(0)
-    saturated, flushed = tl.sum(largest, 0), tl.sum(zero, 0)
+    saturated = tl.sum(largest, 0)
+    flushed = tl.sum(zero, 0)
     if ACC:
         saturated += tl.load(out)
         flushed += tl.load(out + PARTS)

@@ -26,21 +26,21 @@ def tile_corner(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_
 
 @triton.jit
 def walk(program, tiles, programs, BY_TMA: tl.constexpr):
-    """Return first, end and step of a loop over the tiles of a program, and what its
-    index lacks to a tile's number.
+    """Return first, end and step of a loop over the tiles of a program, and the offset from its
+    index to a tile's number.
 
     With TMA a program walks tiles: the loads of a tile run beside the epilogue of the tile before.
     Without it a program has one tile, and programs that share a multiprocessor run beside each
     other.  The loop then vanishes: else Triton would compute all addresses before it, and keep
     those of the epilogue in registers that the product needs.
     """
-    lacks = 0
+    offset = 0
     if not BY_TMA:
-        lacks = program
+        offset = program
         program = 0
         tiles = 1
         programs = 1
-    return program, tiles, programs, lacks
+    return program, tiles, programs, offset
 
 
 @triton.jit
@@ -48,7 +48,8 @@ def halves(tile):
     """Return the left and the right half of a tile: stored one after the other, they
     need half the shared memory.
     """
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+    sides = tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
+    return tl.split(tl.permute(sides, (0, 2, 1)))
 
 
 @triton.jit
