@@ -235,11 +235,11 @@ def decode_attention(
     (B, C), T = att.shape, cache.shape[1]
     HS = C // NH
     row = tuned("decode_attention", dtype_name(qkv), BLOCK_T=T)
-    table, _, _, weights, _, _, eps = RopeArguments.of(rope)
-    norm_q, norm_k = (None, None) if weights is None else weights
+    arguments = RopeArguments.of(rope)
+    norm_q, norm_k = (None, None) if arguments.w is None else arguments.w
     _decode_attention_kernel[(B * NH,)](
-        att, cache, qkv, seq, table, norm_q, norm_k, eps, T, NH, HS, LOG2E.value / math.sqrt(HS),
-        GROUP=C // cache.shape[3], BLOCK_D=next_power_of_2(HS), **row,
+        att, cache, qkv, seq, arguments.table, norm_q, norm_k, arguments.eps, T, NH, HS,
+        LOG2E.value / math.sqrt(HS), GROUP=C // cache.shape[3], BLOCK_D=next_power_of_2(HS), **row,
     )  # fmt: skip
 
 

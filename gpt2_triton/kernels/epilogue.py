@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.operands import Rope
@@ -10,26 +11,23 @@ from gpt2_triton.operands import Rope
 class RopeArguments(NamedTuple):
     """What kernels take of a Rope: pointers and numbers."""
 
+    HS: tl.constexpr = tl.constexpr(0)  # columns of a head, 0 without a rotation
     table: Any = None
-    T: int = 1
-    columns: int = 0
-    w: Any = None  # of the norm, if there is one
-    rstd: Any = None
-    NH: int = 0
+    T: int = 1  # tokens of a sequence
+    columns: int = 0  # to rotate, the first ones
+    w: Any = None  # of the norm, [2, HS]; None without, and then the next three are not read
+    rstd: Any = None  # [rows, heads]
+    NH: int = 0  # heads of q
     eps: float = 0.0
 
     @classmethod
     def of(cls, rope: Rope | None) -> "RopeArguments":
         if rope is None:
             return cls()
+        HS = tl.constexpr(rope.table.shape[1])
         if rope.norm is None:
-            return cls(*rope[:3])
-        return cls(*rope[:3], rope.norm.w, rope.norm.rstd, rope.norm.NH, rope.norm.eps)
-
-    @property
-    def HS(self) -> int:
-        """Columns of a head, 0 without a rotation."""
-        return 0 if self.table is None else self.table.shape[1]
+            return cls(HS, *rope[:3])
+        return cls(HS, *rope[:3], rope.norm.w, rope.norm.rstd, rope.norm.NH, rope.norm.eps)
 
 
 NO_ROPE = RopeArguments()

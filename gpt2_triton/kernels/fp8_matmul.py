@@ -56,8 +56,7 @@ from gpt2_triton.kernels.tuning import programs, tuned
 @triton.jit
 def _finish(
     acc, tile_m, m, n, out_desc, b_ptr, res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr,
-    part_ptr, M, N, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
-    EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    part_ptr, M, N, rope, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Finish and store half a tile that begins at row m, column n."""
     r = m + tl.arange(0, acc.shape[0])
@@ -82,9 +81,7 @@ def _finish(
         if EPILOGUE == "add":
             acc += load_block(res_desc, [m, n]).to(tl.float32)
         elif EPILOGUE == "rope":
-            acc = rotated_before(
-                acc, m, n, M, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS
-            )  # fmt: skip
+            acc = rotated_before(acc, m, n, M, rope)
         else:
             tl.static_assert(EPILOGUE == "")
         store_block(out_desc, [m, n], acc)
@@ -93,9 +90,7 @@ def _finish(
 @triton.jit
 def _fp8_matmul_kernel(
     out_desc, a_desc, w_desc, a_scale_ptr, w_scale_ptr, b_ptr, res_desc,
-    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, K,
-    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
-    EPILOGUE: tl.constexpr, HS: tl.constexpr,
+    rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, K, rope, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write epilogue(a[M, K] @ w[N, K].T / scales)."""
@@ -114,9 +109,8 @@ def _fp8_matmul_kernel(
         sums = halves(acc * unscale)
         for half in tl.static_range(2):
             _finish(
-                sums[half], tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr,
-                res_desc, rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, rope_ptr, T,
-                columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, HS,
+                sums[half], tile_m, m, n + half * (BLOCK_N // 2), out_desc, b_ptr, res_desc,
+                rows_ptr, scale_ptr, amax_ptr, slope_ptr, part_ptr, M, N, rope, EPILOGUE,
             )  # fmt: skip
 
 
@@ -173,7 +167,7 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     if kernel == "fp8_matmul":
         return hopper_matmul.matmul(out, a, a_scale, w, w_scale, b, res, rope)
     row = tuned("matmul", "fp8", BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
-    row = row_for_heads(row, rope.HS)
+    row = row_for_heads(row, rope.HS.value)
     block_m = row["BLOCK_M"]
     block_n = row["BLOCK_N"]
     block_k = row["BLOCK_K"]
@@ -182,7 +176,7 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     _fp8_matmul_kernel[(programs(tiles),)](
         describe_halves(plain, block_m, block_n), describe(a, block_m, block_k),
         describe(w, block_n, block_k), a_scale, w_scale, b, describe_halves(res, block_m, block_n),
-        *in_fp8(out), slope, part, M, N, K, *rope, EPILOGUE=name, HS=rope.HS, **row,
+        *in_fp8(out), slope, part, M, N, K, rope, EPILOGUE=name, **row,
     )  # fmt: skip
     if isinstance(out, Fp8):
         transpose(out.columns, out.rows, pairs=True)

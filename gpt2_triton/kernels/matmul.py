@@ -72,9 +72,8 @@ from gpt2_triton.operands import Linear
 
 @triton.jit
 def _epilogue(
-    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N,
-    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
-    EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
+    acc, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N, rope,
+    EPILOGUE: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     """Finish and store the fp32 sums of half a tile that begins at row m, column n.
     Return its column sums over each 16th row, which a thread has.
@@ -85,9 +84,7 @@ def _epilogue(
     if EPILOGUE == "add":
         acc += load_block(res_desc, [m, n]).to(tl.float32)
     elif EPILOGUE == "rope":
-        acc = rotated_before(
-            acc, m, n, M, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS
-        )  # fmt: skip
+        acc = rotated_before(acc, m, n, M, rope)
     elif EPILOGUE == "act":
         # of the stored value: the backward pass can recompute the same bits
         pre = rounded(acc, pre_desc)
@@ -147,9 +144,8 @@ def tile_product(
 
 @triton.jit
 def _matmul_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N, K,
-    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
-    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr, HS: tl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N, K, rope,
+    W_IS_NK: tl.constexpr, EPILOGUE: tl.constexpr, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write out[M, N] = epilogue(a[M, K] @ w); w is [N, K] (forward) or [K, N] (dX)."""
@@ -165,11 +161,11 @@ def _matmul_kernel(
         left, right = halves(acc)
         left = _epilogue(
             left, tile_m, m, n, out_desc, b_ptr, res_desc, pre_desc, act_desc, part_ptr, M, N,
-            rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
+            rope, EPILOGUE, ACT,
         )  # fmt: skip
         right = _epilogue(
             right, tile_m, m, n + BLOCK_N // 2, out_desc, b_ptr, res_desc, pre_desc, act_desc,
-            part_ptr, M, N, rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, EPILOGUE, ACT, HS,
+            part_ptr, M, N, rope, EPILOGUE, ACT,
         )  # fmt: skip
         if EPILOGUE == "dact" and not BY_TMA:
             # one wait for the other warps' sums, not one for each half
@@ -279,7 +275,7 @@ def launch(
     name, b, res, pre, act_out, part, _ = epilogue
     rope = RopeArguments.of(epilogue.rope)
     row = tuned("matmul", dtype_name(a), BLOCK_M=M, BLOCK_N=N, BLOCK_K=K)
-    row = row_for_heads(row, rope.HS)
+    row = row_for_heads(row, rope.HS.value)
     block_m = row["BLOCK_M"]
     block_n = row["BLOCK_N"]
     block_k = row["BLOCK_K"]
@@ -290,8 +286,8 @@ def launch(
     w_desc = describe(w, block_n, block_k) if w_is_nk else describe(w, block_k, block_n)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     _matmul_kernel[(programs(tiles),)](
-        out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, M, N, K, *rope,
-        W_IS_NK=w_is_nk, EPILOGUE=name, ACT=act, HS=rope.HS, **row,
+        out_desc, a_desc, w_desc, b, res_desc, pre_desc, act_desc, part, M, N, K, rope,
+        W_IS_NK=w_is_nk, EPILOGUE=name, ACT=act, **row,
     )  # fmt: skip
     return triton.cdiv(M, block_m)
 

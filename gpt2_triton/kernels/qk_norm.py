@@ -32,34 +32,33 @@ PARTS = 256  # partial sums of dw, at most
 
 
 @triton.jit
-def _normed_halves(x1, x2, w_ptr, rstd_ptr, r, R, head, heads, NH, eps, HS: tl.constexpr):
+def _normed_halves(x1, x2, r, R, head, rope):
     """Return the halves [rows, heads, HS/2] of w * xhat, and store rstd."""
-    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 2) / HS + eps)
+    HS: tl.constexpr = rope.HS
+    heads = rope.columns // HS
+    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 2) / HS + rope.eps)
     at = r.to(tl.int64)[:, None] * heads + head[None, :]
-    tl.store(rstd_ptr + at, rstd, mask=(r < R)[:, None] & (head < heads)[None, :])
-    w = w_ptr + tl.where(head < NH, 0, HS)[:, None] + tl.arange(0, HS // 2)[None, :]
+    tl.store(rope.rstd + at, rstd, mask=(r < R)[:, None] & (head < heads)[None, :])
+    w = rope.w + tl.where(head < rope.NH, 0, HS)[:, None] + tl.arange(0, HS // 2)[None, :]
     w1 = tl.load(w).to(tl.float32)
     w2 = tl.load(w + HS // 2).to(tl.float32)
     return x1 * rstd[:, :, None] * w1[None, :, :], x2 * rstd[:, :, None] * w2[None, :, :]
 
 
 @triton.jit
-def rotated_before(
-    x, m, n, R, rope_ptr, T, columns, w_ptr, rstd_ptr, NH, eps, HS: tl.constexpr
-):  # fmt: skip
-    """Return x, a block from row m and column n on, with the heads before `columns` normed, if
-    there is a w, and rotated.
+def rotated_before(x, m, n, R, rope):
+    """Return x, a block from row m and column n on, with the heads before rope.columns normed, if
+    `rope`, RopeArguments, has a w, and rotated.
     """
+    HS: tl.constexpr = rope.HS
     r = m + tl.arange(0, x.shape[0])
-    cos, sin = cos_sin(rope_ptr, r % T, HS)
+    cos, sin = cos_sin(rope.table, r % rope.T, HS)
     x1, x2 = head_halves(x, HS)
-    if w_ptr is not None:
+    if rope.w is not None:
         head = n // HS + tl.arange(0, x.shape[1] // HS)
-        x1, x2 = _normed_halves(
-            x1, x2, w_ptr, rstd_ptr, r, R, head, columns // HS, NH, eps, HS
-        )  # fmt: skip
+        x1, x2 = _normed_halves(x1, x2, r, R, head, rope)
     c = n + tl.arange(0, x.shape[1])
-    return tl.where((c < columns)[None, :], rotated_halves(x1, x2, cos, sin), x)
+    return tl.where((c < rope.columns)[None, :], rotated_halves(x1, x2, cos, sin), x)
 
 
 @triton.jit

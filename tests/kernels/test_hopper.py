@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from gpt2_triton.kernels.epilogue import RopeArguments
 from tests.support.elsewhere import compiled_elsewhere
 
 BF16, F32, I32 = "*bf16", "*fp32", "i32"
@@ -24,9 +25,8 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     """
     tile, sizes = (128, 256), dict(M=I32, N=I32, K=I32)
     nothing = dict(b_ptr=None, res_desc=None, pre_desc=None, gelu_ptr=None, part_ptr=None)
-    no_rope = dict(rope_ptr=None, norm_ptr=None, rstd_ptr=None, T=I32, columns=I32, NH=I32)
-    no_rope |= dict(eps=F32[1:], HS=0)
-    nothing |= no_rope
+    no_rope = RopeArguments(0, None, I32, I32, None, None, I32, F32[1:])
+    nothing |= dict(rope=no_rope)
     base = dict(out_ptr=BF16, out_desc=tile, a_desc=(128, 64)) | nothing | sizes
     forward = base | dict(w_desc=(256, 64), b_ptr=BF16, W_T=True, EPILOGUE="")
     backward = base | dict(w_desc=(64, 256), W_T=False, EPILOGUE="")
@@ -98,7 +98,7 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         a_scale_ptr=F32,
         w_scale_ptr=F32,
     )
-    fp8 |= no_rope
+    fp8 |= dict(rope=no_rope)
     swiglu = dict(
         rows_desc=(64, 64, "fp8e4nv"), columns_desc=(64, 32, "i16"), scale_ptr=F32, amax_ptr="*i32"
     )
@@ -143,8 +143,16 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
     grouped = dict(part_ptr=None, rope_ptr=F32, T=2048, SPAN=2048, GROUP=4)
     normed = dict(rope_ptr=F32, norm_ptr=BF16, rstd_ptr=F32)
     grouped_normed = grouped | normed | dict(part_ptr=F32)
-    rotated = forward | dict(b_ptr=None, rope_ptr=F32, EPILOGUE="rope")
-    rotated8 = fp8 | dict(b_ptr=None, rope_ptr=F32)
+    rotated = forward | dict(b_ptr=None, EPILOGUE="rope")
+    rotated8 = fp8 | dict(b_ptr=None)
+    rope64 = no_rope._replace(HS=64, table=F32)
+    rope128 = no_rope._replace(HS=128, table=F32)
+    ropes = {
+        "": rope64,
+        ", heads of 128": rope128,
+        ", normed": rope64._replace(w=BF16, rstd=F32),
+        ", normed heads of 128": rope128._replace(w=BF16, rstd=F32),
+    }
     transpose = dict(out_desc=(128, 64, "i16"), x_desc=(128, 128, "fp8e4nv"))
     weight = dict(
         rows=(128, 128, "fp8e4nv"), columns=(128, 64, "i16"), x=(128, 128), scale=F32, amax="*i32"
@@ -158,10 +166,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         "fp8 matmul": ("_fp8_kernel", fp8),
         "fp8 matmul_add": ("_fp8_kernel", fp8 | dict(res_desc=(64, 128))),
         "fp8 matmul_dx": ("_fp8_kernel", fp8 | dict(b_ptr=None)),
-        "fp8 matmul_rope": ("_fp8_kernel", rotated8 | dict(HS=64)),
-        "fp8 matmul_rope, heads of 128": ("_fp8_kernel", rotated8 | dict(HS=128)),
-        "fp8 matmul_rope, normed": ("_fp8_kernel", rotated8 | normed | dict(HS=64)),
-        "fp8 matmul_rope, normed heads of 128": ("_fp8_kernel", rotated8 | normed | dict(HS=128)),
+        **{
+            f"fp8 matmul_rope{of}": ("_fp8_kernel", rotated8 | dict(rope=rope))
+            for of, rope in ropes.items()
+        },
         "fp8 swiglu": ("_swiglu_kernel", swiglu),
         "fp8 swiglu, evaluation": ("_swiglu_kernel", swiglu | dict(amax_ptr=None)),
         "fp8 swiglu_bwd": ("_swiglu_kernel", swiglu | dict(dout_desc=(64, 64))),
@@ -205,10 +213,10 @@ def cases() -> dict[str, tuple[str, dict[str, object]]]:
         ),
         "matmul": ("_matmul_kernel", forward),
         "matmul_add": ("_matmul_kernel", forward | dict(res_desc=tile)),
-        "matmul_rope": ("_matmul_kernel", rotated | dict(HS=64)),
-        "matmul_rope, heads of 128": ("_matmul_kernel", rotated | dict(HS=128)),
-        "matmul_rope, normed": ("_matmul_kernel", rotated | normed | dict(HS=64)),
-        "matmul_rope, normed heads of 128": ("_matmul_kernel", rotated | normed | dict(HS=128)),
+        **{
+            f"matmul_rope{of}": ("_matmul_kernel", rotated | dict(rope=rope))
+            for of, rope in ropes.items()
+        },
         "matmul, wide": ("_wide_kernel", wide_forward),
         "matmul_add, wide": ("_wide_kernel", wide_forward | dict(res_desc=(128, 64))),
         "matmul_dx, wide": ("_wide_kernel", wide_backward),
@@ -266,7 +274,16 @@ def compile_for_hopper(kernel_name: str, arguments: dict[str, object]) -> None:
     signature, constants, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, tuple):
+        if isinstance(value, RopeArguments):
+            signature[name] = RopeArguments(
+                *(each if isinstance(each, str) else "constexpr" for each in value)
+            )
+            for j, each in enumerate(value):
+                if isinstance(each, str):
+                    aligned[i, j] = [["tt.divisibility", 16]]
+                else:
+                    constants[i, j] = each
+        elif isinstance(value, tuple):
             rows, columns, dtype = (*value, "bf16")[:3]
             layout = gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
             signature[name] = f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"

@@ -659,6 +659,17 @@ def _describe(tensor: torch.Tensor | None, rows: int, columns: int) -> Descripto
     return None if tensor is None else Descriptor(tensor, rows, columns)
 
 
+def _argument(x: Any) -> Any:
+    """Return an argument as a kernel has it; a tuple has names."""
+    if isinstance(x, tuple):
+        return type(x)(*map(_argument, x))
+    if isinstance(x, triton.language.constexpr):
+        return x.value
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    return Int(x) if type(x) is int else x
+
+
 class Kernel:
     """Runs kernel[grid](arguments): all programs, one after the other."""
 
@@ -667,14 +678,10 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int = 255, **constants: Any) -> None:
-            wrapped = [
-                Pointer(x) if isinstance(x, torch.Tensor) else Int(x) if type(x) is int else x
-                for x in arguments
-            ]
             whole = functools.partial(self.function, **constants)
             for program in itertools.product(*map(range, grid)):
                 turns = Turns(self.draws, program, grid, 65536 // (32 * maxnreg))
-                turns.run([("program", num_warps, whole, tuple(wrapped))])
+                turns.run([("program", num_warps, whole, tuple(map(_argument, arguments)))])
                 if partitions := turns.workers[0].then:
                     turns.run(partitions)
                 elif any(barrier.valid for made in turns.barriers for barrier in made):

@@ -37,7 +37,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from gpt2_triton.kernels.hopper.rope import Rotation, rotated_before, rotation
+from gpt2_triton.kernels.hopper.rope import rotated_before, rotation
 from gpt2_triton.kernels.tuning import programs
 
 TILE_K = 128
@@ -110,22 +110,12 @@ def multiply_in_parts(ring, step, count, whole, GROUP: gl.constexpr, DEEP: gl.co
 
 @gluon.jit
 def fp8_partition(
-    out_desc,
-    b_ptr,
-    ADD: gl.constexpr,
-    rope,
-    a_scale_ptr,
-    w_scale_ptr,
-    ring,
-    c,
-    M,
-    N,
-    K,
-    GROUP: gl.constexpr,
+    out_desc, b_ptr, ADD: gl.constexpr, rope, scales, ring, c, M, N, K, GROUP: gl.constexpr
 ):
     """Multiply a warpgroup's part of the tiles, scale back, add bias and residual, and store it.
     `rope` is as in mainloop.compute_partition.
     """
+    a_scale_ptr, w_scale_ptr = scales
     unscale = unscale_of(a_scale_ptr, w_scale_ptr)
     step = 0
     turn = 0
@@ -170,55 +160,22 @@ def fp8_partition(
 
 @gluon.jit(do_not_specialize_on_alignment=["a_scale_ptr", "w_scale_ptr"])
 def _fp8_kernel(
-    out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_ptr, M, N, K,
-    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps, HS: gl.constexpr,
+    out_desc, a_desc, w_desc, b_ptr, res_desc, a_scale_ptr, w_scale_ptr, M, N, K, rope
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     c_bufs = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS_OF_GROUP, HALF], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES, 2))
     c = channel(c_bufs, res_desc is not None, 2)
-    gl.warp_specialize(
-        [
-            (
-                fp8_partition,
-                (
-                    out_desc,
-                    b_ptr,
-                    res_desc is not None,
-                    Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
-                    a_scale_ptr,
-                    w_scale_ptr,
-                    ring,
-                    c,
-                    M,
-                    N,
-                    K,
-                    0,
-                ),
-            ),
-            (
-                fp8_partition,
-                (
-                    out_desc,
-                    b_ptr,
-                    res_desc is not None,
-                    Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
-                    a_scale_ptr,
-                    w_scale_ptr,
-                    ring,
-                    c,
-                    M,
-                    N,
-                    K,
-                    1,
-                ),
-            ),
-            (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, True)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    ADD: gl.constexpr = res_desc is not None
+    scales = (a_scale_ptr, w_scale_ptr)
+    # fmt: off
+    gl.warp_specialize([
+        (fp8_partition, (out_desc, b_ptr, ADD, rope, scales, ring, c, M, N, K, 0)),
+        (fp8_partition, (out_desc, b_ptr, ADD, rope, scales, ring, c, M, N, K, 1)),
+        (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, True)),
+    ], [4, 1], [240, 24])
+    # fmt: on
 
 
 def matmul(
@@ -235,6 +192,6 @@ def matmul(
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _fp8_kernel[(programs(tiles),)](
         describe(out, rows, columns), describe(a, TILE_M, TILE_K), describe(w, TILE_N, TILE_K), b,
-        describe(res, rows, columns), a_scale, w_scale, M, N, K, *rope, HS=rope.HS, **OPTIONS,
+        describe(res, rows, columns), a_scale, w_scale, M, N, K, rope, **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

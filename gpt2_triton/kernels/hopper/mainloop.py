@@ -83,27 +83,17 @@ def load_residual(res_desc, c, m, n):
         DOWN: gl.constexpr = BLOCK_M // HEIGHT
         mbarrier.expect(c.full, BLOCKS * res_desc.block_type.nbytes)
         for s in range(BLOCKS):
-            tma_load(
-                res_desc, [m + s % DOWN * HEIGHT, n + s // DOWN * WIDTH], c.full, c.buf.index(s)
-            )
+            at = [m + s % DOWN * HEIGHT, n + s // DOWN * WIDTH]
+            tma_load(res_desc, at, c.full, c.buf.index(s))
 
 
 @gluon.jit
 def compute_partition(
-    out_desc,
-    b_ptr,
-    res_desc,
-    rope,
-    ring,
-    c,
-    M,
-    N,
-    K,
-    W_T: gl.constexpr,
+    out_desc, b_ptr, res_desc, rope, ring, c, M, N, K, W_T: gl.constexpr,
     TO_ACTIVATION: gl.constexpr,
-):
+):  # fmt: skip
     """Multiply, add bias and residual, and store the tile, or with TO_ACTIVATION pass it on
-    through c.  Norm and rotate heads if `rope`, a Rotation, has a w and a table.
+    through c.  Norm and rotate heads if `rope`, RopeArguments, has a w and a table.
     """
     step = 0
     turn = 0

@@ -52,22 +52,20 @@ from gpt2_triton.kernels.hopper.pipeline import (
     channel,
     describe,
 )
-from gpt2_triton.kernels.hopper.rope import Rotation
 from gpt2_triton.kernels.tuning import programs
 
 
 @gluon.jit
 def passing_partition(out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T: gl.constexpr):
     """Pass compute_partition's tiles on to an activation; no heads are rotated."""
-    nothing = Rotation(None, None, None, None, None, None, None, None)
+    nothing = RopeArguments(None, None, None, None, None, None, None, None)
     compute_partition(out_desc, b_ptr, res_desc, nothing, ring, c, M, N, K, W_T, True)
 
 
 @gluon.jit
 def _matmul_kernel(
-    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, M, N, K,
-    rope_ptr, T, columns, norm_ptr, rstd_ptr, NH, eps,
-    W_T: gl.constexpr, EPILOGUE: gl.constexpr, HS: gl.constexpr,
+    out_ptr, out_desc, a_desc, w_desc, b_ptr, res_desc, pre_desc, gelu_ptr, part_ptr, M, N, K, rope,
+    W_T: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     w_shape: gl.constexpr = [BLOCK_N, BLOCK_K] if W_T else [BLOCK_K, BLOCK_N]
@@ -77,63 +75,34 @@ def _matmul_kernel(
     c_buf = c_slices.reinterpret(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
     c = channel(c_buf, res_desc is not None or pre_desc is not None)
+    # fmt: off
     if EPILOGUE == "dgelu":
         pre_bufs = gl.allocate_shared_memory(gl.bfloat16, [RING, SLICE_M, SLICE_N], pre_desc.layout)
         pre = Channel(pre_bufs, barriers(RING), barriers(RING))
-        gl.warp_specialize(
-            [
-                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
-                (derivative_partition, (out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N)),
-                (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
-                (preactivation_partition, (pre_desc, pre, M, N)),
-            ],
-            [2, 1, 1],
-            [184, 184, 184],
-        )
+        gl.warp_specialize([
+            (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
+            (derivative_partition, (out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N)),
+            (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
+            (preactivation_partition, (pre_desc, pre, M, N)),
+        ], [2, 1, 1], [184, 184, 184])
     elif EPILOGUE == "swiglu":
-        gl.warp_specialize(
-            [
-                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
-                (swiglu_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
-                (gated_load_partition, (a_desc, w_desc, ring, M, N, K)),
-            ],
-            [2, 1],
-            [104, 104],
-        )
+        gl.warp_specialize([
+            (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
+            (swiglu_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
+            (gated_load_partition, (a_desc, w_desc, ring, M, N, K)),
+        ], [2, 1], [104, 104])
     elif EPILOGUE == "gelu":
-        gl.warp_specialize(
-            [
-                (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
-                (activation_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
-                (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
-            ],
-            [2, 1],
-            [104, 104],
-        )
+        gl.warp_specialize([
+            (passing_partition, (out_desc, b_ptr, res_desc, ring, c, M, N, K, W_T)),
+            (activation_partition, (out_ptr, pre_desc, c, c_slices, M, N)),
+            (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
+        ], [2, 1], [104, 104])
     else:
-        gl.warp_specialize(
-            [
-                (
-                    compute_partition,
-                    (
-                        out_desc,
-                        b_ptr,
-                        res_desc,
-                        Rotation(rope_ptr, HS, T, columns, norm_ptr, rstd_ptr, NH, eps),
-                        ring,
-                        c,
-                        M,
-                        N,
-                        K,
-                        W_T,
-                        False,
-                    ),
-                ),
-                (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
-            ],
-            [1],
-            [24],
-        )
+        gl.warp_specialize([
+            (compute_partition, (out_desc, b_ptr, res_desc, rope, ring, c, M, N, K, W_T, False)),
+            (load_partition, (a_desc, (w_desc,), res_desc, ring, c, M, N, K, BLOCK_N, W_T)),
+        ], [1], [24])
+    # fmt: on
 
 
 def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool) -> int:
@@ -153,7 +122,7 @@ def matmul(out: Tensor, a: Tensor, w: Tensor, epilogue: Epilogue, w_is_nk: bool)
     tiles = triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N)
     _matmul_kernel[(programs(tiles),)](
         out, describe(out, TILE_M, TILE_N), describe(a, TILE_M, TILE_K), w_desc, b,
-        describe(res, TILE_M, TILE_N), describe(pre, *pre_block), gelu_out, part, M, N, K, *rope,
-        W_T=w_is_nk, EPILOGUE=name, HS=rope.HS, **OPTIONS,
+        describe(res, TILE_M, TILE_N), describe(pre, *pre_block), gelu_out, part, M, N, K, rope,
+        W_T=w_is_nk, EPILOGUE=name, **OPTIONS,
     )  # fmt: skip
     return triton.cdiv(M, TILE_M)

@@ -2,27 +2,12 @@
 them: a thread holds both elements of a pair, and four lanes hold a head's row.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gpt2_triton.kernels.rope import head_halves, joined_halves, rotated_halves
 
 WEIGHTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-class Rotation(NamedTuple):
-    """The rotation of a product's heads; all None where it has none."""
-
-    table: Any
-    HS: Any  # columns of a head
-    T: Any  # tokens of a sequence
-    columns: Any  # to rotate, the first ones
-    w: Any  # of the norm, [2, HS]; None without, and then the next three are not read
-    rstd: Any  # [rows, heads]
-    NH: Any  # heads of q
-    eps: Any
 
 
 @gluon.jit
@@ -34,13 +19,15 @@ def rotation(x, rope_ptr, first, T, HS: gl.constexpr):
     layout: gl.constexpr = gl.SliceLayout(1, half.type.layout)
     position = (first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))) % T
     at = position[:, None] * HS + gl.arange(0, HS // 2, layout=gl.SliceLayout(0, layout))[None, :]
-    return gl.load(rope_ptr + at)[:, None, :], gl.load(rope_ptr + at + HS // 2)[:, None, :]
+    cos = gl.load(rope_ptr + at)[:, None, :]
+    sin = gl.load(rope_ptr + at + HS // 2)[:, None, :]
+    return cos, sin
 
 
 @gluon.jit
 def rotated_before(x, unscale, cos, sin, m, n, M, rope):
-    """Return x * unscale, a block from row m and column n of a matrix on, with the heads before
-    column rope.columns normed, if the Rotation has a w, and rotated.  M is the number of rows.
+    """Return x * unscale, a block from row m and column n of a matrix of M rows on, with the heads
+    before column rope.columns normed, if `rope`, RopeArguments, has a w, and rotated.
     """
     x1, x2 = head_halves(x, rope.HS)
     if rope.w is None:
