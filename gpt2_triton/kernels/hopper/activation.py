@@ -71,9 +71,8 @@ def store_slice(ptr, at, value, m, n, M, N):
 def slice_offsets(N):
     """Return the columns of a slice, and its elements' offsets in a matrix of N columns."""
     cols = gl.arange(0, SLICE_N, layout=gl.SliceLayout(0, LAYOUT))
-    return cols, gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, LAYOUT))[:, None] * N + cols[
-        None, :
-    ]
+    rows = gl.arange(0, SLICE_M, layout=gl.SliceLayout(1, LAYOUT))
+    return cols, rows[:, None] * N + cols[None, :]
 
 
 @gluon.jit
@@ -113,15 +112,9 @@ def swiglu_partition(out_ptr, pre_desc, c, c_slices, M, N):
         for s in range(SLICES // 2):
             g = c_slices.index(s).load(LAYOUT).to(gl.float32)
             u = c_slices.index(SLICES // 2 + s).load(LAYOUT).to(gl.float32)
-            store_slice(
-                out_ptr,
-                at,
-                swiglu(g, u),
-                m + s % DOWN * SLICE_M,
-                n + s // DOWN * SLICE_N,
-                M,
-                N // 2,
-            )
+            row = m + s % DOWN * SLICE_M
+            col = n + s // DOWN * SLICE_N
+            store_slice(out_ptr, at, swiglu(g, u), row, col, M, N // 2)
         tma.store_wait(0)
         mbarrier.arrive(c.empty, count=1)
         turn += 1
@@ -181,9 +174,8 @@ def derivative_partition(out_ptr, gelu_ptr, part_ptr, pre, c, c_slices, M, N):
             if gelu_ptr is not None:
                 store_slice(gelu_ptr, at, fast_gelu(x), row, col, M, N)
             # one thread holds every eighth row; rows past the end are 0
-            sums += gl.convert_layout(
-                gl.sum(gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N]), 0), LAYOUT
-            )
+            eights = gl.reshape(dpre, [SLICE_M // 8, 8, SLICE_N])
+            sums += gl.convert_layout(gl.sum(eights, 0), LAYOUT)
             if s % DOWN == DOWN - 1:
                 if col < N:
                     gl.store(part_ptr + m // BLOCK_M * N + col + cols, gl.sum(sums, 0))

@@ -50,8 +50,9 @@ class Weight(NamedTuple):
 
 
 @gluon.jit
-def _cast_block(w, t, x_buf, r_buf, c_buf, full):
+def _cast_block(w, t, bufs):
     """Cast block t of a weight; TMA loads 0 past the edges and stores nothing there."""
+    x_buf, r_buf, c_buf, full = bufs
     r = t // w.across * BLOCK
     c = t % w.across * BLOCK
     mbarrier.expect(full.index(0), w.x.block_type.nbytes)
@@ -79,38 +80,18 @@ def _cast_weights_kernel(
     r_buf = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK, BLOCK], rows_0.layout)
     c_buf = gl.allocate_shared_memory(gl.int16, [BLOCK, BLOCK // 2], columns_0.layout)
     full = barriers(1)
+    bufs = (x_buf, r_buf, c_buf, full)
     t = gl.program_id(0)
+    # fmt: off
     if t < end_0:
-        _cast_block(
-            Weight(rows_0, columns_0, x_0, scale_0, amax_0, across_0), t, x_buf, r_buf, c_buf, full
-        )
+        _cast_block(Weight(rows_0, columns_0, x_0, scale_0, amax_0, across_0), t, bufs)
     elif t < end_1:
-        _cast_block(
-            Weight(rows_1, columns_1, x_1, scale_1, amax_1, across_1),
-            t - end_0,
-            x_buf,
-            r_buf,
-            c_buf,
-            full,
-        )
+        _cast_block(Weight(rows_1, columns_1, x_1, scale_1, amax_1, across_1), t - end_0, bufs)
     elif t < end_2:
-        _cast_block(
-            Weight(rows_2, columns_2, x_2, scale_2, amax_2, across_2),
-            t - end_1,
-            x_buf,
-            r_buf,
-            c_buf,
-            full,
-        )
+        _cast_block(Weight(rows_2, columns_2, x_2, scale_2, amax_2, across_2), t - end_1, bufs)
     else:
-        _cast_block(
-            Weight(rows_3, columns_3, x_3, scale_3, amax_3, across_3),
-            t - end_2,
-            x_buf,
-            r_buf,
-            c_buf,
-            full,
-        )
+        _cast_block(Weight(rows_3, columns_3, x_3, scale_3, amax_3, across_3), t - end_2, bufs)
+    # fmt: on
     invalidate(full)
     tma.store_wait(0)
 

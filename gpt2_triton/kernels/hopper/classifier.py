@@ -63,20 +63,21 @@ def classifier_partition(
         r = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
         reference = gl.load(zt_ptr + r, mask=r < R, other=0.0)
         if FP8:
-            reference += peek_exponent(gl.load(peek_ptr + r, mask=r < R, other=0.0)) + SHIFT
+            peek = gl.load(peek_ptr + r, mask=r < R, other=0.0)
+            reference += peek_exponent(peek) + SHIFT
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         z, step = mma_loop(accs, ring, step + 1, gl.cdiv(C, ring.a.shape[2]), False, True)
         j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         p = exp_relative_tile(z, factor, reference, target, j)
         if n + BLOCK_N > V:  # in all tiles this mask would be a sixth of the instructions
             p = gl.where((j < V)[None, :], p, 0.0)
-        gl.store(part_ptr + n // BLOCK_N * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
+        tile_n = n // BLOCK_N
+        gl.store(part_ptr + tile_n * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
             if FP8:
-                stored = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
-                gl.store(
-                    part_ptr + (gl.cdiv(Vp, BLOCK_N) + n // BLOCK_N) * R + r, stored, mask=r < R
-                )
+                stored_sums = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
+                row = gl.cdiv(Vp, BLOCK_N) + tile_n
+                gl.store(part_ptr + row * R + r, stored_sums, mask=r < R)
             tma.store_wait(0)
             if FP8:
                 p_buf.store(to_e5m2(p))
@@ -106,34 +107,15 @@ def _classifier_kernel(
             gl.int16, [BLOCK_N, BLOCK_M // 2], columns_desc.layout
         )
     ring = Operands(a_bufs, (w_bufs,), barriers(STAGES), barriers(STAGES))
-    gl.warp_specialize(
-        [
-            (
-                classifier_partition,
-                (
-                    p_desc,
-                    columns_desc,
-                    p_scale_ptr,
-                    part_ptr,
-                    zt_ptr,
-                    peek_ptr,
-                    targets_ptr,
-                    lnf_scale_ptr,
-                    wte_scale_ptr,
-                    ring,
-                    p_buf,
-                    columns_buf,
-                    R,
-                    C,
-                    V,
-                    Vp,
-                ),
-            ),
-            (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
-        ],
-        [1],
-        [24],
-    )
+    # fmt: off
+    gl.warp_specialize([
+        (classifier_partition, (
+            p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr,
+            lnf_scale_ptr, wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp,
+        )),
+        (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
+    ], [1], [24])
+    # fmt: on
 
 
 def classifier_fwd(

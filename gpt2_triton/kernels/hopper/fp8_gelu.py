@@ -140,20 +140,22 @@ DGELU_ASM = gl.constexpr(
 )
 
 
+# In SLICE_LAYOUT a row is warp (2 x 2), half of a warp's rows (2), lane // 4 (8); a column is tile
+# (2 x 4), lane % 4 (4), number (2).  A thread's 16 bytes are 4 tiles x 2 halves x 2 numbers.
+
+
 @gluon.jit
 def to_bytes(d):
     """Return a slice's bytes as [32, 128], 16 in a row from each thread."""
-    return gl.reshape(
-        gl.permute(gl.reshape(d, (2, 2, 2, 8, 2, 4, 4, 2)), (0, 4, 1, 3, 6, 5, 2, 7)), (32, 128)
-    )
+    parts = gl.reshape(d, (2, 2, 2, 8, 2, 4, 4, 2))
+    return gl.reshape(gl.permute(parts, (0, 4, 1, 3, 6, 5, 2, 7)), (32, 128))
 
 
 @gluon.jit
 def from_bytes(d):
     """Return the slice of to_bytes."""
-    return gl.reshape(
-        gl.permute(gl.reshape(d, (2, 2, 2, 8, 4, 4, 2, 2)), (0, 2, 6, 3, 1, 5, 4, 7)), (SIDE, SIDE)
-    )
+    parts = gl.reshape(d, (2, 2, 2, 8, 4, 4, 2, 2))
+    return gl.reshape(gl.permute(parts, (0, 2, 6, 3, 1, 5, 4, 7)), (SIDE, SIDE))
 
 
 @gluon.jit
@@ -181,12 +183,11 @@ def to_fp16(x, SATURATE: gl.constexpr):
 
 
 @gluon.jit
-def fp8_multiply_partition(
-    b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, DGELU: gl.constexpr
-):
+def fp8_multiply_partition(b_ptr, scales, ring, c, M, N, K, DGELU: gl.constexpr):
     """Multiply and pass the tile on in fp16: pre, or (DGELU) the gradient of gelu's
     output times scale / STEPS.
     """
+    a_scale_ptr, w_scale_ptr, scale_ptr = scales
     factor = unscale_of(a_scale_ptr, w_scale_ptr)
     if DGELU:
         factor *= gl.load(scale_ptr) * (1.0 / STEPS)
@@ -213,11 +214,9 @@ def fp8_multiply_partition(
         right = right * factor
         if b_ptr is not None:
             cols = n + gl.arange(0, HALF, layout=gl.SliceLayout(0, HALF_LAYOUT))
-            b, b_right = (
-                gl.load(b_ptr + cols).to(gl.float32),
-                gl.load(b_ptr + HALF + cols).to(gl.float32),
-            )
-            left += (b + 0.0 * b)[None, :]  # NaN if b is infinite, as to_fp16 saturates
+            b_left = gl.load(b_ptr + cols).to(gl.float32)
+            b_right = gl.load(b_ptr + HALF + cols).to(gl.float32)
+            left += (b_left + 0.0 * b_left)[None, :]  # NaN if b is infinite, as to_fp16 saturates
             right += (b_right + 0.0 * b_right)[None, :]
         mbarrier.wait(c.empty, (turn & 1) ^ 1)
         c.buf.index(0).store(to_fp16(left, not DGELU))
@@ -238,12 +237,8 @@ def slope_partition(slope_desc, slopes, M, N):
             wait_empty(slopes.empty, step, RING)
             slot = step % RING
             mbarrier.expect(slopes.full.index(slot), slope_desc.block_type.nbytes)
-            tma_load(
-                slope_desc,
-                [(tile * SLICES + s) * 32, 0],
-                slopes.full.index(slot),
-                slopes.buf.index(slot),
-            )
+            row = (tile * SLICES + s) * 32
+            tma_load(slope_desc, [row, 0], slopes.full.index(slot), slopes.buf.index(slot))
             step += 1
 
 
@@ -273,9 +268,8 @@ def record(out, largest):
 @gluon.jit
 def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
     """Store each tile's gelu and bytes of gelu'; at the end, record the largest |gelu|."""
-    half_scale = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT) * gl.load(out.scale_ptr).to(
-        gl.float16
-    )
+    ones = gl.full([SIDE, SIDE], 1.0, gl.float16, SLICE_LAYOUT)
+    fp16_scale = ones * gl.load(out.scale_ptr).to(gl.float16)
     top = gl.zeros([SIDE, SIDE], gl.float16, SLICE_LAYOUT)
     turn = 0
     for tile in range(gl.program_id(0), tiles(M, N, BLOCK_N), gl.num_programs(0)):
@@ -286,13 +280,9 @@ def gelu_partition(out, slope_desc, slope_bufs, c_slices, c, M, N):
             row = m + s % DOWN * SIDE
             col = n + s // DOWN * SIDE
             q, d = gl.inline_asm_elementwise(
-                GELU_ASM,
-                "=r,=r,r,r,r,r",
-                [x, half_scale],
-                dtype=(gl.float8e4nv, gl.uint8),
-                is_pure=True,
-                pack=4,
-            )
+                GELU_ASM, "=r,=r,r,r,r,r", [x, fp16_scale], dtype=(gl.float8e4nv, gl.uint8),
+                is_pure=True, pack=4,
+            )  # fmt: skip
             top = gl.maximum(top, x)
             tma.store_wait(3)
             put(out, s, q)
@@ -329,20 +319,13 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
             col = n + s // DOWN * SIDE
             slot = step % RING
             wait_full(slopes.full, step, RING)
-            d = gl.convert_layout(
-                from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT)),
-                SLICE_LAYOUT,
-                assert_trivial=True,
-            )
+            d = from_bytes(slopes.buf.index(slot).load(BYTES_LAYOUT))
+            d = gl.convert_layout(d, SLICE_LAYOUT, assert_trivial=True)
             mbarrier.arrive(slopes.empty.index(slot), count=1)
             q, v = gl.inline_asm_elementwise(
-                DGELU_ASM,
-                "=r,=r,=r,r,r,r",
-                [x, d],
-                dtype=(gl.float8e4nv, gl.float16),
-                is_pure=True,
-                pack=4,
-            )
+                DGELU_ASM, "=r,=r,=r,r,r,r", [x, d], dtype=(gl.float8e4nv, gl.float16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
             top = gl.maximum(top, gl.maximum(v, -v))
             sums += sums_of_thread(v.to(gl.float32))
             tma.store_wait(2)
@@ -350,16 +333,16 @@ def dgelu_partition(out, part_ptr, slopes, c_slices, c, M, N):
             fence_async_shared()
             send(out, s, row, col)
             if s % DOWN == DOWN - 1:
-                total = gl.convert_layout(
-                    gl.sum(gl.sum(sums, 1), 0), gl.SliceLayout(0, SLICE_LAYOUT)
-                )
+                total = gl.sum(gl.sum(sums, 1), 0)
+                total = gl.convert_layout(total, gl.SliceLayout(0, SLICE_LAYOUT))
                 gl.store(part_ptr + m // BLOCK_M * N + col + cols, total / scale)
                 sums = gl.zeros_like(sums)
             step += 1
         mbarrier.arrive(c.empty, count=1)
         turn += 1
     if out.amax_ptr is not None:
-        record(out, gl.minimum(gl.max(gl.max(top, 1), 0).to(gl.float32), FP16_MAX) / scale)
+        largest = gl.max(gl.max(top, 1), 0).to(gl.float32)
+        record(out, gl.minimum(largest, FP16_MAX) / scale)
     tma.store_wait(0)
 
 
@@ -381,34 +364,23 @@ def _fp8_gelu_kernel(
     slope_bufs = gl.allocate_shared_memory(
         gl.uint8, [RING if DGELU else 2, 32, 128], slope_desc.layout
     )
+    scales = (a_scale_ptr, w_scale_ptr, scale_ptr)
+    # fmt: off
     if DGELU:
         slopes = Channel(slope_bufs, barriers(RING), barriers(RING))
-        gl.warp_specialize(
-            [
-                (
-                    fp8_multiply_partition,
-                    (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, True),
-                ),
-                (dgelu_partition, (out, part_ptr, slopes, c_slices, c, M, N)),
-                (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
-                (slope_partition, (slope_desc, slopes, M, N)),
-            ],
-            [WARPS, 1, 1],
-            [104, 24, 24],
-        )
+        gl.warp_specialize([
+            (fp8_multiply_partition, (b_ptr, scales, ring, c, M, N, K, True)),
+            (dgelu_partition, (out, part_ptr, slopes, c_slices, c, M, N)),
+            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+            (slope_partition, (slope_desc, slopes, M, N)),
+        ], [WARPS, 1, 1], [104, 24, 24])
     else:
-        gl.warp_specialize(
-            [
-                (
-                    fp8_multiply_partition,
-                    (b_ptr, a_scale_ptr, w_scale_ptr, scale_ptr, ring, c, M, N, K, False),
-                ),
-                (gelu_partition, (out, slope_desc, slope_bufs, c_slices, c, M, N)),
-                (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
-            ],
-            [WARPS, 1],
-            [120, 24],
-        )
+        gl.warp_specialize([
+            (fp8_multiply_partition, (b_ptr, scales, ring, c, M, N, K, False)),
+            (gelu_partition, (out, slope_desc, slope_bufs, c_slices, c, M, N)),
+            (load_partition, (a_desc, (w_desc,), None, ring, c, M, N, K, BLOCK_N, True)),
+        ], [WARPS, 1], [120, 24])
+    # fmt: on
 
 
 def matmul(

@@ -107,31 +107,15 @@ def _wide_kernel(
     c_strips = gl.allocate_shared_memory(gl.bfloat16, [STRIPS, BLOCK_M, STRIP], out_desc.layout)
     ring = Operands(a_bufs, (w_bufs, w_strip_bufs), barriers(STAGES), barriers(STAGES))
     c = channel(c_strips, res_desc is not None)
-    gl.warp_specialize(
-        [
-            (
-                wide_partition,
-                (
-                    out_desc,
-                    b_ptr,
-                    res_desc is not None,
-                    (rs_ptr, ks_ptr, targets_ptr, wte_ptr),
-                    ring,
-                    c,
-                    M,
-                    N,
-                    K,
-                    W_T,
-                ),
-            ),
-            (
-                load_partition,
-                (a_desc, (w_desc, w_strip_desc), res_desc, ring, c, M, N, K, WIDTH, W_T),
-            ),
-        ],
-        [1],
-        [24],
-    )
+    ADD: gl.constexpr = res_desc is not None
+    head = (rs_ptr, ks_ptr, targets_ptr, wte_ptr)
+    w_descs = (w_desc, w_strip_desc)
+    # fmt: off
+    gl.warp_specialize([
+        (wide_partition, (out_desc, b_ptr, ADD, head, ring, c, M, N, K, W_T)),
+        (load_partition, (a_desc, w_descs, res_desc, ring, c, M, N, K, WIDTH, W_T)),
+    ], [1], [24])
+    # fmt: on
 
 
 def _launch(
