@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpt2_triton.kernels.device_math import LOG2E
 from gpt2_triton.kernels.hopper.pipeline import Forms, barriers, describe, invalidate, tma_load
+from gpt2_triton.kernels.hopper.rope import rotated_back, rotation
 
 HEAD = 64  # columns of a head, and rows of a block
 
@@ -77,6 +78,16 @@ def load_pair(x_desc, y_desc, ring, stage, row, x_column, y_column, wanted):
     mbarrier.expect(y_full, y_desc.block_type.nbytes, pred=wanted)
     tma_load(x_desc, [row, x_column], x_full, ring.x.index(stage), pred=wanted)
     tma_load(y_desc, [row, y_column], y_full, ring.y.index(stage), pred=wanted)
+
+
+@gluon.jit
+def scaled_gradient(dy, rope_ptr, first, T):
+    """Return SCALE * dy of a head's block from token `first` on, rotated back with rope_ptr."""
+    dx = dy * SCALE
+    if rope_ptr is not None:
+        cos, sin = rotation(dx, rope_ptr, first, T, SIDE)
+        dx = rotated_back(dx, cos, sin, SIDE)
+    return dx
 
 
 def described(x: Forms) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from gpt2_triton.kernels.hopper.attention import (
     end_ring,
     load_pair,
     ring_of,
+    scaled_gradient,
 )
 from gpt2_triton.kernels.hopper.pipeline import (
     Forms,
@@ -42,7 +43,6 @@ from gpt2_triton.kernels.hopper.pipeline import (
 )
 from gpt2_triton.kernels.hopper.rope import (
     head_norm_bwd,
-    rotated_back,
     rotation,
     shared_weights,
     store_terms,
@@ -89,6 +89,7 @@ def _attention_dq_kernel(
     delta_ptr, dout_desc, qkv_desc, out_ptr, lse_ptr, rope_ptr, norm_ptr, rstd_ptr, NH,
     T: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    # the program's queries: a block of head h of sequence b
     BLOCKS: gl.constexpr = T // SIDE
     # most keys first: blocks with few keys fill the end
     block = BLOCKS - 1 - gl.program_id(0) % BLOCKS
@@ -96,20 +97,24 @@ def _attention_dq_kernel(
     b = bh // NH
     h = bh % NH
     first = block * SIDE
+    # the loads of q and dout, and of the first blocks of keys
     k_column = (NH + h // GROUP) * SIDE
     v_column = (NH + NH // GROUP + h // GROUP) * SIDE
     ring = ring_of(qkv_desc, STAGES)
-    own = ring_of(qkv_desc, 1)
+    own = ring_of(qkv_desc, 1)  # of q and dout
     if norm_ptr is not None:
         weights = shared_weights(norm_ptr, NOISE, SIDE)
-    load_pair(qkv_desc, dout_desc, own, 0, b * T + first, h * SIDE, h * SIDE, True)
+    row = b * T + first
+    column = h * SIDE
+    load_pair(qkv_desc, dout_desc, own, 0, row, column, column, True)
     for step in gl.static_range(STAGES):
         load_pair(
             qkv_desc, qkv_desc, ring, step, b * T + step * SIDE, k_column, v_column, step <= block
         )
+    # delta, and out's columns
     at = bh.to(gl.int64) * T + first + gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
     lse = gl.load(lse_ptr + at)
-    out_ptr += (b * T + first).to(gl.int64) * (NH * SIDE) + h * SIDE
+    out_ptr += row.to(gl.int64) * (NH * SIDE) + column
     out = _load_block(out_ptr, NH * SIDE, ROW_LAYOUT)
     columns = None
     if out_columns_desc is not None:
@@ -119,7 +124,7 @@ def _attention_dq_kernel(
         again = _load_block(out_ptr, NH * SIDE, LAYOUT).to(gl.float32)
         columns.store(paired_columns(again * gl.load(out_scale_ptr)))
         fence_async_shared()
-        tma_store(out_columns_desc, [h * SIDE, (b * T + first) // 2], columns)
+        tma_store(out_columns_desc, [column, row // 2], columns)
     wait_full(own.x_full, 0, 1)
     wait_full(own.y_full, 0, 1)
     q = own.x.index(0)
@@ -127,40 +132,41 @@ def _attention_dq_kernel(
     delta = gl.sum(out.to(gl.float32) * dout.load(ROW_LAYOUT).to(gl.float32), 1)
     delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT))
     gl.store(delta_ptr + at, delta)
+    # the sums over keys
     dq = gl.zeros([SIDE, SIDE], gl.float32, LAYOUT)
     for step in range(0, block):
         dq = _dq_step(q, dout, dq, lse, delta, ring, step, False)
-        row = b * T + (step + STAGES) * SIDE
+        next_row = b * T + (step + STAGES) * SIDE
         load_pair(
-            qkv_desc, qkv_desc, ring, step % STAGES, row, k_column, v_column, step + STAGES <= block
-        )
+            qkv_desc, qkv_desc, ring, step % STAGES, next_row, k_column, v_column,
+            step + STAGES <= block,
+        )  # fmt: skip
     # the last step hides the load
     scale = None
     if scale_ptr is not None:
         scale = gl.load(scale_ptr)
     dq = _dq_step(q, dout, dq, lse, delta, ring, block, True)
-    # sums before the TMA stores: a later sum could overwrite shared memory that TMA still reads
+    # scale, rotation, norm, and what is summed over tokens.  These sums come before the TMA stores:
+    # a later sum could overwrite shared memory that TMA still reads
     if norm_ptr is not None:
         cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
         y = q.load(LAYOUT).to(gl.float32)
-        rstd_ptr += (b * T + first).to(gl.int64) * (NH + NH // GROUP) + h
+        heads = NH + NH // GROUP
+        rstd_ptr += row.to(gl.int64) * heads + h
         i = gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
-        rstd = gl.load(rstd_ptr + i * (NH + NH // GROUP)) * SCALE
+        rstd = gl.load(rstd_ptr + i * heads) * SCALE
         dq, terms = head_norm_bwd(dq, y, cos, sin, weights, rstd, SIDE)
         part_ptr += ((b * BLOCKS + block) * 2 * NH + h) * SIDE
         store_terms(part_ptr, NH * SIDE, terms, SIDE)
     else:
-        dq *= SCALE
-        if rope_ptr is not None:
-            cos, sin = rotation(dq, rope_ptr, first, T, SIDE)
-            dq = rotated_back(dq, cos, sin, SIDE)
+        dq = scaled_gradient(dq, rope_ptr, first, T)
         if part_ptr is not None:
             d = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LAYOUT))
             gl.store(part_ptr + ((b * BLOCKS + block) * NH + h) * SIDE + d, gl.sum(dq, 0))
     if out_columns_desc is not None:
         tma.store_wait(0)
     staged = stage_forms(dqkv_desc, columns_desc, scale, amax_ptr, dq, columns)
-    store_forms(dqkv_desc, columns_desc, staged, b * T + first, h * SIDE)
+    store_forms(dqkv_desc, columns_desc, staged, row, column)
     end_ring(own)
     end_ring(ring)
     tma.store_wait(0)
