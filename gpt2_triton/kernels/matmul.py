@@ -116,16 +116,9 @@ def _epilogue(
 
 @triton.jit
 def tile_product(
-    a_desc,
-    w_desc,
-    m,
-    n,
-    K,
-    W_IS_NK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    a_desc, w_desc, m, n, K, W_IS_NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Return the tile of a[M, K] @ w that begins at row m, column n, in fp32; w is
     stored as [N, K] or as [K, N].
     """

@@ -95,16 +95,9 @@ def _squares_kernel(part_ptr, x_ptr, n, x_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _normalise_kernel(
-    out_ptr,
-    x_ptr,
-    part_ptr,
-    n,
-    parts,
-    out_stride,
-    x_stride,
-    BLOCK_P: tl.constexpr,
+    out_ptr, x_ptr, part_ptr, n, parts, out_stride, x_stride, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     squares = tl.sum(tl.load(part_ptr + matrix * parts + p, mask=p < parts, other=0.0), 0)
@@ -157,17 +150,9 @@ def lower_tile(item, tiles):
 
 @triton.jit
 def _symmetric_kernel(
-    out_desc,
-    x_desc,
-    add_desc,
-    C,
-    K,
-    add_factor,
-    factor,
-    TALL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out_desc, x_desc, add_desc, C, K, add_factor, factor, TALL: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Write out = add_factor * add + factor * (x x^T, or x^T x if TALL), [C, C], of one matrix."""
     tiles = tl.cdiv(C, BLOCK)
     items = tiles * (tiles + 1) // 2

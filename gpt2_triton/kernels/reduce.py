@@ -21,16 +21,9 @@ SUM_BLOCK = 16384
 
 @triton.jit(do_not_specialize=["P"])  # a count of rows: divisibility gains nothing
 def _column_sums_kernel(
-    out_ptr,
-    second_ptr,
-    third_ptr,
-    part_ptr,
-    P,
-    N,
-    ACC: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    out_ptr, second_ptr, third_ptr, part_ptr, P, N, ACC: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     which = tl.program_id(1)
     # two conditions each: the first is a constant, so a pointer that is None is never chosen
     if second_ptr is not None:

@@ -78,16 +78,9 @@ def _fwd_step(q, m, total, acc, ring, qkv_desc, row, k_column, v_column, step, s
 
 @gluon.jit
 def _attention_fwd_kernel(
-    out_desc,
-    out8_desc,
-    scale_ptr,
-    amax_ptr,
-    lse_ptr,
-    qkv_desc,
-    NH,
-    T: gl.constexpr,
+    out_desc, out8_desc, scale_ptr, amax_ptr, lse_ptr, qkv_desc, NH, T: gl.constexpr,
     GROUP: gl.constexpr,
-):
+):  # fmt: skip
     BLOCKS: gl.constexpr = T // SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     # most keys first: blocks with few keys fill the end

@@ -83,19 +83,9 @@ def dx_partition(dln_desc, scales, head, ring, c_bufs, R, C, Vp, GROUP: gl.const
 
 @gluon.jit
 def _classifier_dx_kernel(
-    dln_desc,
-    p_desc,
-    columns_desc,
-    p_scale_ptr,
-    wte_scale_ptr,
-    rs_ptr,
-    ks_ptr,
-    targets_ptr,
-    wte_ptr,
-    R,
-    C,
-    Vp,
-):
+    dln_desc, p_desc, columns_desc, p_scale_ptr, wte_scale_ptr, rs_ptr, ks_ptr, targets_ptr,
+    wte_ptr, R, C, Vp,
+):  # fmt: skip
     p_bufs = gl.allocate_shared_memory(p_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], p_desc.layout)
     w_bufs = gl.allocate_shared_memory(
         columns_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], columns_desc.layout
