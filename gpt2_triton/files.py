@@ -15,6 +15,7 @@ from typing import Any
 from gpt2_triton.errors import UserError
 
 HASH_BYTES = 1 << 22
+HIDDEN = ".tmp"  # ends the name of what is being written
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or a quota has no room
 OF_RUST = re.compile(r"\(os error (\d+)\)")  # in what safetensors and tokenizers raise
 
@@ -68,13 +69,13 @@ def object_in(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the block that names no file, as a full disk's does; raise
-    one for a library in Rust, which has errors of its own.
+    """Name `path` in an OSError of the block that names no file, as a full disk's does, or the
+    hidden one; raise one for a library in Rust, which has errors of its own.
     """
     try:
         yield
     except OSError as error:
-        if error.errno and not error.filename:
+        if error.errno and str(error.filename or HIDDEN).endswith(HIDDEN):
             error.filename = str(path)
         raise
     except UserError:
@@ -91,7 +92,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file so that a crash leaves the old one or the new one: hidden file,
     fsync, rename, fsync directory.
     """
-    hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    hidden = path.with_name(f".{path.name}.{os.urandom(4).hex()}{HIDDEN}")
     try:
         with naming(path), open(hidden, "wb") as file:
             for part in parts:
@@ -122,10 +123,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     FileError if `path` has content.
     """
     require_new(path)
-    hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    hidden.mkdir(parents=True)
+    hidden = path.absolute().with_name(f".{path.name}.{os.urandom(4).hex()}{HIDDEN}")
     try:
         with naming(path):
+            hidden.mkdir(parents=True)
             yield hidden
             for file in (*hidden.iterdir(), hidden):
                 fsync(file)

@@ -56,6 +56,16 @@ def test_a_full_disks_error_names_what_was_written(tmp_path, monkeypatch):
     assert found == [str(tmp_path / "x"), str(tmp_path / "new")]
 
 
+def test_an_error_of_the_hidden_file_names_what_was_to_be_written(tmp_path):
+    with pytest.raises(OSError) as of_file:
+        write_atomic(tmp_path / "none" / "x", b"new")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as of_directory, new_directory(tmp_path / "file" / "new"):
+        pass
+    found = [error.value.filename for error in (of_file, of_directory)]
+    assert found == [str(tmp_path / "none" / "x"), str(tmp_path / "file" / "new")]
+
+
 @pytest.mark.parametrize("library", ["safetensors", "tokenizers"])
 def test_an_error_of_a_library_in_rust_names_what_was_written(tmp_path, library):
     out = tmp_path / "out"
