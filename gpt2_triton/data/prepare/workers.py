@@ -35,7 +35,12 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
     ) -> Iterator[tuple[Any, Any]]:
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         for task in tasks:
-            waiting.append((task, pool.submit(function, task)))
+            # a worker, which this may start, inherits that Ctrl-C is left to the parent
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                waiting.append((task, pool.submit(function, task)))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if len(waiting) > 2 * processes:
                 task, future = waiting.popleft()
                 yield task, future.result()
@@ -56,8 +61,7 @@ def paired_map(processes: int) -> Iterator[PairedMap]:
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it: a killed parent closes no queue."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End with the parent: a killed one closes no queue."""
 
     def follow_parent() -> None:
         parent: Any = multiprocessing.parent_process()

@@ -393,6 +393,17 @@ def test_text_workers_end_before_a_second_ctrl_c_counts():
     assert not multiprocessing.active_children()
 
 
+def _blocked(_):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_text_workers_leave_a_ctrl_c_to_the_parent_from_their_start_on():
+    with paired_map(2) as run:
+        for _, in_worker in run(_blocked, [0]):
+            assert signal.SIGINT in in_worker
+    assert signal.SIGINT not in _blocked(0)
+
+
 # ---- what people mean ----
 
 
