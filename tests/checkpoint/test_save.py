@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     example,
     load_checkpoint,
     names,
+    record_syncs,
     state,
     write,
 )
@@ -115,15 +116,32 @@ def test_save_syncs_files_before_the_rename_and_directories_after_it(tmp_path, m
     """After a power cut the content of the files, then their names, then the rename must
     be on disk, in this order.
     """
-    events, fsync, rename, run = [], os.fsync, os.rename, tmp_path
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    write(run / "checkpoints", 10)
+    run, tokenizer = tmp_path, ["tokenizer.json", "tokenizer_config.json"]
+    (run / "source").mkdir()
+    for name in tokenizer:
+        (run / "source" / name).touch()
+    events = record_syncs(monkeypatch)
+    config = {"data": {"tokenizer": "sha256:1"}}
+    saved = state(10, config=config)
+    save.save_checkpoint(run / "checkpoints", 10, example(10), saved, Retention(0))
     temporary = f"{run}/checkpoints/.{STEP_10}.tmp"
-    assert sorted(events[:3]) == sorted(f"{temporary}/{name}" for name in FILES)
-    assert events[3:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
+    assert sorted(events[:5]) == sorted(f"{temporary}/{name}" for name in [*FILES, *tokenizer])
+    assert events[5:] == [temporary, "rename", f"{run}/checkpoints", str(run)]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_replaced_step_is_removed_after_the_new_names_are_on_disk(
+    newest, monkeypatch, can_exchange
+):
+    if not can_exchange:
+        monkeypatch.setattr(save, "_exchange", lambda one, other: False)
+    events = record_syncs(monkeypatch)
+    remove = save.remove
+    monkeypatch.setattr(save, "remove", lambda path: (events.append("remove"), remove(path)))
+    save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
+    assert events[-3:] == [str(newest.parent), str(newest.parent.parent), "remove"]
+    assert load_checkpoint(newest)[0]["sample"] == 99 and verify(newest) == ""
+    assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20]
 
 
 # ---- a disk without room ----
@@ -349,13 +367,6 @@ def test_save_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
 def test_replacement_killed_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     found = outcomes(kill_at_every_line_of_a_replacement, tmp_path)
     assert found == sorted(found, reverse=True) and set(found) == {"old", "new"} and len(found) > 50
-
-
-def test_step_is_replaced_where_names_cannot_be_exchanged(newest, monkeypatch):
-    monkeypatch.setattr(save, "_exchange", lambda one, other: False)
-    save.save_checkpoint(newest.parent, 20, example(21), state(20, sample=99), Retention(0))
-    assert load_checkpoint(newest)[0]["sample"] == 99 and verify(newest) == ""
-    assert sorted(os.listdir(newest.parent)) == [STEP_10, STEP_20]
 
 
 def test_save_removes_what_killed_saves_left(newest):

@@ -22,12 +22,15 @@ from gpt2_triton.files import (
     write_atomic,
     write_json,
 )
+from tests.support.checkpoints import record_syncs
 
 
-def test_write_atomic_replaces_a_file(tmp_path):
+def test_write_atomic_replaces_a_file(tmp_path, monkeypatch):
+    events = record_syncs(monkeypatch)
     for parts in ((b"old",), (b"ne", memoryview(b"w"))):
         write_atomic(tmp_path / "x", *parts)
         assert (tmp_path / "x").read_bytes() == b"".join(parts) and os.listdir(tmp_path) == ["x"]
+    assert events[2::3] == [str(tmp_path)] * 2  # after the file and the rename
     assert sha256(tmp_path / "x") == hashlib.sha256(b"new").hexdigest()
 
 
@@ -78,14 +81,15 @@ def test_an_error_of_a_library_in_rust_names_what_was_written(tmp_path, library)
     assert (refused.value.errno, refused.value.filename) == (errno.ENOENT, str(out))
 
 
-def test_new_directory_appears_at_the_end(tmp_path):
+def test_new_directory_appears_at_the_end(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
+    events = record_syncs(monkeypatch)
     for name in ("new", "empty"):
         with new_directory(tmp_path / name) as directory:
             (directory / "x").write_bytes(b"1")
             assert not (tmp_path / name / "x").exists()
         assert (tmp_path / name / "x").read_bytes() == b"1"
-    assert sorted(os.listdir(tmp_path)) == ["empty", "new"]
+        assert events[-4:] == [f"{directory}/x", str(directory), "rename", str(tmp_path)]
 
 
 def test_new_directory_failure_leaves_nothing(tmp_path):

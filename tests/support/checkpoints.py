@@ -1,6 +1,7 @@
 """Checkpoints of made-up tensors: written, compared, and resealed by hand."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -56,6 +57,16 @@ def reseal(step_dir: Path):
     (step_dir / MANIFEST).write_text(
         json.dumps({name: fingerprint(step_dir / name) for name in (TENSORS, STATE)})
     )
+
+
+def record_syncs(patch):
+    """Return a list that gets the path of each fsync, and `rename` for each rename."""
+    events, fsync, rename = [], os.fsync, os.rename
+    patch.setattr(
+        os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
+    patch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    return events
 
 
 def names(directory: Path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
+from tests.support.checkpoints import record_syncs
 from tests.support.loop import records
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
@@ -56,10 +56,7 @@ def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
 
 
 def test_logger_syncs_its_files(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
-    )
+    synced = record_syncs(monkeypatch)
     logger = Logger(tmp_path, config())
     synced.clear()
     logger.sync()
