@@ -100,11 +100,16 @@ def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, mon
     assert state["best"] == [1, 3.0]
 
 
-def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
-    """Step 3 is the best, and is undone; up to step 2 that step was, and its
-    checkpoint is still there.
+@pytest.mark.parametrize(
+    ("later", "best"),
+    [([9.0, 4.0, 3.0, 2.0, 9.0, 9.0], [2, 3.0]), ([9.0, 3.0, 4.0, 2.0, 9.0, 9.0], [3, 9.0])],
+    ids=["of step 2", "of step 1, which is deleted"],
+)
+def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch, later, best):
+    """Step 3 is the best, and is undone; of the best up to step 2 only a checkpoint that
+    is still there counts.
     """
-    later = [9.0, 4.0, 3.0, 2.0, 9.0, 9.0]
+    later = [*later]
     monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", later)
     done = []
     before_steps(
@@ -121,7 +126,7 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "validate", validate)
     assert train(config, tmp_path, resume=False) == 0
     state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
-    assert state["best"] == [2, 3.0]
+    assert state["best"] == best
 
 
 def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):

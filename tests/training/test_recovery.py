@@ -14,6 +14,7 @@ from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.data.mixture import Mixture
 from gpt2_triton.data.packing import pack_batch
+from gpt2_triton.errors import DataError
 from gpt2_triton.model.model import Model
 from gpt2_triton.training import tasks, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
@@ -171,6 +172,22 @@ def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         stop_after(patch, launches)
         assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    assert train(rewind_config(), tmp_path, resume=True) == 0
+    assert final(tmp_path) == final(rewound) and records(tmp_path) == records(rewound)
+
+
+def test_missing_data_after_a_failed_step_leaves_the_rewind_to_the_resume(
+    rewound, tmp_path, monkeypatch
+):
+    """The data of step 4 is missing when step 3 fails: a save of step 3 would lose its rewind."""
+
+    def lose_data(_, index):
+        if index == 3:
+            raise DataError("cut off")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError):
+        before_steps(lose_data, patch)
+        train(rewind_config(), tmp_path, resume=False)
     assert train(rewind_config(), tmp_path, resume=True) == 0
     assert final(tmp_path) == final(rewound) and records(tmp_path) == records(rewound)
 

@@ -56,6 +56,8 @@ def test_record_validation_keeps_the_first_of_the_lowest_finite_losses():
     ):
         state.record_validation(step, loss)
         assert state.best_step == best
+        impatient = state.is_out_of_patience(Config().replace(train=dict(patience=1)))
+        assert impatient == (step > 5)
     state.step = 90  # patience counts validations, at whatever eval.every they were
     assert [
         n for n in (1, 2, 3) if state.is_out_of_patience(Config().replace(train=dict(patience=n)))
@@ -97,14 +99,18 @@ def test_rewind_after_so_many_steps_without_update():
     state.rewound_to = 8
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
         state.raise_if_unstable(config, 8, str)
+    for step, loss in ((10, 2.0), (11, 1.0), (12, 3.0)):
+        state.record_validation(step, loss)
     state.rewind_to(8, (4, 1.0))
-    assert state.best == (4, 1.0)
+    assert (state.best, state.waited) == ((4, 1.0), 0)
     assert (state.step, state.without_update, state.skipped_in_a_row, state.rewinds) == (
         8,
         0,
         0,
         MAX_REWINDS + 1,
     )
+    state.forget_best_of(4)
+    assert state.best is None  # that of step 10 is undone
     state.rewind_to(12, None)
     assert (state.rewinds, state.rewound_to) == (1, 12)
 
