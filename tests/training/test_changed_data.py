@@ -194,12 +194,13 @@ def test_resume_on_moved_data_with_other_times_continues(data, stopped, tmp_path
 
 
 def test_run_warns_of_validation_data_among_the_training_data(data, tmp_path, capsys):
-    shards = dict(train=f"{data}/*_1.bin", val=f"{data}/val_*.bin")
+    (tmp_path / "link").symlink_to(data)
+    shards = dict(train=f"{data}/*_1.bin", val=f"{tmp_path}/link/val_*.bin")
     make_trainer(
         run_config(data, data=shards, eval=dict(every=2, tokens=160)), tmp_path / "run"
     ).close()
     warning = (
-        f"warning: data.train contains the validation data {data}/val_1.bin: "
+        f"warning: data.train contains the validation data {tmp_path}/link/val_1.bin: "
         "the validation loss will be too low"
     )
     assert warning in capsys.readouterr().err

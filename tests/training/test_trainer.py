@@ -15,7 +15,7 @@ import torch
 
 from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.load import find_checkpoint
-from gpt2_triton.checkpoint.save import FILES_BYTES
+from gpt2_triton.checkpoint.save import FILES_BYTES, Retention, save_checkpoint
 from gpt2_triton.distributed.watchdog import SAVING
 from gpt2_triton.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from gpt2_triton.model.fp8 import HEAD_SCALES, SCALES
@@ -23,8 +23,9 @@ from gpt2_triton.model.model import Model
 from gpt2_triton.training import recovery, tasks
 from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import step_inputs
+from gpt2_triton.training.metrics import METRICS
 from gpt2_triton.training.preemption import PREEMPTED
-from tests.support.checkpoints import load_checkpoint
+from tests.support.checkpoints import load_checkpoint, record_syncs
 from tests.support.loop import (
     before_steps,
     final_bytes,
@@ -131,9 +132,9 @@ def signal_within_validation(patch, step):
     patch.setattr(Model, "evaluate", interrupted)
 
 
-def test_a_task_of_an_earlier_version_that_a_checkpoint_left_out_is_passed_over(tmp_path):
+def test_a_left_out_task_that_is_gone_or_turned_off_is_passed_over(tmp_path):
     trainer = make_trainer(run_config(), tmp_path)
-    tasks.call(trainer, ["eval.tasks_every"], 0)
+    tasks.call(trainer, ["eval.tasks_every", "eval.hellaswag_every"], 0)
     trainer.close()
 
 
@@ -276,8 +277,10 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(
     tmp_path, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch:
+        events = record_syncs(patch)
         stop_after(patch, 2)
         train(run_config(checkpoint=dict(every=1)), tmp_path, resume=False)
+    assert events.count(str(tmp_path / METRICS)) == 2  # no checkpoint is ahead of the log
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
     saved = [f"checkpoint {tmp_path / 'checkpoints'}/step_0000000{step}" for step in (1, 2)]
@@ -411,6 +414,14 @@ def test_init_from_checkpoint_takes_the_weights_alone(unbroken, tmp_path):
         _, saved = load_checkpoint(find_checkpoint(unbroken))
         assert torch.equal(trainer.model.state.params.cpu(), saved["params"])
         assert not trainer.model.state.m.cpu().any() and trainer.state.step == 0
+
+
+def test_resume_refuses_a_checkpoint_that_lacks_a_tensor(unbroken, tmp_path):
+    saved, tensors = load_checkpoint(find_checkpoint(unbroken))
+    del tensors["m"]
+    found = save_checkpoint(tmp_path, STEPS, tensors, saved, Retention(0))
+    with pytest.raises(CheckpointError, match="does not fit this model\n.*\nm +absent +float32"):
+        make_trainer(run_config(), tmp_path, found)
 
 
 def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeypatch):
