@@ -45,11 +45,13 @@ def run(directory, steps, resume_step=0, **log):
 def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
     logger = Logger(tmp_path, config())
-    logger.step(11, result(loss=4.56789, norm=2.0, seconds=60.0))
+    logger.step(10, result(loss=4.56789, norm=2.0, seconds=60.0))
+    logger.step(11, result(loss=4.56789, norm=2.0, seconds=1.0))
     logger.step(12, result(loss=4.12344, norm=1.23446, seconds=0.1123))
     mfu = 8192 / 0.1123 * config().flops_per_token / 1e15
-    eta = "1m 51s"  # 988 steps of 0.1123 s: the first step compiles and does not count
-    assert capsys.readouterr().out.splitlines()[1] == (
+    # 988 steps of 0.9 * 1 s + 0.1 * 0.1123 s: the first step compiles and does not count
+    eta = "15m 00s"
+    assert capsys.readouterr().out.splitlines()[2] == (
         "step   12/1000 | loss 4.1234 | lr 6.00e-04 | norm 1.2345 | 112.3 ms | 72,947 tok/s "
         f"| mfu {mfu:.1%} | eta {eta}"
     )
@@ -67,7 +69,7 @@ def test_logger_syncs_its_files(tmp_path, monkeypatch):
 
 def test_logger_writes_full_records(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda: 1e15)
-    logger = Logger(tmp_path, config())
+    logger = Logger(tmp_path, config(), gpus=2)
     logger.step(5, result(loss=4.5, norm=1.25, seconds=0.5))
     logger.validation(5, 4.75, None, {})
     logger.sample(5, "Once\nmore")
@@ -76,7 +78,7 @@ def test_logger_writes_full_records(tmp_path, monkeypatch):
         {
             "step": 5, "loss": 4.5, "lr": learning_rate(4, config().optim, 1000), "norm": 1.25,
             "ms": 500.0, "tok_s": 16384.0,
-            "mfu": pytest.approx(16384 * (6 * 124_475_904 + 6 * 12 * 768 * 1024) / 1e15),
+            "mfu": pytest.approx(16384 * (6 * 124_475_904 + 6 * 12 * 768 * 1024) / 2e15),
             "tokens": 5 * 8192,
         },
         {"step": 5, "val_loss": 4.75},
