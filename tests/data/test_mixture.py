@@ -94,6 +94,8 @@ def test_each_source_is_permuted_in_its_own_epochs(folder):
         for epoch in epochs:
             assert sorted(epoch) == [T * window for window in range(n)]
         assert not np.array_equal(epochs[0], epochs[1])
+    one, other = (loader.batch(0, 25) for loader in mixture(folder, "b/*=1,b/*=1").loaders)
+    assert not np.array_equal(one, other)
 
 
 def test_shares_with_a_long_period_are_rounded():
