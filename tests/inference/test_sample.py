@@ -175,6 +175,14 @@ def test_sample_in_training_equals_its_weights_and_changes_no_bit():
     assert torch.equal(sampling.state.params, plain.state.params)
 
 
+def test_a_sample_in_training_follows_its_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample, "stream", lambda _, tokenizer, *given: [str(given)])
+    section = dict(prompt="Hi", tokens=3, temperature=0.5, top_k=7)
+    config = tiny_config(sample=section, train=dict(seed=9))
+    text = sample.sample_in_training(None, config, tmp_path)
+    assert text == f"Hi{('Hi', 3, Sampling(0.5, 7), 9, tmp_path)}"
+
+
 def test_cache_takes_no_memory_where_the_backward_pass_needs_more():
     """The cache of 16 KiB fits the 2 x 16 x 4 x 64 floats of dfch,
     which are free after the step.
