@@ -127,9 +127,6 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
             validation = Validation(open_sources(config, "val"), T, config.eval.tokens)
         data = Data(train, validation, hellaswag.questions_of_run(config))
     consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
-    if config.sample.every:
-        # a missing tokenizer fails now, not at the first sample
-        get_tokenizer(config.data.tokenizer)
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.shards}
         both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
@@ -194,7 +191,7 @@ def build_model(
         level = fitting.memory.recompute
         start.notes.append(f"memory.recompute auto: {level} ({meaning(level)})")
     model = Model(fitting, K, group.device, group=group)
-    if config.sample.every:
+    if config.sample.every:  # a missing tokenizer fails now, not at the first sample
         sample.limit(model, get_tokenizer(config.data.tokenizer))
     if data.hellaswag:
         hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
