@@ -35,7 +35,8 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
     hub.gets.clear()
     pretokenized.download("fineweb10B", out, None)
     assert hub.gets == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
-    (out / "train_000002.bin").write_bytes(b"cut off")
+    damaged = hub.files["fineweb_train_000002.bin"][:-1] + b"\0"
+    (out / "train_000002.bin").write_bytes(damaged)
     hub.gets.clear()
     pretokenized.download("fineweb10B", out, 3)
     assert hub.gets == ["fineweb_train_000002.bin"]

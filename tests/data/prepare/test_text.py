@@ -95,13 +95,15 @@ def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
     assert sorted(os.listdir(tmp_path / "a")) == ["out"] and os.stat(out).st_mode & 0o777 == 0o755
 
 
-def test_text_documents_are_separated_by_end_of_text(tmp_path):
+def test_text_documents_are_separated_by_end_of_text(tmp_path, monkeypatch):
+    """Once, however many pieces a document has."""
+    monkeypatch.setattr(build, "BATCH_CHARS", 2)
     files = [tmp_path / f"{i}.txt" for i in range(3)]
-    for file, letters in zip(files, ("aaaaa", "bbbbb", "cccccccccc"), strict=True):
+    for file, letters in zip(files, ("aa aa", "bb bb", "ccc ccc cc"), strict=True):
         file.write_text(letters)
     out = prepare_text(files, tmp_path / "out", "bytes", val_fraction=0.6)
-    assert bytes(tokens_of(out, "train").astype(np.uint8)) == b"aaaaa\0bbb"
-    assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0cccccccccc"
+    assert bytes(tokens_of(out, "train").astype(np.uint8)) == b"aa aa\0bb "
+    assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0ccc ccc cc"
 
 
 def test_a_line_names_the_files_that_validation_judges(tmp_path, capsys):
@@ -129,6 +131,8 @@ def test_text_shards_are_neither_too_long_nor_too_short(
     *full, last, end = [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)]
     assert len(full) > 1 and set(full) == {shard_tokens}
     assert shard_tokens >= last >= end >= shard_tokens // 2
+    is_short = 2 * ((last + end) % shard_tokens) < shard_tokens
+    assert is_short == (last < shard_tokens)
     for split in ("train", "val"):
         np.testing.assert_array_equal(tokens_of(out, split), tokens_of(whole, split))
 
