@@ -13,6 +13,7 @@ import yaml
 from gpt2_triton import device
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
+from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.sources import READERS
 from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
@@ -23,6 +24,7 @@ from gpt2_triton.commands.train import app
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 from gpt2_triton.training import trainer
+from tests.support.checkpoints import STEP_10, STEP_20, example, state, write
 from tests.support.tiny import tiny_model
 from tests.support.tokenizer_files import byte_level
 
@@ -266,13 +268,13 @@ def test_weights_without_files_are_finetuned_with_the_tokenizer_that_is_given(
     assert [config.data.tokenizer for config in trained] == ["bytes", "./tok"]
 
 
-def test_one_rank_exports(here, trained, monkeypatch):
+def test_one_rank_exports_a_run_that_was_not_stopped(here, trained, monkeypatch):
     exported = []
     monkeypatch.setattr(own, "export", lambda *_: exported.append(os.environ["RANK"]))
-    monkeypatch.setattr(trainer, "train", lambda *_: 0)
     monkeypatch.setattr(own, "_weights", lambda *_, **words: None)
     launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
-    for rank in "01":
+    for rank, code in (("0", 0), ("1", 0), ("0", 143)):
+        monkeypatch.setattr(trainer, "train", lambda *_, code=code: code)
         for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", sys.stdout)
@@ -287,8 +289,20 @@ def test_one_rank_exports(here, trained, monkeypatch):
             "--data.tokenizer",
             "bytes",
         ]
-        assert main(app, argv) == 0
+        assert main(app, argv) == code
     assert exported == ["0"]
+
+
+def test_the_best_checkpoint_is_exported_else_the_newest(here, monkeypatch):
+    directory, exported = here / "run" / "checkpoints", []
+    monkeypatch.setattr(
+        "gpt2_triton.checkpoint.export.export", lambda source, *_: exported.append(source)
+    )
+    write(directory, 10)
+    for best in ([10, 1.0], None):
+        save_checkpoint(directory, 20, example(20), state(20, best=best), Retention(0))
+        own.export(here / "run", own.Config())
+    assert exported == [str(directory / name) for name in (STEP_10, STEP_20)]
 
 
 @pytest.mark.parametrize(
