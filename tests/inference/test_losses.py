@@ -26,6 +26,7 @@ from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
 from tests.support.loop import records, train
 from tests.support.tiny import tiny_config, tiny_model
+from tests.support.tokenizer_files import byte_level
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +90,12 @@ def test_bits_per_byte_count_the_bytes_of_gpt2_tokens(tmp_path, monkeypatch):
     # the first token is no target, the last has no text
     size = len(gpt2().decode(tokens[1:16]).encode())
     assert found.bits_per_byte == pytest.approx(found_losses[:15].sum() / size / math.log(2))
+
+
+def test_special_tokens_have_no_bytes(tmp_path):
+    config = tiny_config(model=dict(vocab_size=350), data=dict(tokenizer=str(byte_level(tmp_path))))
+    has_bytes = losses._byte_lengths(config) > 0
+    assert np.flatnonzero(has_bytes).tolist() == [*range(3, 345)]
 
 
 def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypatch, capsys):

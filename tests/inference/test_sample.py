@@ -175,6 +175,14 @@ def test_sample_in_training_equals_its_weights_and_changes_no_bit():
     assert torch.equal(sampling.state.params, plain.state.params)
 
 
+def test_no_token_without_a_text_is_drawn():
+    model = decoder(model=dict(vocab_size=300))
+    model.train_view.w.wte[256:300].mul_(50)
+    assert max(*generated(model, 4, GREEDY)) >= 256
+    sample.limit(model, ByteTokenizer())
+    assert max(*generated(model, 4, GREEDY)) < 256
+
+
 def test_a_sample_in_training_follows_its_section(tmp_path, monkeypatch):
     monkeypatch.setattr(sample, "stream", lambda _, tokenizer, *given: [str(given)])
     section = dict(prompt="Hi", tokens=3, temperature=0.5, top_k=7)
