@@ -71,6 +71,10 @@ def test_config_derived_sizes():
     assert Config.load({}, {"train.total_batch_tokens": "null"}).train.step_tokens == 64 * 1024
 
 
+def test_one_sequence_of_validation_is_enough():
+    assert Config.load({}, {"eval.tokens": "1024"}).train.seq_len == 1024
+
+
 def test_the_defaults_are_the_recipe_gpt2_124m_but_for_the_keys_that_config_md_names():
     recipe = Config.load("gpt2_124m")
     added = recipe.replace(

@@ -25,7 +25,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
-LENGTHS = (5_000, 100_000, 1_000_000, 100_000_000, 10_000_000_000)
+LENGTHS = (5_000, 100_000, 4_000_000, 100_000_000, 10_000_000_000)
 CARDS = {"4090": 23.5, "h200": 139.8}
 DATA = {"data.train": "t.bin", "data.val": "v.bin"}
 
