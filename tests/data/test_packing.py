@@ -145,3 +145,8 @@ def test_pack_batch_fills_the_layout():
         buffer, np.concatenate([ids.ravel(), targets.ravel(), *(t.ravel() for t in tables)])
     )
     assert torch.equal(pack_batch(None, ids, targets, VOCAB), buffer)
+    targets = np.where(targets % 2, targets, -1)
+    untied = pack_batch(None, ids, targets, VOCAB, head_row=VOCAB)
+    in_head = np.where(targets < 0, -1, VOCAB + targets).ravel()
+    order = scatter_table(ids.ravel(), in_head, 2 * VOCAB)[0]
+    assert untied[2 * R : 4 * R].tolist() == order.tolist()
