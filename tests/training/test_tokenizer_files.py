@@ -115,8 +115,12 @@ def test_a_run_carries_its_tokenizer(here):
     shutil.rmtree(here / "moved" / "source")
     (step / "tokenizer.json").unlink()
     get_tokenizer.cache_clear()
-    with pytest.raises(CheckpointError, match="its tokenizer .* is not there; restore the run's"):
-        gpt2_triton.load(step)
+    for has_another in (False, True):
+        if has_another:
+            other = with_a_token_more(here / "out", here / "other")
+            shutil.copy(other / "tokenizer.json", step)
+        with pytest.raises(CheckpointError, match="its tokenizer .* is not there; restore the run"):
+            gpt2_triton.load(step)
 
 
 @pytest.mark.slow
