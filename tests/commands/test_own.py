@@ -142,13 +142,15 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
 
 
 def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, capsys):
-    assert main(app, ["own", "--data", "my.txt", "--train.steps", "7"]) == 0
+    given = ["--train.steps", "7", "--data.val", "mine.bin"]
+    assert main(app, ["own", "--data", "my.txt", *given]) == 0
     out = capsys.readouterr().out
     assert "10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
     assert "\n  expected time of all steps without a GPU: 1m 00s, " in out
     assert "\nparameters " not in out  # the log says them
     [config] = trained
     shards = Path(config.data.train).parent
+    assert config.data.val == "mine.bin"
     assert (
         shards.parts[0] == "data"
         and shards.name.startswith("my_bytes_")

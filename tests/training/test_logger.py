@@ -172,6 +172,15 @@ def test_logger_of_a_resumed_run_has_the_lines_of_an_unbroken_one(tmp_path, torn
     assert not list((tmp_path / "parts").glob(".*"))
 
 
+def test_second_resume_from_a_checkpoint_repeats_no_record(tmp_path):
+    run(tmp_path, range(1, 7))
+    before = records(tmp_path)
+    logger = Logger(tmp_path, config(), 6)
+    logger.validation(6, 9 / 6, None, {})
+    logger.close()
+    assert records(tmp_path) == before
+
+
 def test_texts_are_written_in_unicode_also_after_a_resume(tmp_path):
     text = 'Ελλάδα \u2028 "\x85" \ud83d 🙂\r\n'  # line ends of Unicode, and half a character
     Logger(tmp_path, config()).sample(1, text)
