@@ -232,8 +232,8 @@ def test_dataset_resumed_tokenises_at_most_one_batch_twice(folder, tmp_path, mon
 
 
 def test_dataset_resumes_with_batches_of_another_size(folder, tmp_path, unbroken, monkeypatch):
-    """As when a newer version of this package resumes."""
-    _stop_after(folder, tmp_path / "out", 5, monkeypatch)
+    """As when a newer version of this package resumes, and tokens to skip fill several batches."""
+    _stop_after(folder, tmp_path / "out", 3, monkeypatch)
     monkeypatch.setattr(build, "BATCH_CHARS", 100)
     assert contents(prepare(folder, tmp_path / "out")) == unbroken
 
