@@ -182,7 +182,8 @@ def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per
     monkeypatch.setattr(mm, "_dw_row", lambda *sizes: row)
     pairs = [[rng(R, width, dtype=BF16) for width in size] for size in sizes]
     if dtype != BF16:
-        pairs = [[quantised(x, dtype) for x in pair] for pair in pairs]
+        scales = iter((32.0, 16.0, 8.0, 4.0))
+        pairs = [[quantised(x, dtype, next(scales)) for x in pair] for pair in pairs]
     want = [dequantised(dout).T @ dequantised(inp) for dout, inp in pairs]
     dws, scratch = (
         [poisoned(*size) for size in sizes],
@@ -196,12 +197,13 @@ def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per
         )
 
 
-def gelu_and_byte(rng, M, N, K, seed, **replaced):
+def gelu_and_byte(rng, M, N, K, seed, b=None, **replaced):
     """Run fc with GELU in fp8; return rows and columns of the output, gelu' as bytes,
     cells of amax, pre in float64.
     """
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K) * K**-0.5, 64.0)
-    b, scale = rng(N, dtype=BF16), torch.tensor([16.0])
+    b = rng(N, dtype=BF16) if b is None else b
+    scale = torch.tensor([16.0])
     rows, columns = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3)
     slope, amax = torch.zeros(M, N, dtype=torch.uint8), torch.zeros(AMAX_CELLS, dtype=torch.int32)
     with simulated(fp8_gelu, seed, **replaced):
@@ -238,6 +240,23 @@ def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     # half a step of the byte
     assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01
     assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
+
+
+def test_fp8_gelu_of_negative_numbers_records_an_amax_that_covers_them(rng):
+    """The kernel finds the largest input; below 0 another one may have the largest |gelu|."""
+    b = torch.full((256,), -9.0, dtype=BF16)
+    *_, amax, pre = gelu_and_byte(rng, 128, 256, 64, 1, b)
+    most = reference.ACTIVATIONS["gelu"](pre).abs().max().item()
+    assert pre.max() < 0 < most <= amax.max().view(torch.float32).item()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_fp8_gelu_of_an_infinite_bias_is_nan(rng, value):
+    """In both halves of a tile; fp16 alone would cut it to a finite number."""
+    b = torch.zeros(256, dtype=BF16)
+    b[[3, 200]] = value
+    rows, *_ = gelu_and_byte(rng, 128, 256, 64, 1, b)
+    assert rows.float()[:, [3, 200]].isnan().all()
 
 
 @seeds
@@ -282,14 +301,14 @@ def test_fp8_transpose_is_exact(rng, seed):
 @pytest.mark.parametrize("recorded, alone", [(True, False), (False, False), (True, True)])
 def test_fp8_weights_are_exact(rng, recorded, alone, seed):
     weights = []
-    for R, C in ((272, 144), (16, 48), (128, 256), (144, 272)):
+    for scale, (R, C) in enumerate(((272, 144), (16, 48), (128, 256), (144, 272)), start=64):
         forms = poisoned(R, C).to(E4M3), poisoned(C, R).to(E4M3), rng(R, C, dtype=BF16) * 0.02
         amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
-        weights.append((*forms, torch.tensor([64.0]), amax))
+        weights.append((*forms, torch.tensor([float(scale)]), amax))
     with simulated(cast, seed):
         cast.cast_weights(weights[:1] if alone else weights)
-    for rows, columns, w, _, amax in weights[:1] if alone else weights:
-        want = (w.float() * 64).to(E4M3).view(torch.uint8)
+    for rows, columns, w, scale, amax in weights[:1] if alone else weights:
+        want = (w.float() * scale).to(E4M3).view(torch.uint8)
         assert torch.equal(rows.view(torch.uint8), want) and torch.equal(
             columns.view(torch.uint8), want.T
         )
