@@ -61,7 +61,7 @@ def draw(rng, R, C, V, dtype):
     lnf, wte = rng(R, C, dtype=dtype), rng(Vp, C).mul(C**-0.5).to(dtype)
     wte[V:] = 0
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32).to(DEVICE)
-    targets[4::5] = -1
+    targets[0], targets[4::5] = 0, -1
     return lnf, wte, targets
 
 

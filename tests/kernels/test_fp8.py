@@ -153,6 +153,7 @@ def test_scales_are_the_largest_powers_of_two_with_margin():
     assert history[:, 0].tolist() == torch.tensor(amax).tolist() and not history[:, 1:].any()
     for s, a in zip(scale.double().tolist(), torch.tensor(amax).double().tolist(), strict=True):
         assert np.log2(s) == round(np.log2(s)) and 2 * a * s <= 448 < 4 * a * s, a
+    assert rolled([1e-38])[0].item() == 2.0**100  # fp32 ends at 2^127
 
 
 def test_the_window_is_sixteen_steps():
@@ -217,7 +218,8 @@ def close_to_rounded(got: Fp8, want: torch.Tensor) -> None:
 
 
 def test_layernorm_writes_fp8_alone_and_beside_bf16(rng):
-    x, w, b = rng(R, C, dtype=BF16), rng(C, dtype=BF16), rng(C, dtype=BF16)
+    x, w, b = rng(R, C, dtype=BF16), 0.3 * rng(C, dtype=BF16), rng(C, dtype=BF16)
+    x[:, 0], w[0], b[0] = -9, 1, 9  # the norm of a row past the end, b, would be the largest
     results = []
     for value in (None, poisoned(R, C, dtype=BF16)):
         out, mean, rstd = (
@@ -237,6 +239,7 @@ def test_layernorm_writes_fp8_alone_and_beside_bf16(rng):
 
 def test_layernorm_bwd_writes_gradient_and_norm_in_fp8(rng):
     x, w, b, dout, dx = (rng(*s, dtype=BF16) for s in ((R, C), (C,), (C,), (R, C), (R, C)))
+    x += 50  # past the end of a row x - mean would be the largest
     mean, rstd = poisoned(R), poisoned(R)
     forward = operand(R, C, 16.0)
     K.layernorm_fwd(forward, Norm(w, b, mean, rstd), x)
@@ -444,7 +447,7 @@ def head_operands(rng):
     wte.rows[V // 2 : V] = wte.rows[: V // 2]
     wte.columns.copy_(wte.rows.T)
     targets = torch.randint(V // 2, (R,), generator=rng.generator, dtype=torch.int32).to(DEVICE)
-    targets[4::5] = -1
+    targets[0], targets[4::5] = 0, -1
     return lnf, wte, targets
 
 
