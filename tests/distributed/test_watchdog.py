@@ -84,3 +84,22 @@ def test_slow_phase_of_any_rank_has_ten_timeouts(monkeypatch):
     watched.published = watched.published._replace(phase="validating")
     alive(watched)
     assert watched.after(999) == [] and watched.after(2) != []
+
+
+def test_a_step_has_one_timeout_once_start_up_has_ended(monkeypatch):
+    watched = Watched(monkeypatch, watchdog.STARTING)
+    watched.dog.end_startup()
+    watched.read = lambda: Status(int(watched.now), 1, 1, watchdog.STEPPING)
+    own = Watchdog._read_all
+    monkeypatch.setattr(
+        Watchdog, "_read_all", lambda dog: [s._replace(phase=dog._phase) for s in own(dog)]
+    )
+    assert watched.after(99) == [] and watched.after(7) != []
+
+
+def test_a_rank_that_was_suspended_watches_before_it_reports(monkeypatch):
+    """The others may have made progress meanwhile."""
+    watched = Watched(monkeypatch, watchdog.STEPPING)
+    alive(watched)
+    watched.now += 500
+    assert watched.after(4) == [] and watched.after(4) != []
