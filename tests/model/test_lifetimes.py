@@ -125,8 +125,8 @@ def poison(model: Model, monkeypatch) -> Model:
 
     def poison_dead_buffers(phase: str) -> None:
         after = arena.PHASES[arena.PHASES.index(phase) + 1]
-        # the next micro-step, or the update
-        survivors = {"embed", "update"} if phase == "block_bwd" else {after}
+        is_last = model._micro == model.shape.accumulation - 1
+        survivors = {after if phase != "block_bwd" or is_last else "embed"}
         for b in model.plan.buffers.values():
             if (
                 b.dtype.is_floating_point
