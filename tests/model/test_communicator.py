@@ -266,6 +266,13 @@ def test_gather_params_of_peer_copies_is_between_two_barriers():
     assert model.K.calls == [("barrier", None)] * 2
 
 
+def test_deliveries_of_peer_copies_are_between_two_barriers():
+    model = model_of(Log(True), 1)
+    model.K.calls.clear()
+    model.comm.deliver_matrices([])
+    assert model.K.calls == [("barrier", None)] * 2
+
+
 def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
     """Return a step's events of the side stream, waits, joins, and first launches of
     embedding, layer and loss sum.

@@ -122,6 +122,7 @@ def test_every_tensor_has_a_scale_that_fits_it():
     model = fp8_model()
     scale = model.state.scale.clone()
     assert torch.equal(scale.log2(), scale.log2().round())
+    assert not model.state.history[:, 1:].any()  # of the second pass alone
     train_steps(model, 1)
     amax = model.state.history[:, 0]
     assert len(amax) == 2 * 12 + 2
@@ -282,6 +283,13 @@ def test_forward_pass_between_steps_overlaps_nothing_that_is_kept(llama):
             apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
             assert apart or not a.phases & b.phases, (a.name, b.name)
     assert all(b.offset + b.nbytes <= plan.total for b in acts)
+
+
+def test_chunks_of_the_head_are_whole_pairs_of_rows():
+    """The columns of p hold rows g and g + 8 of each 16 side by side."""
+    for precision, rows in (("fp8", 32), ("bf16", 20)):
+        config = fp8_config(precision=precision).replace(memory=dict(head_rows=20))
+        assert planned(config)[1]["Rc"] == rows
 
 
 def test_guessed_scales_follow_the_loss_scale():

@@ -69,12 +69,12 @@ def test_buffers_of_a_step_in_flight_are_not_reused():
     rows = np.arange(8 * (STEPS + 1), dtype=np.float32).reshape(-1, 8)
     in_flight = []
     for i in range(STEPS):
-        model.begin_step(rows[i], step=i, seed=5)
+        model.begin_step(rows[i], step=i, seed=9 << 31 | 5)
         in_flight.append(model._step)
     for i, step in enumerate(in_flight):
-        assert step.step_in.tolist() == rows[i].tolist() and step.step_key.tolist() == [i, 5, 0, 0]
+        assert step.step_in.tolist() == rows[i].tolist() and step.step_key.tolist() == [i, 5, 9, 0]
     with pytest.raises(AssertionError, match="has to be read"):
-        model.begin_step(rows[STEPS], step=STEPS, seed=5)
+        model.begin_step(rows[STEPS], step=STEPS, seed=9 << 31 | 5)
 
 
 @pytest.mark.slow
