@@ -315,6 +315,9 @@ def test_split_tiles_covers_every_row_of_every_tile_once(R):
                 tiles += numbers[1]
             assert split.whole_tiles + split.split_tiles == tiles
             assert (split.steps - 1) * BF16_DW["BLOCK_K"] < R <= split.steps * BF16_DW["BLOCK_K"]
+            room = split.scratch - 1  # of a plan for fewer multiprocessors
+            if room >= 0:
+                assert split_tiles(sizes, R, BF16_DW, 132, room).scratch <= room
             if split.split_tiles:  # none empty, none missing
                 assert (
                     (split.k_parts - 1) * split.part_steps
