@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gpt2_triton import device
 from gpt2_triton.commands.plan import Gpu, plan_report
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.speed import training_hours
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.errors import OutOfMemoryError
@@ -214,15 +213,6 @@ def times(gpu="h100", gpus=1, recipe="gpt2_124m", **overrides):
     shape = StepShape.of(config, gpus)
     report = plan_report(config, reference, Gpu("a GPU", 80 * GIB, "9.0", gpu), shape)
     return [line for line in report.verdict if line.startswith("time ")]
-
-
-def test_the_time_of_a_step_has_one_update():
-    """Of four micro-batches, each measured with an update: 4 * (100 - 10) + 10 ms."""
-    config = Config.load("gpt2_124m", {"train.precision": "bf16"})
-    tok_s = config.train.step_tokens / 4 / 0.1
-    figures = {"steps.d12.bf16.ms": 100.0, "steps.d12.bf16.tok_s": tok_s}
-    hours = training_hours(config, figures | {"ops.d12.fp8.adamw.ms": 10.0})
-    assert hours == pytest.approx(config.train.steps * 0.370 / 3600)
 
 
 def test_a_plan_has_the_minutes_of_a_model_that_was_measured_on_its_gpu():
