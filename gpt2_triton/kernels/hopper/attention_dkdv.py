@@ -72,9 +72,7 @@ class Queries(NamedTuple):
 @gluon.jit
 def _load_queries(queries, stage, row, column, wanted):
     """Load a block of q and of dout at this row and column, if they are wanted."""
-    load_pair(
-        queries.qkv_desc, queries.dout_desc, queries.ring, stage, row, column, column, wanted
-    )  # fmt: skip
+    load_pair(queries.qkv_desc, queries.dout_desc, queries.ring, stage, row, column, column, wanted)
 
 
 @gluon.jit
