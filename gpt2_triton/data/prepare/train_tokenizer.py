@@ -4,11 +4,12 @@ The last tenth of the text is held out, to say how many bytes a token has.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gpt2_triton.console import print_line
 from gpt2_triton.data.prepare import text
 from gpt2_triton.data.prepare.text import MeasuredText
 from gpt2_triton.data.tokenizer import Tokenizer, get_tokenizer
@@ -43,13 +44,17 @@ def train_tokenizer(measured: MeasuredText, vocab: int, out: Path) -> list[str]:
     )
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    with new_directory(out) as directory:
-        # the library, in Rust, would keep a Ctrl-C until its end, or lose it
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        trained.train_from_iterator(_pieces(measured, cut, held_out), trainer)
-        signal.signal(signal.SIGINT, on_interrupt)
-        trained.save(str(directory / FILE))
-        write_json(directory / CONFIG, config | names)
+    pieces = _pieces(measured, cut, held_out)
+    # in the main thread the library, in Rust, would keep a Ctrl-C until its end, or lose it
+    thread = ThreadPoolExecutor(1)
+    try:
+        with new_directory(out) as directory:
+            thread.submit(trained.train_from_iterator, pieces, trainer).result()
+            trained.save(str(directory / FILE))
+            write_json(directory / CONFIG, config | names)
+    except KeyboardInterrupt:
+        print_line("error: interrupted", error=True)
+        os._exit(130)  # Python's own end would wait for the thread
     return _compared(FileTokenizer(str(out)), vocab, held_out)
 
 

@@ -4,9 +4,9 @@ import errno
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,19 +81,27 @@ def test_a_full_disk_is_one_line_that_names_the_directory(greek, monkeypatch, ca
     assert os.listdir(greek) == ["my.txt"]
 
 
-def test_a_ctrl_c_ends_the_training_at_once(greek, monkeypatch):
-    """Python's handler waits until the library returns."""
-    handlers = []
-    pieces = train_tokenizer._pieces
+ENDLESS = """
+import itertools, os, signal, sys, threading
+from gpt2_triton.commands import run
+from gpt2_triton.data.prepare import train_tokenizer
 
-    def watched(*arguments):
-        handlers.append(signal.getsignal(signal.SIGINT))
-        return pieces(*arguments)
+def pieces(*_):
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    yield from itertools.repeat("It was. ")
 
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(train_tokenizer, "_pieces", watched)
-    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300"]) == 0
-    assert handlers == [signal.SIG_DFL] and signal.getsignal(signal.SIGINT) == before
+train_tokenizer._pieces = pieces
+sys.exit(run())
+"""
+
+
+def test_a_ctrl_c_ends_the_training_at_once(greek):
+    """The library returns to Python's handler at the training's end only."""
+    words = [sys.executable, "-c", ENDLESS, "tokenizer", "my.txt", "--out", "tok"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    assert os.listdir(greek) == ["my.txt"]
 
 
 @pytest.mark.slow
