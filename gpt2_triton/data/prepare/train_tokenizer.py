@@ -82,5 +82,5 @@ def _compared(own: FileTokenizer, vocab: int, held_out: list[str]) -> list[str]:
     try:
         gpt2 = get_tokenizer("gpt2")
     except DataError as error:  # no network
-        return [*lines, f"not compared with GPT-2's: {error}"]
+        return [*lines, f"not compared with GPT-2's: {str(error).partition(';')[0]}"]
     return [*lines, f"GPT-2's {gpt2.vocab_size:,} tokens have {shown(gpt2)}"]
