@@ -1,22 +1,25 @@
-"""Trains with the code of another GPU on a Hopper GPU, and compares the losses with
-those of Hopper's portable code.
+"""Trains with the code of another GPU on a Hopper GPU, and compares the losses
+with those of Hopper's portable code.
 
-    python -m benchmarks.losses.as_portable a100|rtx3090|rtx4090 --data 'SHARDS/{}_*.bin'
-    [--out FILE] [--key value ...]
+    python -m benchmarks.losses.as_portable a100|rtx3090|rtx4090
+        --data 'SHARDS/{}_*.bin' [--out FILE] [--key value ...]
 
 GPT-2 124M takes 300 steps from the same weights on the same tokens (--data:
 {} stands for train and val):
 
     code        the other GPU's code, with a checkpoint halfway
-    resumed     the same from that checkpoint: its last checkpoint must have the same bytes
+    resumed     the same from that checkpoint: its last checkpoint must have
+                the same bytes
     portable    the portable kernels compiled for Hopper
     hopper      Hopper's own kernels
 
-Rounding differs between code, portable and hopper, and training magnifies a rounding.  So the
-differences of the losses are compared with a scatter, the differences between portable and hopper:
-over the last 100 steps the root of their mean square is at most twice the scatter's.  The exit code
-is 1 if it is more, or if a byte differs.  The scatter is that of one pair of runs: if a code misses
-the bound though its first losses agree, compare more seeds (--train.seed).
+Rounding differs between code, portable and hopper, and training magnifies a
+rounding.  So the differences of the losses are compared with a scatter, the
+differences between portable and hopper: over the last 100 steps the root of
+their mean square is at most twice the scatter's.  The exit code is 1 if it is
+more, or if a byte differs.  The scatter is that of one pair of runs: if a code
+misses the bound though its first losses agree, compare more seeds
+(--train.seed).
 """
 
 import math

@@ -1,20 +1,23 @@
 """Trains the same runs with two versions of the code and compares the bits of
 their results, or their speed.
 
-    python -m benchmarks.losses.loss_compare OLD NEW --cpu        configs/quickstart.yaml, 20 steps
+    python -m benchmarks.losses.loss_compare OLD NEW --cpu
+        configs/quickstart.yaml, 20 steps
     python -m benchmarks.losses.loss_compare OLD NEW --gpu
         GPT-2 124M, 5 steps at each recompute level, and fp32
     python -m benchmarks.losses.loss_compare OLD NEW --gpus 2
         on 2 GPUs, at each ZeRO stage
-    python -m benchmarks.losses.loss_compare OLD NEW --time 60 --size d12 --batch_size 64
+    python -m benchmarks.losses.loss_compare OLD NEW --time 60
+        [--size d12] [--batch_size 64]
 
-OLD and NEW are commits of this repository or directories with a checkout.  The comparison covers
-all numbers in metrics.jsonl except times, and the sha256 of each tensor of the last checkpoint:
-weights, moments, master bits.  --time also prints the median ms per step.  It trains on --gpus
-GPUs, in the order old, new, new, old.
-A run's checkpoint is written into $TMPDIR and deleted after the comparison.  All runs get the
-keys of a configuration that are given, such as --train.precision fp8.  The exit code is 1 if a
-bit differs, 2 if a run fails.
+OLD and NEW are commits of this repository or directories with a checkout.  The
+comparison covers all numbers in metrics.jsonl except times, and the sha256 of
+each tensor of the last checkpoint: weights, moments, master bits.  --time also
+prints the median ms per step.  It trains on --gpus GPUs, in the order old,
+new, new, old.  A run's checkpoint is written into $TMPDIR and deleted after
+the comparison.  All runs get the keys of a configuration that are given, such
+as --train.precision fp8.  The exit code is 1 if a bit differs, 2 if a run
+fails.
 """
 
 import hashlib

@@ -1,29 +1,32 @@
 """Trains the arms (variants) of a series with several seeds, and compares losses
 between runs with equal seeds.
 
-    python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl [--arm NAME ...]
-    [--seeds 0,1] python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
+    python -m benchmarks.losses.pairs FILE --data SHARDS --out RESULTS.jsonl
+        [--arm NAME ...] [--seeds 0,1]
+    python -m benchmarks.losses.pairs FILE --out RESULTS.jsonl --report
 
-FILE is YAML.  It has a `config` file, `options` of all runs, `arms` with further options,
-`seeds` (the runs of an arm) and `baseline` (the arm to compare with; by default the
-first).  An arm may also set:
+FILE is YAML.  It has a `config` file, `options` of all runs, `arms` with
+further options, `seeds` (the runs of an arm) and `baseline` (the arm to
+compare with; by default the first).  An arm may also set:
 
     seeds      another number of runs
-    program    a module in place of `gpt2_triton train`, such as benchmarks.losses.torch_train
+    program    a module in place of `gpt2_triton train`, such as
+               benchmarks.losses.torch_train
     against    the arm to compare with, in place of the baseline
     end.from   a number of steps, after which options such as end.optim.lr
                replace those without `end.`
 
-Runs with equal seeds have the same initial weights and the same data in the same order.  A finished
-run is a line of RESULTS.jsonl.  The command makes only runs without a line, so it continues a
-series.  With --work DIR a run that SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same
-command continues it.  To use several GPUs, start it once per GPU, each time with another
-CUDA_VISIBLE_DEVICES and other --seeds.  For a run that shared its GPU, set ms to null in its line:
-the report then leaves its time out.
+Runs with equal seeds have the same initial weights and the same data in the
+same order.  A finished run is a line of RESULTS.jsonl.  The command makes only
+runs without a line, so it continues a series.  With --work DIR a run that
+SIGTERM or Ctrl-C interrupts saves a checkpoint, and the same command continues
+it.  To use several GPUs, start it once per GPU, each time with another
+CUDA_VISIBLE_DEVICES and other --seeds.  For a run that shared its GPU, set ms
+to null in its line: the report then leaves its time out.
 
-The training loss is the mean of the last fifth of the steps.  The report has the mean and
-standard deviation of each arm, and its mean difference over pairs of equal seed, with the
-95% interval by Student's t.
+The training loss is the mean of the last fifth of the steps.  The report has
+the mean and standard deviation of each arm, and its mean difference over pairs
+of equal seed, with the 95% interval by Student's t.
 """
 
 import contextlib

@@ -1,15 +1,18 @@
-"""Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16 autocast, torch.compile.
+"""Trains a configuration with PyTorch as nanoGPT does: fp32 weights, bf16
+autocast, torch.compile.
 
-    python -m benchmarks.losses.torch_train CONFIG --run_dir DIR [--fp32] [--cap C] [--KEY VALUE]
+    python -m benchmarks.losses.torch_train CONFIG --run_dir DIR
+        [--fp32] [--cap C] [--KEY VALUE]
 
-Initial weights, batches and learning rates are the same as in `gpt2-triton train`
-with these options on one GPU.
-AdamW is fused.  With optim.name muon, torch.optim.Muon updates the layers' matrices: q, k and v
-apart, and Llama's gate and value.  The model is torch_gpt2.GPT2 or torch_llama.Llama with cuDNN's
-attention; the loss leaves out the vocabulary's padding.  --cap C replaces each logit by
-C tanh(logit / C), which our models do not have.  With --fp32, or with train.dtype fp32, it
-computes in fp32 without TF32 and without torch.compile.  Without a GPU it trains on the CPU.
-DIR receives run.json and metrics.jsonl, which ends with the validation loss, but no checkpoints.
+Initial weights, batches and learning rates are the same as in `gpt2-triton
+train` with these options on one GPU.  AdamW is fused.  With optim.name muon,
+torch.optim.Muon updates the layers' matrices: q, k and v apart, and Llama's
+gate and value.  The model is torch_gpt2.GPT2 or torch_llama.Llama with cuDNN's
+attention; the loss leaves out the vocabulary's padding.  --cap C replaces each
+logit by C tanh(logit / C), which our models do not have.  With --fp32, or with
+train.dtype fp32, it computes in fp32 without TF32 and without torch.compile.
+Without a GPU it trains on the CPU.  DIR receives run.json and metrics.jsonl,
+which ends with the validation loss, but no checkpoints.
 """
 
 import contextlib

@@ -1,19 +1,21 @@
 """Trains with this package and with PyTorch, from the same weights on the same
 tokens, and compares every step.
 
-    python -m benchmarks.losses.vs_torch [--train.dtype fp32 |
-    --optim.master none] [--key value ...]
+    python -m benchmarks.losses.vs_torch
+        [--train.dtype fp32 | --optim.master none] [--key value ...]
 
-By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin text; any key of a
-configuration may follow.  torch_train.py trains with PyTorch under bf16 autocast.  If train.dtype
-is fp32 or optim.master is none, PyTorch computes in fp32, because autocast rounds weights to bf16
-and so hides updates below half an ulp.  The exit code is 1 if a step exceeds a bound.  In fp32,
-losses may differ by a relative 1e-4.  In bf16, losses may differ by 0.02 and gradient norms by 2%.
+By default it trains GPT-2 124M for 50 steps with fp32 masters on the builtin
+text; any key of a configuration may follow.  torch_train.py trains with
+PyTorch under bf16 autocast.  If train.dtype is fp32 or optim.master is none,
+PyTorch computes in fp32, because autocast rounds weights to bf16 and so hides
+updates below half an ulp.  The exit code is 1 if a step exceeds a bound.  In
+fp32, losses may differ by a relative 1e-4.  In bf16, losses may differ by 0.02
+and gradient norms by 2%.
 
-The learning rate rises to 2e-5 only: the loss then falls smoothly, and a difference
-shows an error.  At larger rates even two runs of PyTorch drift apart if one bit
-differs (docs/engineering/numerics.md).  For such rates, compare the mean of the last
-20 losses, for example after
+The learning rate rises to 2e-5 only: the loss then falls smoothly, and a
+difference shows an error.  At larger rates even two runs of PyTorch drift
+apart if one bit differs (docs/engineering/numerics.md).  For such rates,
+compare the mean of the last 20 losses, for example after
 
     --train.steps 500 --train.batch_size 4 --train.total_batch_tokens 4096
     --optim.lr 3e-4 --optim.warmup 100

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.__main__ import app
+from benchmarks.losses import as_portable, loss_compare, pairs, torch_train, vs_torch
 from benchmarks.speed.sizes import Work
 from gpt2_triton import device
 from gpt2_triton.commands.app import main
@@ -34,3 +35,8 @@ def test_every_arm_of_the_options_is_measured(argv, function, works, monkeypatch
     monkeypatch.setattr(f"benchmarks.speed.{function}", lambda found, *_: calls.append(found))
     main(app, argv.split())
     assert calls == [works]
+
+
+@pytest.mark.parametrize("module", [as_portable, loss_compare, pairs, torch_train, vs_torch])
+def test_the_text_below_the_options_fits_a_narrow_terminal(module):
+    assert max(map(len, module.app.help_epilogue.splitlines())) <= 80
