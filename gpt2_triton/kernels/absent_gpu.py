@@ -94,6 +94,7 @@ def standing_in(gpu: device.Gpu) -> Iterator[None]:
     device._host_memory = lambda: (memory, memory)
     active = absent_driver(GPUTarget("cuda", architecture, 32))
     driver.set_active(active)
+    os.makedirs(knobs.cache.dir, exist_ok=True)  # its error would be taken for the compiler's
     active.launcher_cls = _build_launcher
     build._load_module_from_path = lambda name, path: _NotLoaded()
     # with what Triton links its C modules, in place of the driver's
