@@ -113,8 +113,9 @@ def _attention_fwd_kernel(
         m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
         k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
-        j = start + tl.arange(0, BLOCK_N)
-        s = tl.where(i[:, None] >= j[None, :], dot(q, k.T), -1.0e30)
+        ahead = i - start  # of the block's first key: fewer instructions than start + its keys
+        seen = ahead[:, None] >= tl.arange(0, BLOCK_N)[None, :]
+        s = tl.where(seen, dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
     sums = tl.sum(total, 1)
     out = rounded(acc / sums[:, None], out_desc)
@@ -153,7 +154,8 @@ def _attention_bwd_dq_kernel(
         k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
         p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
         if start + BLOCK_N > first:  # the diagonal
-            p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
+            ahead = i - start
+            p = tl.where(ahead[:, None] >= tl.arange(0, BLOCK_N)[None, :], p, 0.0)
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq, terms = input_gradient(
