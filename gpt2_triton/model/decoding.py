@@ -10,7 +10,7 @@ from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import Layers, ModelView
 from gpt2_triton.model.schedule import View, final_norm
 from gpt2_triton.model.tables import Tensors
-from gpt2_triton.operands import NARROW_ROWS, Linear, Norm, Operand
+from gpt2_triton.operands import NARROW_ROWS, Linear
 
 
 # fmt: off
@@ -34,19 +34,13 @@ class Decoding:
 Mlp = Callable[[Kernels, ModelView, int], None]
 
 
-def product_of_norm(
-    K: Kernels,
-    out: Tensor,
-    x: Tensor,
-    norm: Norm,
-    ln: Operand,
-    layer: Linear,
-    act: str = "",
-) -> None:
-    """out = act(norm(x) @ w.T + b); the norm of many rows is written to ln."""
+def product_of_norm(K: Kernels, m: View, out: Tensor, i: int, layer: Linear, act: str = "") -> None:
+    """out = act(norm(x[i]) @ w.T + b); the norm of many rows is written to ln[i]."""
+    x = m.a.x[i]
+    norm = m.net.norms[i]
     if len(x) > NARROW_ROWS:
-        K.layernorm_fwd(ln, norm, x)
-        K.decode_matmul(out, ln, layer, None, None, act)
+        K.layernorm_fwd(m.a.ln[i], norm, x)
+        K.decode_matmul(out, m.a.ln[i], layer, None, None, act)
     else:
         K.decode_matmul(out, x, layer, norm, None, act)
 
@@ -67,7 +61,7 @@ def decode(K: Kernels, mlp: Mlp, m: View, d: Decoding) -> None:
     for l, net in enumerate(m.net.layers):
         i = 2 * l
         # qkv = norm(x[i]) @ w.T; x[i+1] = x[i] + attproj(att); x[i+2] = x[i+1] + fcproj(fcg)
-        product_of_norm(K, a.qkv[l], a.x[i], m.net.norms[i], a.ln[i], net.qkv)
+        product_of_norm(K, m, a.qkv[l], i, net.qkv)
         K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, net.rope)
         K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
         mlp(K, m, l)

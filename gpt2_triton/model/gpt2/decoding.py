@@ -10,4 +10,4 @@ def mlp(K: Kernels, m: ModelView[Params, Acts], l: int) -> None:
     # fcg = act(fc(norm(x[2l+1])))
     a, i = m.a, 2 * l + 1
     fc = m.net.layers[l].fc
-    product_of_norm(K, a.fcg[l], a.x[i], m.net.norms[i], a.ln[i], fc, m.activation)
+    product_of_norm(K, m, a.fcg[l], i, fc, m.activation)

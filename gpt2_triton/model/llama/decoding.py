@@ -9,5 +9,5 @@ from gpt2_triton.model.model_view import ModelView
 def mlp(K: Kernels, m: ModelView[Params, Acts], l: int) -> None:
     # fcg = swiglu(fc(norm(x[2l+1])))
     a, i = m.a, 2 * l + 1
-    product_of_norm(K, a.fch[l], a.x[i], m.net.norms[i], a.ln[i], m.net.layers[l].fc)
+    product_of_norm(K, m, a.fch[l], i, m.net.layers[l].fc)
     K.swiglu(a.fcg[l], a.fch[l])
