@@ -45,8 +45,7 @@ ROOMS = {
     "__init__": "errors api version",
     "__main__": "commands",
 }
-LAYERS = "operands model.schedule model.launchers model.model_view model.sharding"
-DECODING = "model.decoding model.launchers model.model_view"
+LAYERS = "operands model.decoding model.schedule model.launchers model.model_view model.sharding"
 WITHIN = {
     "kernels.hopper": "operands kernels.hopper kernels.epilogue kernels.dw_split kernels.tiles "
     "kernels.device_math kernels.e4m3 kernels.rope "
@@ -78,11 +77,9 @@ WITHIN = {
     "model.gpt2": "model.arena model.tables model.fp8_table model.gpt2",
     "model.gpt2.wiring": "operands model.model_view model.gpt2.buffers",
     "model.gpt2.schedule": f"{LAYERS} model.gpt2.buffers",
-    "model.gpt2.decoding": f"{DECODING} model.gpt2.buffers",
     "model.llama": "model.arena model.tables model.fp8_table model.llama",
     "model.llama.wiring": "operands model.fp8_table model.model_view model.llama.buffers",
     "model.llama.schedule": f"{LAYERS} model.llama.buffers",
-    "model.llama.decoding": f"{DECODING} model.llama.buffers",
     "model.arena": "model.recompute",
     "model.recompute": "config.values",
     "model.tables": "operands model.arena",

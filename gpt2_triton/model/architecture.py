@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.config.schema import ModelConfig
-from gpt2_triton.model.decoding import Mlp
 from gpt2_triton.model.fp8_table import Fp8Operands
 from gpt2_triton.model.gpt2 import buffers as gpt2_buffers
-from gpt2_triton.model.gpt2 import decoding as gpt2_decoding
 from gpt2_triton.model.gpt2 import names as gpt2_names
 from gpt2_triton.model.gpt2 import schedule as gpt2_schedule
 from gpt2_triton.model.gpt2 import wiring as gpt2_wiring
 from gpt2_triton.model.llama import buffers as llama_buffers
-from gpt2_triton.model.llama import decoding as llama_decoding
 from gpt2_triton.model.llama import names as llama_names
 from gpt2_triton.model.llama import rope
 from gpt2_triton.model.llama import schedule as llama_schedule
@@ -36,7 +33,6 @@ class Architecture(NamedTuple):
     Acts: type
     Fp8Buffers: type
     schedule: Layers
-    decode_mlp: Mlp
     wire: Callable[[Cut], Wiring]  # builds what its launches take
     by_name: Callable[[Any, int], dict[str, Tensor]]  # views of Params by other projects' names
     # writes what Acts holds for a whole run
@@ -53,7 +49,6 @@ GPT2 = Architecture(
     gpt2_buffers.Acts,
     gpt2_buffers.Fp8Buffers,
     gpt2_schedule,
-    gpt2_decoding.mlp,
     gpt2_wiring.wire,
     gpt2_names.by_name,
 )
@@ -62,7 +57,6 @@ LLAMA = Architecture(
     llama_buffers.Acts,
     Fp8Operands,
     llama_schedule,
-    llama_decoding.mlp,
     llama_wiring.wire,
     llama_names.by_name,
     _fill_rope,

@@ -1,13 +1,12 @@
 """Decoding: its buffers, and the launches that write a text's keys and values and draw tokens."""
 
 import dataclasses
-from collections.abc import Callable
 
 from torch import Tensor
 
 from gpt2_triton.model.arena import buf
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.model_view import Layers, ModelView
+from gpt2_triton.model.model_view import Layers
 from gpt2_triton.model.schedule import View, final_norm
 from gpt2_triton.model.tables import Tensors
 from gpt2_triton.operands import NARROW_ROWS, Linear
@@ -30,10 +29,6 @@ class Decoding:
 # fmt: on
 
 
-# from a layer's point x[2l+1] to fcg[l], for one token of each sequence: gpt2/decoding.py
-Mlp = Callable[[Kernels, ModelView, int], None]
-
-
 def product_of_norm(K: Kernels, m: View, out: Tensor, i: int, layer: Linear, act: str = "") -> None:
     """out = act(norm(x[i]) @ w.T + b); the norm of many rows is written to ln[i]."""
     x = m.a.x[i]
@@ -54,7 +49,7 @@ def prefill(K: Kernels, layers: Layers, m: View, d: Decoding) -> None:
         layers.last_product(K, m, l)
 
 
-def decode(K: Kernels, mlp: Mlp, m: View, d: Decoding) -> None:
+def decode(K: Kernels, layers: Layers, m: View, d: Decoding) -> None:
     """Take the last token of each sequence of d.seq through the layers, as one row."""
     a = m.a
     K.decode_embed(a.x[0], d.seq, m.net.embedding.wte, m.net.embedding.wpe)
@@ -64,13 +59,13 @@ def decode(K: Kernels, mlp: Mlp, m: View, d: Decoding) -> None:
         product_of_norm(K, m, a.qkv[l], i, net.qkv)
         K.decode_attention(a.att[l], d.cache[l], a.qkv[l], d.seq, m.NH, net.rope)
         K.decode_matmul(a.x[i + 1], a.att[l], net.attproj, None, a.x[i])
-        mlp(K, m, l)
+        layers.decode_mlp(K, m, l)
         K.decode_matmul(a.x[i + 2], a.fcg[l], net.fcproj, None, a.x[i + 1])
 
 
 def sample(
     K: Kernels,
-    mlp: Mlp,
+    layers: Layers,
     m: View,
     d: Decoding,
     tokens: int,
@@ -81,7 +76,7 @@ def sample(
     """Sample the next token of each sequence of d.seq among the first `tokens`; each sequence's
     last token goes through the model as one row.
     """
-    decode(K, mlp, m, d)
+    decode(K, layers, m, d)
     # separately: each of the head's 3144 programs would have to normalise its input again
     final_norm(K, m)
     logits = d.logits[: len(d.seq)]

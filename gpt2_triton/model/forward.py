@@ -106,4 +106,4 @@ class ForwardPasses(Planned):
     def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
         v = self.view(len(self.decoding.seq), 1)
         how = self.drawn, temperature, top_k, top_p
-        decoding.sample(self.K, self.A.decode_mlp, v, self.decoding, *how)
+        decoding.sample(self.K, self.A.schedule, v, self.decoding, *how)

@@ -2,6 +2,7 @@
 model/schedule.py explains K, m and acc.
 """
 
+from gpt2_triton.model.decoding import product_of_norm
 from gpt2_triton.model.gpt2.buffers import Acts, Params
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model_view import ModelView
@@ -60,6 +61,11 @@ def layer(K: Kernels, m: View, l: int) -> None:
 def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + dropout(fcproj(fcg))
     add_branch(K, m, 2 * l + 2, m.a.fcg[l], m.net.layers[l].fcproj)
+
+
+def decode_mlp(K: Kernels, m: View, l: int) -> None:
+    # fcg = act(fc(norm(x[2l+1]))), for one token of each sequence
+    product_of_norm(K, m, m.a.fcg[l], 2 * l + 1, m.net.layers[l].fc, m.activation)
 
 
 def block_bwd(K: Kernels, m: View, acc: bool) -> None:

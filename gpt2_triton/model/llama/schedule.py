@@ -2,6 +2,7 @@
 model/schedule.py explains K, m and acc.
 """
 
+from gpt2_triton.model.decoding import product_of_norm
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.llama.buffers import Acts, Params
 from gpt2_triton.model.model_view import ModelView
@@ -48,6 +49,13 @@ def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
     a, i = m.a, 2 * l
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj)
+
+
+def decode_mlp(K: Kernels, m: View, l: int) -> None:
+    # fcg = swiglu(fc(norm(x[2l+1]))), for one token of each sequence
+    fch = m.a.fch[l]
+    product_of_norm(K, m, fch, 2 * l + 1, m.net.layers[l].fc)
+    K.swiglu(m.a.fcg[l], fch)
 
 
 def block_bwd(K: Kernels, m: View, acc: bool) -> None:
