@@ -25,6 +25,7 @@ class StepResult(NamedTuple):
     seconds: float  # from the end of the previous step to the end of this one
     z: tuple[float, float]  # z-scores of loss and norm among the last 128; 0 while there are fewer
     stop: bool = False  # a rank received a signal before this step began
+    stats: Sequence[torch.Tensor] = ()  # host copies of the recorder's buffers
 
     @property
     def outlier(self) -> bool:
@@ -69,6 +70,12 @@ class InFlightStep:
         out = self.step_out.tolist()
         io = self._io
         z_loss, z_norm = self.z.tolist()
-        seconds = self.ended.seconds_since(self._began)
-        applied, stop = out[io.APPLY] == 1.0, out[io.STOPPING] > 0
-        return StepResult(out[io.LOSS], out[io.NORM], applied, seconds, (z_loss, z_norm), stop)
+        return StepResult(
+            loss=out[io.LOSS],
+            norm=out[io.NORM],
+            applied=out[io.APPLY] == 1.0,
+            seconds=self.ended.seconds_since(self._began),
+            z=(z_loss, z_norm),
+            stop=out[io.STOPPING] > 0,
+            stats=self.stats,
+        )

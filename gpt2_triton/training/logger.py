@@ -73,7 +73,7 @@ class Logger:
         """Report a finished step, if it is due, last or skipped; `cause`: the first
         tensor that was not finite.
         """
-        loss, norm, applied, seconds, z, _ = result
+        loss, norm, applied, seconds, z, *_ = result
         self._measure(seconds)
         if step % self.config.log.every and step != self.steps and applied:
             return

@@ -3,7 +3,7 @@ host reads the step before.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +20,6 @@ class StepQueue:
         self._model = model
         self._watchdog = watchdog
         self._in_flight: deque[InFlightStep] = deque()
-        self.statistics: Sequence[Tensor] = ()  # host copies of the last finished step's statistics
 
     def launch(
         self, step: int, inputs: np.ndarray, batches: Iterator[Tensor], with_stats: bool
@@ -40,6 +39,4 @@ class StepQueue:
         """
         if len(self._in_flight) <= running:
             return None
-        finished = self._in_flight.popleft()
-        self.statistics = finished.stats
-        return finished.result()
+        return self._in_flight.popleft().result()

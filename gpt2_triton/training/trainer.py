@@ -230,7 +230,7 @@ class Trainer:
         is_searched = self.model.stats_recorder and not (result.applied or result.outlier)
         cause = recovery.first_non_finite(self) if is_searched else ""
         self.log.step(self.state.step, result, cause)
-        tasks.log_statistics(self, self.queue.statistics)
+        tasks.log_statistics(self, result.stats)
         target = recovery.rewind_target(self)
         find = functools.partial(recovery.non_finite_losses, self)
         self.state.raise_if_unstable(self.config, target, find)

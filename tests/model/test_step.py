@@ -40,7 +40,7 @@ def test_time_of_a_step_counts_from_the_end_of_the_step_in_flight(clock):
     begin(b, a)
     clock[0] = 7.0
     end(b)
-    assert a.result() == (2.0, 3.0, True, 5.0, (0.5, 0.25), False)
+    assert a.result() == (2.0, 3.0, True, 5.0, (0.5, 0.25), False, [])
     begin(c, b)
     clock[0] = 10.0
     end(c, (2.0, float("nan"), 1.0, 0.0, 9.0, 0.0))
