@@ -24,32 +24,31 @@ def rewind_target(run: Run) -> int:
     if not state.is_rewind_due(run.config):
         return 0
     run.wait_for_save()
-    target = state.rewind_target(run.config, saved_steps(run.run_dir, run.control))
+    target = state.rewind_target(run.config, saved_steps(run))
     if not target and state.without_update == run.config.train.rewind_after:
         run.log.info(f"step {state.step}: no checkpoint to rewind to; steps are only skipped")
     return target
 
 
-def restore_model(
-    target: int, run_dir: Path, model: Model, control: ControlGroup
-) -> tuple[int, tuple[int, float] | None]:
+def restore_model(run: Run, target: int) -> tuple[int, tuple[int, float] | None]:
     """Load the newest intact checkpoint up to `target`, delete later ones; return its step
     and the best still there.
     """
-    directory = run_dir / "checkpoints"
-    found = control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
+    directory = run.run_dir / "checkpoints"
+    found = run.control.from_rank0(lambda: str(latest_checkpoint(directory, target)))
     checkpoint = open_checkpoint(Path(found))
-    model.load(checkpoint.parts(model.saved.needs()))
-    control.all_gather(None)  # wait until every rank has loaded: later checkpoints are deleted now
+    run.model.load(checkpoint.parts(run.model.saved.needs()))
+    run.control.all_gather(None)  # until every rank has loaded: later ones are deleted now
     state = checkpoint.state
-    control.from_rank0(lambda: discard_after(directory, state["step"]))
-    steps = saved_steps(run_dir, control)
+    run.control.from_rank0(lambda: discard_after(directory, state["step"]))
+    steps = saved_steps(run)
     return state["step"], (tuple(state["best"]) if best_step(state) in steps else None)
 
 
-def saved_steps(run_dir: Path, control: ControlGroup) -> list[int]:
+def saved_steps(run: Run) -> list[int]:
     """Return the steps of the run's checkpoints, as rank 0 finds them."""
-    return control.from_rank0(lambda: [step for step, _ in list_steps(run_dir / "checkpoints")])
+    directory = run.run_dir / "checkpoints"
+    return run.control.from_rank0(lambda: [step for step, _ in list_steps(directory)])
 
 
 def first_non_finite(run: Run) -> str:

@@ -249,7 +249,7 @@ class Trainer:
         failed = self.state.step
         target = recovery.rewind_target(self)
         with self.watchdog.phase("rewinding"):
-            target, best = recovery.restore_model(target, self.run_dir, self.model, self.control)
+            target, best = recovery.restore_model(self, target)
             self.state.rewind_to(target, best)
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
         self.batches.close()
