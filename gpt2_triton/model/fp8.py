@@ -123,7 +123,7 @@ def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> Non
             model.copy_batch(packed, n)
             model._forward_backward(n > 0, False, False)
         roll_scales(model.K, model.train_view)
-    model.calibrated = True
+    model.lacks_scales = False
 
 
 def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> None:

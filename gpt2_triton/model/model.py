@@ -71,8 +71,8 @@ class Model(ForwardPasses):
         self.recompute = [
             Recompute.at(level, self.has_fp8) for level in recompute_levels(config, training)
         ]
-        # whether a step, a checkpoint or fp8.calibrate has set the fp8 scales
-        self.calibrated = False
+        # fp8 whose scales no checkpoint and no fp8.calibrate has set yet
+        self.lacks_scales = self.has_fp8
         arenas: list[Tensor] = []  # of all ranks, if they can read each other's
         with fitting(self.plan, config, K, self.shape, device, training):
             if group:
@@ -215,4 +215,4 @@ class Model(ForwardPasses):
         fp8.clear(self.state.amax)
         fp8.clear(self.state.history)
         self.saved.load(parts)
-        self.calibrated = self.has_fp8 and bool(self.state.history.cpu().numpy().any())
+        self.lacks_scales = self.has_fp8 and not self.state.history.cpu().numpy().any()

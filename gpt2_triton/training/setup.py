@@ -243,8 +243,7 @@ def open_log(
     step = start.state.step
     planned = model.plan.total
     t = config.train
-    calibrates = model.has_fp8 and not model.calibrated
-    about = describe_start(model.config, model.shape, planned, where, step, calibrates) | {
+    about = describe_start(model.config, model.shape, planned, where, step, model.lacks_scales) | {
         "notes": start.notes
     }
     log = Logger(run_dir, config, step, about, group.size)

@@ -119,7 +119,7 @@ def calibrate(run: Run) -> None:
     """Give a run in fp8 its first scales, unless its checkpoint had scales.  Step
     0's inputs serve any step.
     """
-    if run.model.has_fp8 and not run.model.calibrated:
+    if run.model.lacks_scales:
         with run.watchdog.phase("calibrating the scales of fp8"):
             batches = list(run.batches.step(run.state.sample))
             fp8.calibrate(run.model, batches, step_inputs(0, run.config))

@@ -146,8 +146,7 @@ class Trainer:
     def _save_before_missing_data(self) -> None:
         """Save the last finished step, unless the run has to rewind, or fp8 has no scales yet."""
         rewind = self._read_step()
-        has_scales = self.model.calibrated or not self.model.has_fp8
-        if not rewind and self.state.step > 0 and has_scales:
+        if not rewind and self.state.step > 0 and not self.model.lacks_scales:
             self.log.info(
                 f"saving step {self.state.step}, because the next step's data cannot be read"
             )
