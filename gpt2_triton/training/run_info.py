@@ -6,7 +6,6 @@ code, packages, device and plan.
 Each start of the run adds an entry.  The entries show whether the commit or the GPU has changed.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.files import write_json
+from gpt2_triton.files import object_in, write_json
 from gpt2_triton.kernels import table_file
 from gpt2_triton.training.metrics import RUN
 from gpt2_triton.version import code_state, package_versions
@@ -56,18 +55,12 @@ def describe_start(
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return run.json, or {} if it is missing or damaged, of a copy without the id;
-    OSError if it cannot be read.
-    """
-    try:
-        found = json.loads((run_dir / RUN).read_bytes())
-        place = found.get("place")  # older runs have none
-        is_copy = place is not None and not any(
-            here == there for here, there in zip(_place(run_dir), place)
-        )
-        return {"wandb_id": None if is_copy else found["wandb_id"], "starts": list(found["starts"])}
-    except (FileNotFoundError, AttributeError, LookupError, TypeError, ValueError):
-        return {}
+    """Return run.json, of a copy without the id; {} if it is missing or no object."""
+    found = object_in(run_dir / RUN)
+    here = _place(run_dir)
+    there = found.get("place", here)  # older runs have none
+    is_copy = here[0] != there[0] and here[1] != there[1]
+    return found | {"wandb_id": None} if is_copy else found
 
 
 def write_run(run_dir: Path, wandb_id: str | None, starts: list[dict[str, Any]]) -> None:
