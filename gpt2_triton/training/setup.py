@@ -2,14 +2,13 @@
 to start from, model, log.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_triton import device
 from gpt2_triton.checkpoint import resume, source_files
-from gpt2_triton.checkpoint.format import STATE
+from gpt2_triton.checkpoint.format import STATE, read_object
 from gpt2_triton.checkpoint.load import Checkpoint
 from gpt2_triton.checkpoint.save import require_space
 from gpt2_triton.checkpoint.sources import initial_weights
@@ -102,7 +101,7 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     if found is None:
         architecture = device.architecture() if device.present() else None
         return precision.choose_precision(config, architecture)
-    saved = json.loads((found / STATE).read_text(encoding="utf-8"))["config"]
+    saved = read_object(found / STATE)["config"]
     config, notes = precision.keep_precision(config, saved)
     if config.train.precision == "fp8":
         require_own_fp8()
