@@ -5,12 +5,22 @@ import functools
 import pytest
 import torch
 
+from gpt2_triton.kernels import layernorm
 from gpt2_triton.kernels.contract import LAUNCHERS
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
+from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name
 from gpt2_triton.operands import Branch, Dropout, Norm
 from tests.conftest import DEVICE
-from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
+from tests.support.helpers import (
+    EPS,
+    Guarded,
+    accumulate,
+    dtypes,
+    error,
+    exact,
+    poisoned,
+    require_same_bits,
+)
 
 # R, C: one row; ragged; GPT-2's widths, below and above 1024; three blocks of rows for two
 # programs (the interpreter's)
@@ -133,6 +143,13 @@ def test_layernorm_gives_the_same_bits_recomputes_them_and_writes_only_its_outpu
     require_same_bits(functools.partial(run_all, R, C, dtype), allocations=9)
     out, ln, *_ = run_all(R, C, dtype, poisoned)
     assert torch.equal(out, ln)
+
+
+def test_layernorm_bwd_of_more_multiprocessors_than_planned_stays_in_its_scratch(monkeypatch):
+    monkeypatch.setattr(layernorm, "num_sms", lambda: 2 * PLANNED_SMS)
+    guarded = Guarded()
+    run_all(2100, 48, torch.float32, guarded)
+    assert guarded.intact() == 9
 
 
 @pytest.mark.gpu
