@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpt2_triton import kernels as K
-from gpt2_triton.kernels import classifier, e4m3, hopper
+from gpt2_triton.kernels import classifier, e4m3, hopper, tuning
 from gpt2_triton.kernels.attention import attention_bwd_scratch
 from gpt2_triton.kernels.classifier import classifier_fwd_scratch
 from gpt2_triton.kernels.e4m3 import AMAX_CELLS, to_e4m3, to_e5m2
@@ -285,6 +285,16 @@ def test_attention_writes_fp8(T, HS, rng):
         assert torch.equal(bits(got.columns), in_pairs(got.rows))
 
 
+def test_the_amax_of_attention_leaves_out_rows_past_the_sequence():
+    """Such a row is the mean of all values; the queries of the sequence choose the first, 0."""
+    T, HS = 48, 64
+    qkv = torch.zeros(T, 3, HS, dtype=BF16, device=DEVICE)
+    qkv[:, 0] = qkv[0, 1] = qkv[1:, 2] = 1
+    out = dataclasses.replace(operand(T, HS), value=poisoned(T, HS, dtype=BF16))
+    K.attention_fwd(out, poisoned(1, 1, T), qkv.view(T, 3 * HS))
+    assert 0 < amax_of(out) == out.value.max().item()
+
+
 # ---- products ----
 
 
@@ -379,6 +389,26 @@ def test_gelu_and_its_derivative_as_a_byte(R, N, rng):
     once = dbias.clone()
     K.matmul_dx_dact(dpre, dbias, None, scratch, dout, Linear(w2), slope, True, "gelu")
     assert torch.equal(dbias, 2 * once)
+
+
+def test_the_amax_of_gelu_leaves_out_rows_past_the_end():
+    """Such a row is gelu of the bias, which the others' products nearly cancel."""
+    a, w = (operand(n, C, 64.0, value=torch.full((n, C), x)) for n, x in ((R, 1.0), (112, -1.0)))
+    b = torch.full((112,), C + 1.5, dtype=BF16, device=DEVICE)
+    out, slope = operand(R, 112, 64.0), poisoned(R, 112).to(torch.uint8)
+    K.matmul_act(out, slope, a, Linear(w, b), "gelu")
+    want = reference.ACTIVATIONS["gelu"](torch.tensor(1.5, dtype=torch.float64))
+    assert amax_of(out) == pytest.approx(want.item(), rel=0.01)
+
+
+def test_the_amax_of_gelu_s_derivative_leaves_out_columns_past_the_end(monkeypatch, rng):
+    """Without TMA such a column is the last one again, but its slope is not 0."""
+    monkeypatch.setattr(tuning, "has_tma", lambda: False)
+    dout, w = product_operands(rng, R, 16, 64)[0], product_operands(rng, 16, 64, C)[1]
+    dpre, scratch = operand(R, C), poisoned(R * C)
+    slope = torch.full((R, C), int(e4m3.ZERO.value), dtype=torch.uint8, device=DEVICE)
+    K.matmul_dx_dact(dpre, poisoned(C), None, scratch, dout, Linear(w), slope, False, "gelu")
+    assert amax_of(dpre) == 0
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's, in tanh
