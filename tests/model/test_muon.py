@@ -13,13 +13,14 @@ from benchmarks import torch_reference
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.stored import join_shards
+from gpt2_triton.commands.compile import absent_ranks
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.model.memory_plan import plan_memory
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
-from gpt2_triton.model.sharding import NOT_A_LAYER
+from gpt2_triton.model.sharding import NOT_A_LAYER, buckets
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import ranks, reference
 from tests.support.checkpoints import load_checkpoint
@@ -156,6 +157,22 @@ COUNTERS = ("skipped", "outliers", "skipped_in_a_row", "without_update", "rewind
 REST = ("lnw", "lnb", "qkvb", "attprojb", "fcb", "fcprojb")
 ONE = None  # instead of a group: a single rank
 WAYS = [(zero, shared) for zero in (0, 1, 2) for shared in (True, False)]
+
+
+def test_flat_indices_of_matrices_leave_the_padding_out():
+    """A rank's first elements of a layer have the rounding noise of a single rank's."""
+    train = dict(batch_size=1, seq_len=8, total_batch_tokens=40)
+    config = tiny_config(model=EXACT["model"], train=train, optim=MUON, parallel=dict(zero=1))
+    group = absent_ranks(5)
+    group.rank = 1
+    model = Model(config, reference, "cpu", group=group)
+    layers = buckets(model.dims)[1:-1]
+    assert len(layers) > 1 and layers[0].length < layers[0].padded
+    params = model.state.params
+    for c in model.train_view.matrices:
+        for l, layer in enumerate(layers):
+            at = c.part.w[l].storage_offset() - params.storage_offset()
+            assert c.part.first + l * c.part.distance == layer.first + at - layer.start
 
 
 def write_gradients(model, tensors, seed, micro, add):
