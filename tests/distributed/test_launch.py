@@ -19,6 +19,7 @@ from torch.distributed import HashStore
 
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
+from gpt2_triton.distributed.consistency import require_equal
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import (
     NAMES,
@@ -27,7 +28,7 @@ from gpt2_triton.distributed.launcher_env import (
     rank_and_size,
     set_env_from_slurm,
 )
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import ConfigError, DataError, UserError
 from tests.support import ranks
 from tests.support.loop import losses
 
@@ -156,6 +157,42 @@ def test_all_gather_keeps_numbers_exact():
             lambda rank: ControlGroup("talk", rank, 2, store).all_gather(numbers[rank]), range(2)
         )
     assert [*found] == [numbers, numbers]
+
+
+def test_keys_of_earlier_exchanges_are_deleted():
+    store = HashStore()
+
+    def talk(rank):
+        group = ControlGroup("talk", rank, 2, store)
+        for _ in range(3):
+            group.all_gather(rank)
+        group.leave()
+
+    with ThreadPoolExecutor(2) as pool:
+        [*pool.map(talk, range(2))]
+    assert store.check(["talk/3"]) and store.num_keys() == 1
+
+
+def raise_a_users_error():
+    raise DataError("no shards")
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda group: group.from_rank0(raise_a_users_error), "no shards"),
+        (lambda group: require_equal(group, data=1), "data: not the same"),
+    ],
+)
+def test_rank_0_waits_for_the_others_before_a_users_error(call, why):
+    """It may hold the store, from which they read the error."""
+    store = HashStore()
+    store.set("talk/1/1", json.dumps({}))
+    store.set("talk/left/1", "null")
+    for rank in (0, 1):
+        with pytest.raises(UserError, match=why):
+            call(ControlGroup("talk", rank, 2, store))
+        assert store.check(["talk/left/1"]) == (rank == 1)  # taken by 0, set by 1
 
 
 def test_rendezvous_ignores_tokens_of_the_previous_start():
