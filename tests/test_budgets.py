@@ -48,7 +48,7 @@ CEILINGS = {
     "tests/data/prepare": 13_400,
     "tests/distributed": 5_100,
     "tests/gpu": 8_100,
-    "tests/ground": 4_550,
+    "tests/ground": 4_750,
     "tests/inference": 8_600,
     "tests/kernels": 62_850,
     "tests/model": 28_700,

@@ -6,12 +6,14 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2_triton.interpreter.blocks import Affine, Box
 from gpt2_triton.interpreter.launch import converter
@@ -90,6 +92,16 @@ def test_a_block_of_consecutive_numbers_is_not_made(expression, kind):
     handle = eval(expression, names).handle
     assert type(handle) is kind
     assert kind is interpreter.TensorHandle or "data" not in vars(handle)
+
+
+def test_a_descriptor_is_made_once_for_each_view():
+    x = torch.zeros(8, 32)
+    views = x[:4], x[::2], x[:2], x[4:], x[:4].view(torch.int32)
+    made = [TensorDescriptor.from_tensor(view, [2, 16]) for view in views]
+    made += [replace(made[0], block_shape=[4, 16]), replace(made[0], padding="nan")]
+    convert = converter(lambda descriptor: descriptor)
+    assert all(convert(descriptor) is descriptor for descriptor in made)
+    assert all(convert(replace(descriptor)) is descriptor for descriptor in made)
 
 
 @pytest.mark.slow
