@@ -5,6 +5,7 @@ thread may use a group.  Ranks poll the store for a key, because a blocking `get
 the process's other threads.
 """
 
+import hashlib
 import json
 import secrets
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpt2_triton import errors
-from gpt2_triton.errors import PeerLostError, UserError
+from gpt2_triton.errors import ConfigError, PeerLostError, UserError
 
 POLL_SECONDS = 0.02
 
@@ -50,6 +51,27 @@ class ControlGroup:
         if self._calls > 1:
             self._store.delete_key(f"{self._name}/{self._calls - 1}")
         return values
+
+    def differing(self, value: Any) -> list[int]:
+        """Return the ranks whose value is not rank 0's."""
+        found = self.all_gather(value)
+        return [rank for rank, value in enumerate(found) if value != found[0]]
+
+    def require_equal(self, **values: Any) -> None:
+        """Raise ConfigError, naming the ranks, if a JSON value differs from rank 0's value.
+
+        Without this check a node with an older configuration or a missing shard
+        would train without an error.
+        """
+        for what, value in values.items():
+            text = json.dumps(value, sort_keys=True)
+            others = self.differing(hashlib.sha256(text.encode()).hexdigest())
+            if others:
+                self.leave()
+                raise ConfigError(
+                    f"{what}: not the same on ranks {others} as on rank 0; "
+                    "copy the same files to every node"
+                )
 
     def from_rank0(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0.  Return its result, or raise its OSError or

@@ -22,7 +22,6 @@ from gpt2_triton.data.mixture import Mixture, Source, Validation, sources
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer, look_in
-from gpt2_triton.distributed import consistency
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import same_on_all_ranks
@@ -125,7 +124,7 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         if config.eval.every:
             validation = Validation(open_sources(config, "val"), T, config.eval.tokens)
         data = Data(train, validation, hellaswag.questions_of_run(config))
-    consistency.require_equal(control, configuration=config.to_dict(), data=data.fingerprints())
+    control.require_equal(configuration=config.to_dict(), data=data.fingerprints())
     if validation and control.rank == 0:
         trained = {shard.path.resolve() for shard in train.shards}
         both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]

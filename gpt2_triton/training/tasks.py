@@ -103,13 +103,13 @@ def write_sample(run: Run, step: int) -> None:
 
 def compare_replicas(run: Run, step: int) -> None:
     """Raise ReplicaMismatchError with the ranks whose weights differ from rank 0's."""
-    found = run.control.all_gather(run.model.saved.digest())
-    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    digest = run.model.saved.digest()
+    others = run.control.differing(digest)
     if others:
         raise ReplicaMismatchError(
             f"step {step}: the weights of ranks {others} differ from rank 0's"
         )
-    run.log.info(f"step {step}: weights {found[0]} on every rank")
+    run.log.info(f"step {step}: weights {digest} on every rank")
 
 
 # ---- of some runs ----

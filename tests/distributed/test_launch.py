@@ -19,7 +19,6 @@ from torch.distributed import HashStore
 
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
-from gpt2_triton.distributed.consistency import require_equal
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import (
     NAMES,
@@ -181,7 +180,7 @@ def raise_a_users_error():
     ("call", "why"),
     [
         (lambda group: group.from_rank0(raise_a_users_error), "no shards"),
-        (lambda group: require_equal(group, data=1), "data: not the same"),
+        (lambda group: group.require_equal(data=1), "data: not the same"),
     ],
 )
 def test_rank_0_waits_for_the_others_before_a_users_error(call, why):
