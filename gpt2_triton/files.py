@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object by write_atomic."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text.encode(errors="backslashreplace"))  # a path may hold other bytes
+
+
+def copy_mode(model: Path, path: Path) -> None:
+    """Give a file the permissions of another: safetensors makes its files private."""
+    with suppress(OSError):  # mounts of Windows refuse it
+        shutil.copymode(model, path)
 
 
 def require_new(path: Path) -> None:

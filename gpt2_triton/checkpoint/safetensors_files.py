@@ -3,9 +3,7 @@ names, so that no more than one file's tensors are in memory.
 """
 
 import math
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from gpt2_triton.checkpoint.source_files import CONFIG
 from gpt2_triton.console import Progress
-from gpt2_triton.files import write_json
+from gpt2_triton.files import copy_mode, write_json
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,6 +40,4 @@ def write(
                 tensors[name] = read(name)
                 progress.advance(tensors[name].numel())
             save_file(tensors, directory / file, metadata={"format": "pt"})
-            with suppress(OSError):  # mounts of Windows refuse it
-                # safetensors makes its files private
-                shutil.copymode(directory / CONFIG, directory / file)
+            copy_mode(directory / CONFIG, directory / file)

@@ -48,7 +48,7 @@ from gpt2_triton.data.tokenizer_file import CONFIG, FILE, IDENTITY
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.distributed.run_lock import is_anothers
 from gpt2_triton.errors import CheckpointError, same_on_all_ranks
-from gpt2_triton.files import free_space, fsync, remove
+from gpt2_triton.files import copy_mode, free_space, fsync, remove
 
 FILES_BYTES = 1 << 20  # above the size of state, manifest and the tensors' headers
 TRIAL = "step_trial"  # no name of a step
@@ -219,9 +219,7 @@ def _finish(temporary: Path, state: dict[str, Any], results: list[dict[str, Any]
     _copy_tokenizer(temporary, state)
     manifest = {tensors_name(rank): result["entry"] for rank, result in enumerate(results)}
     for name in manifest:
-        with suppress(OSError):  # mounts of Windows refuse it
-            # safetensors makes its files private
-            shutil.copymode(temporary / STATE, temporary / name)
+        copy_mode(temporary / STATE, temporary / name)
     manifest[STATE] = fingerprint(temporary / STATE)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (temporary / STATE, temporary / MANIFEST, temporary):
