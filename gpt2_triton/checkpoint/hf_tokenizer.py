@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from gpt2_triton.checkpoint.source_files import has_tokenizer
 from gpt2_triton.checkpoint.weights import tokenizer_of
-from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.config.values import TOKENIZER_SIZES
 from gpt2_triton.data import tokenizer_file
 from gpt2_triton.data.tokenizer import (
     LLAMA3_PATTERN,

@@ -21,8 +21,8 @@ from torch import Tensor
 from gpt2_triton.checkpoint.source_files import has_tokenizer
 from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.config.values import TOKENIZER_SIZES
 from gpt2_triton.console import Progress
 from gpt2_triton.data.tokenizer import identity
 from gpt2_triton.errors import CheckpointError

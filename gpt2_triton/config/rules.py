@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator, Sequence
 
 from gpt2_triton.config.schema import Sections, choices
+from gpt2_triton.config.values import TOKENIZER_SIZES
 
 Problem = tuple[str, str]  # a key, and what is wrong with it
 
 # columns of a head, by model.arch: the attention kernels are written and tested for these
 HEAD_SIZES = {"gpt2": (64, 80, 96, 128), "llama": (64, 128)}
-TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}
 # OpenAI's models on the Hub
 HUB_SIZES = {"gpt2": "d12", "gpt2-medium": "d24", "gpt2-large": "d36", "gpt2-xl": "d48"}
 # tokens that a model of another project sees by default; Llama 3.1 takes 131,072

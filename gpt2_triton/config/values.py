@@ -50,7 +50,8 @@ SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
 # what a given size replaces in a file: all that any size says, but no vocabulary
 OF_A_SIZE = {"size", *SIZE_KEYS}.union(*LLAMA_KEYS.values()) - {"vocab_size"}
 
-TOKENIZERS = ("gpt2", "llama3", "bytes")  # by name; others are files
+# tokens of each tokenizer with a name; others are files
+TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}
 # each level keeps less than the level before it
 RECOMPUTE_LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 
@@ -81,13 +82,14 @@ def check_tokenizer(value: str) -> str:
     """Return `value` if it names a tokenizer, or may be the path of a tokenizer's file; else raise
     ValueError.  A run's configuration may name a file of another machine.
     """
-    if value in TOKENIZERS or "/" in value or value.endswith(".json") or value[:7] == "sha256:":
+    is_path = "/" in value or value.endswith(".json")
+    if value in TOKENIZER_SIZES or is_path or value.startswith("sha256:"):
         return value
     if os.path.exists(value.partition("#")[0]):
         return f"./{value}"
-    guess = closest(value, TOKENIZERS)
+    guess = closest(value, TOKENIZER_SIZES)
     raise ValueError(
-        f"must be {', '.join(TOKENIZERS)}, or an existing tokenizer.json or its folder{guess}"
+        f"must be {', '.join(TOKENIZER_SIZES)}, or an existing tokenizer.json or its folder{guess}"
     )
 
 

@@ -19,9 +19,9 @@ from gpt2_triton.config.own_text import (
     choose,
     summary,
 )
-from gpt2_triton.config.rules import TOKENIZER_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.config.values import TOKENIZER_SIZES
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
