@@ -58,11 +58,12 @@ RENAME_EXCHANGE = 2
 
 
 class Retention(NamedTuple):
-    """Which checkpoints stay, beside the best and all after the newest save."""
+    """Which checkpoints stay, beside all after the newest save."""
 
     keep: int  # the newest; 0: all
     every: int = 0  # multiples of this step; 0: none
     rewind: int = 0  # the last two multiples of this step, to which a rewind may return; 0: none
+    best: int | None = None  # the step of the lowest validation loss
 
     @classmethod
     def of(cls, config: Config) -> "Retention":
@@ -71,6 +72,21 @@ class Retention(NamedTuple):
         return cls(
             checkpoint.keep, checkpoint.major, checkpoint.every if config.train.rewind_after else 0
         )
+
+    def superseded(self, directory: Path, newest: int) -> list[Path]:
+        """Return the checkpoints that do not stay once `newest` is saved, oldest first.
+
+        Later ones are damaged: the run passed over them.
+        """
+        paths = {step: path for step, path in list_steps(directory) if step <= newest}
+        steps = sorted({*paths, newest})
+        kept = {self.best, *steps[-self.keep :]}
+        if self.every:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.rewind:
+            last = newest // self.rewind * self.rewind
+            kept |= {last, last - self.rewind}
+        return [path for step, path in paths.items() if step not in kept]
 
 
 def save_checkpoint(
@@ -89,11 +105,11 @@ def save_checkpoint(
     newest intact checkpoint is still there.
     """
     target = step_path(directory, step)
-    best = best_step(state)
+    staying = retention._replace(best=best_step(state))
     needed = control.size * _bytes_of(tensors)
-    control.from_rank0(lambda: _make_room(directory, needed, step, best, retention))
+    control.from_rank0(lambda: _make_room(directory, needed, step, staying))
     _write(target, tensors, {"format": FORMAT, "step": step} | state, control)
-    control.from_rank0(lambda: _prune(directory, step, best, retention))
+    control.from_rank0(lambda: _prune(directory, step, staying))
     return target
 
 
@@ -129,9 +145,7 @@ def _remove_leftovers(directory: Path) -> None:
         remove(leftover)
 
 
-def _make_room(
-    directory: Path, needed: int, step: int, best: int | None, retention: Retention
-) -> None:
+def _make_room(directory: Path, needed: int, step: int, retention: Retention) -> None:
     """Remove what killed saves left, and what has to go before `needed` bytes fit."""
     run_dir = directory.parent
     if not run_dir.is_dir():  # the save makes it again: an error would lose more
@@ -146,13 +160,11 @@ def _make_room(
             errno.EEXIST, f"{run_dir} is another run; give this run's directory its name back"
         )
     _remove_leftovers(directory)
-    for path in _in_the_way(directory, needed, step, best, retention):
+    for path in _in_the_way(directory, needed, step, retention):
         _discard(path)
 
 
-def _in_the_way(
-    directory: Path, needed: int, step: int, best: int | None, retention: Retention
-) -> list[Path]:
+def _in_the_way(directory: Path, needed: int, step: int, retention: Retention) -> list[Path]:
     """Return what to delete before `needed` bytes are written for `step`: nothing if they fit,
     else the oldest of what that save supersedes, but never the newest intact checkpoint or the
     best until then: the save may fail.  OSError if this is not enough.
@@ -164,7 +176,7 @@ def _in_the_way(
     earlier = [path for other, path in list_steps(directory) if other <= step]
     intact = next((path for path in reversed(earlier) if not verify(path)), None)
     spared = {intact, best_checkpoint(intact) if intact else None}
-    for path in _superseded(directory, step, best, retention):
+    for path in retention.superseded(directory, step):
         if free < needed and path not in spared:
             free += sum(file.stat().st_size for file in path.iterdir())
             chosen.append(path)
@@ -267,9 +279,9 @@ def require_space(
     Print a warning if a first one fits, but not a second one beside it.
     """
     size = _bytes_of(tensors)
-    retention = Retention.of(config)
+    retention = Retention.of(config)._replace(best=best)
     try:
-        _in_the_way(directory, size, step + 1, best, retention)
+        _in_the_way(directory, size, step + 1, retention)
     except OSError as error:
         raise CheckpointError(
             f"{directory}: no room for a checkpoint: {error.strerror}; "
@@ -298,24 +310,8 @@ def discard_after(directory: Path, step: int) -> None:
             _discard(path)
 
 
-def _superseded(directory: Path, newest: int, best: int | None, retention: Retention) -> list[Path]:
-    """Return the checkpoints that `retention` does not keep once `newest` is saved, oldest first.
-
-    Later ones are damaged: the run passed over them.
-    """
-    paths = {step: path for step, path in list_steps(directory) if step <= newest}
-    steps = sorted({*paths, newest})
-    kept = {best, *steps[-retention.keep :]}
-    if retention.every:
-        kept |= {step for step in steps if step % retention.every == 0}
-    if retention.rewind:
-        last = newest // retention.rewind * retention.rewind
-        kept |= {last, last - retention.rewind}
-    return [path for step, path in paths.items() if step not in kept]
-
-
-def _prune(directory: Path, newest: int, best: int | None, retention: Retention) -> None:
-    for path in _superseded(directory, newest, best, retention):
+def _prune(directory: Path, newest: int, retention: Retention) -> None:
+    for path in retention.superseded(directory, newest):
         try:
             _discard(path)
         except OSError as error:  # the new checkpoint is complete
