@@ -185,14 +185,14 @@ def load(run):
     checkpoint = open_checkpoint(step_dir)
     saved = checkpoint.state
     for tensor in checkpoint.tensors.values():
-        tensor.whole()
+        checkpoints.whole(tensor)
     RunState.from_checkpoint(saved)
     resume.config_differences(saved["config"], tiny_config().to_dict())
     only_user_errors(resume.check_data, step_dir, saved["data"], [], "data.train x", False)
     only_user_errors(resume.check_tensors, checkpoint, {"params": torch.empty(3)})
     _, stored, _ = load_weights(str(run))
     for tensor in stored.values():
-        tensor.whole()
+        checkpoints.whole(tensor)
 
 
 @pytest.fixture

@@ -66,10 +66,6 @@ class StoredTensor(NamedTuple):
             joined[begin : begin + len(piece.elements)].copy_(piece.elements)
         return joined
 
-    def whole(self) -> Tensor:
-        """Return the tensor in its shape: a view of the file, or a copy of several pieces."""
-        return self.read(0, self.size).view(self.shape)
-
 
 def _is_finite(elements: Tensor) -> bool:
     if not elements.is_floating_point():

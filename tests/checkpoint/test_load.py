@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
     load_checkpoint,
     names,
     reseal,
+    whole,
     write,
 )
 from tests.support.checkpoints import state as made_state
@@ -273,7 +274,7 @@ def test_reader_beside_a_run_that_deletes_as_fast_as_it_can(tmp_path):
             for path in (tmp_path, tmp_path / "best"):
                 _, state, tensors = load.open_newest(path)
                 steps.append(state["step"])
-                if content({name: tensor.whole() for name, tensor in tensors.items()}) != content(
+                if content({name: whole(tensor) for name, tensor in tensors.items()}) != content(
                     example(steps[-1])
                 ):
                     failed.append(steps[-1])

@@ -16,6 +16,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training.logger import Logger
 from tests.data.prepare.test_text import llama3
+from tests.support.checkpoints import whole
 from tests.support.foreign import (
     checkpoint_of,
     config_of,
@@ -47,7 +48,7 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
         assert (config.train.dtype, config.model) == (dtype, config_of(vocab_size=256).model)
         assert config.data.tokenizer == "bytes" and config.train.seq_len == 16
         assert stored.keys() == {"params"}
-        assert torch.equal(stored["params"].whole(), random_params(config_of(vocab_size=256)))
+        assert torch.equal(whole(stored["params"]), random_params(config_of(vocab_size=256)))
 
 
 def test_a_run_keeps_llama3s_vocabulary_and_its_steps_find_it(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from gpt2_triton.checkpoint.load import open_checkpoint
 from gpt2_triton.model import sharding, state_io
 from gpt2_triton.model.optimizers import ADAMW, MUON, OPTIMIZERS
 from gpt2_triton.model.state_io import SavedState
+from tests.support.checkpoints import whole
 
 SMALL = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648)  # few ranks divide them
 # 288 MB with moments and fp32 masters
@@ -113,15 +114,13 @@ def test_a_rank_gets_the_bytes_that_it_holds_and_no_others(tmp_path, values, the
     )
     for rank in range(now):
         expected = empty_state(dims)
-        whole = [(name, 0, elements) for name, elements in given.items()]
-        SavedState(expected, dims, rank).load(whole)
+        parts = [(name, 0, elements) for name, elements in given.items()]
+        SavedState(expected, dims, rank).load(parts)
         found, count = resumed(checkpoint, dims, rank)
         for name, buffer in state_io.state_buffers(expected).items():
             assert torch.equal(found[name], buffer), name
         assert count == bytes_held(dims, rank)
-    assert all(
-        torch.equal(checkpoint.tensors[name].whole().view(-1), given[name]) for name in given
-    )
+    assert all(torch.equal(whole(checkpoint.tensors[name]).view(-1), given[name]) for name in given)
 
 
 def mapped(directory: Path) -> int:
@@ -156,5 +155,5 @@ def test_a_rank_maps_and_reads_its_own_part_of_the_files(tmp_path, then, now, ze
     assert mapped(tmp_path) + read_by_calls() - before < most
     if zero:
         for tensor in checkpoint.tensors.values():
-            tensor.whole()
+            whole(tensor)
         assert mapped(tmp_path) > most

@@ -24,6 +24,7 @@ from gpt2_triton.inference.load import load_for_losses
 from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
+from tests.support.checkpoints import whole
 from tests.support.loop import records, train
 from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tokenizer_files import byte_level
@@ -207,4 +208,4 @@ def test_load_for_losses_takes_the_dtype(trained, dtype, stored):
     model = load_for_losses(config.replace(train=dict(dtype="bf16")), saved, 192, dtype)
     stored = stored or (torch.float32 if model.arena.device.type == "cpu" else torch.bfloat16)
     assert model.state.params.dtype == stored
-    assert torch.equal(model.state.params.cpu(), saved["params"].whole().to(stored))
+    assert torch.equal(model.state.params.cpu(), whole(saved["params"]).to(stored))

@@ -23,7 +23,7 @@ from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
 from gpt2_triton.model.sharding import NOT_A_LAYER, buckets
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import ranks, reference
-from tests.support.checkpoints import load_checkpoint
+from tests.support.checkpoints import load_checkpoint, whole
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, F64, batches, exact_model, train_steps
 from tests.support.tiny import tiny_config
@@ -268,7 +268,7 @@ def test_ranks_give_the_bytes_of_one_rank_for_equal_sums_of_gradients(tmp_path, 
         spans, second = ([s[key] for _, s, _ in of_ranks] for key in ("shares", "second_shares"))
         assert len(want["v"]) == sum(length for own in second for _, length in own)
         for name, tensor in join_shards("", shards, spans, second).items():
-            assert np.array_equal(tensor.whole().numpy(), want[name]), (way, name)
+            assert np.array_equal(whole(tensor).numpy(), want[name]), (way, name)
     saved = load_checkpoint(find_checkpoint(tmp_path))[1]
     assert saved.keys() == want.keys()
     assert all(np.array_equal(saved[name].numpy(), want[name].astype(np.float32)) for name in want)

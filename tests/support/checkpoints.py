@@ -46,10 +46,15 @@ def write(directory, step, keep=0, every=0):
     return save_checkpoint(directory, step, example(step), state(step), Retention(keep, every))
 
 
+def whole(tensor):
+    """Return a StoredTensor in its shape."""
+    return tensor.read(0, tensor.size).view(tensor.shape)
+
+
 def load_checkpoint(step_dir):
     """Return the state and the whole tensors of a checkpoint."""
     _, saved, tensors = open_checkpoint(step_dir)
-    return saved, {name: tensor.whole() for name, tensor in tensors.items()}
+    return saved, {name: whole(tensor) for name, tensor in tensors.items()}
 
 
 def reseal(step_dir: Path):
