@@ -200,15 +200,12 @@ def identity(name: str) -> str:
     """Return the name of a tokenizer that every machine knows: that of a file is a hash."""
     if name in NAMES or name.startswith(tokenizer_file.IDENTITY):
         return name
-    tokenizer = get_tokenizer(name)
-    assert isinstance(tokenizer, FileTokenizer)
-    return tokenizer.identity
+    return file_tokenizer(name).identity
 
 
 def record_of(name: str) -> dict[str, str]:
     """Return what the record of shards has of a tokenizer."""
-    tokenizer = None if name in NAMES else get_tokenizer(name)
-    end = {"end_of_text": tokenizer.end} if isinstance(tokenizer, FileTokenizer) else {}
+    end = {} if name in NAMES else {"end_of_text": file_tokenizer(name).end}
     return {"tokenizer": identity(name)} | end
 
 
@@ -252,9 +249,8 @@ def has_file(directory: Path) -> bool:
 
 def keep(name: str, directory: Path) -> None:
     """Copy the file of a tokenizer into a directory; the names of NAMES need none."""
-    tokenizer = None if name in NAMES else get_tokenizer(name)
-    if isinstance(tokenizer, FileTokenizer):
-        tokenizer_file.copy(tokenizer, directory)
+    if name not in NAMES:
+        tokenizer_file.copy(file_tokenizer(name), directory)
 
 
 def look_in(tokenizer: str, directory: Path) -> None:
@@ -294,6 +290,13 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name == "llama3":
         return Llama3Tokenizer(_llama3_encoding())
     return FileTokenizer(name)
+
+
+def file_tokenizer(name: str) -> FileTokenizer:
+    """Return the tokenizer of a file."""
+    tokenizer = get_tokenizer(name)
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer
 
 
 def _gpt2_encoding() -> Any:
