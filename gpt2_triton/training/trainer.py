@@ -161,7 +161,7 @@ class Trainer:
         if step == 0 and self._due(step, self.config.eval.every):
             due = ["eval.every"]
         if due:
-            self._finish_step()
+            self.model.comm.gather_params()
             tasks.call(self, due, step)
             if step >= last:  # no later save has what these tasks found
                 self._save(step)
@@ -235,13 +235,6 @@ class Trainer:
         self.state.raise_if_unstable(self.config, target, find)
         return target > 0
 
-    def _finish_step(self) -> bool:
-        """Read the step in flight and gather this rank's weights; return True to rewind."""
-        rewind = self._read_step()
-        if not rewind:
-            self.model.comm.gather_params()
-        return rewind
-
     def _rewind(self) -> int:
         """Return to an earlier step, and go on from there with the data after the present step."""
         self.queue.finish()  # the step in flight, if any, is undone too
@@ -266,9 +259,11 @@ class Trainer:
         due = tasks.due_after(step, self.config)
         save = self._due(step, self.config.checkpoint.every) or step == self.config.train.steps
         if not self.signals.stop and (due or save):
-            rewind = self._finish_step() if due else self._read_step()
+            rewind = self._read_step()
             if rewind:
                 return True
+            if due:
+                self.model.comm.gather_params()
         tasks.call(self, due, step)
         if not self.signals.stop and (save or self.state.best_step == step):
             self._save(step)
