@@ -180,7 +180,7 @@ def _print_sources(config: Config) -> None:
     V = config.model.vocab_size
     T = config.train.seq_len
     parts = [(source, open_shards(source.pattern, V, T)) for source in found]
-    samples = config.train.steps * config.train.step_tokens // T
+    samples = config.train.steps * config.train.step_sequences
     for line in Mixture(parts, T, config.data.seed).describe(samples):
         print(f"# {line}")
 

@@ -307,6 +307,11 @@ class TrainConfig(ConfigSection):
         """Tokens of a step, on all GPUs together."""
         return self.total_batch_tokens or self.batch_size * self.seq_len
 
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of a step, on all GPUs together."""
+        return self.step_tokens // self.seq_len
+
 
 class Fp8Config(ConfigSection):
     keep_bf16: Annotated[Literal["head", "none"], NothingIsNone] = free(

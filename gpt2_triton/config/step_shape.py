@@ -36,7 +36,7 @@ class StepShape:
         problems = list(step_conflicts(t, gpus))
         if problems:
             raise ConfigError("\n".join(f"{key}: {message}" for key, message in problems))
-        rows = t.step_tokens // (t.seq_len * gpus)  # of each GPU
+        rows = t.step_sequences // gpus  # of each GPU
         micro_batch = min(t.batch_size, rows)
         return StepShape(
             gpus, micro_batch, rows // micro_batch, config.parallel.zero if gpus > 1 else 0

@@ -56,9 +56,14 @@ def first_non_finite(run: Run) -> str:
     tensor that is not finite.
     """
     with run.watchdog.phase(SEARCHING):
-        batches = run.batches.step(run.state.sample - run.sequences)
+        batches = run.batches.step(_first_sample(run))
         found = find_non_finite_tensor(run.model, batches, run.control)
     return found or "nothing when computed again"
+
+
+def _first_sample(run: Run) -> int:
+    """Return the first global sample of the last finished step."""
+    return run.state.sample - run.config.train.step_sequences
 
 
 def find_non_finite_tensor(model: Model, batches: Iterable[Tensor], control: ControlGroup) -> str:
@@ -100,7 +105,7 @@ def _non_finite_losses_here(run: Run) -> tuple[int, int, str]:
     loader = run.data.train
     bad = rows = 0
     place = ""
-    for first in run.batches.first_samples_of_step(run.state.sample - run.sequences):
+    for first in run.batches.first_samples_of_step(_first_sample(run)):
         tokens = loader.batch(first, model.B)
         ids = tokens[:, :-1].copy()
         targets = tokens[:, 1:].copy()

@@ -29,6 +29,5 @@ class Run(Protocol):
     group: ProcessGroup
     control: ControlGroup
     watchdog: Watchdog
-    sequences: int  # of a step
 
     def wait_for_save(self, raise_errors: bool = False) -> None: ...

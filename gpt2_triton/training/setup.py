@@ -256,7 +256,7 @@ def open_log(
     each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
     log.info(f"memory {format_bytes(planned)}{each} on {where}")
     log.info(rates_line(config))
-    samples = t.steps * t.step_tokens // t.seq_len
+    samples = t.steps * t.step_sequences
     sequences = sum(loader.windows.n for loader in data.train.loaders)
     text = ", names of Unicode's characters" if config.data.train == "builtin" else ""
     log.info(

@@ -104,7 +104,6 @@ class Trainer:
         self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
         self.signals = signals
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
-        self.sequences = self.config.train.step_tokens // self.config.train.seq_len  # of a step
         self.queue = StepQueue(self.model, self.watchdog)
         self.batches = self._prefetch()
 
@@ -222,7 +221,7 @@ class Trainer:
         if result is None:
             return False
         self.state.step += 1
-        self.state.sample += self.sequences
+        self.state.sample += self.config.train.step_sequences
         self.state.count(result)
         self.signals.all_ranks_agree = result.stop
         self.watchdog.end_startup()

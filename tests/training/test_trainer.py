@@ -341,7 +341,7 @@ def test_non_finite_losses_name_the_first_sequence(tmp_path, monkeypatch):
     """The last sequence of the step of four that begins with sample 8 has a loss of NaN."""
     with make_trainer(run_config(), tmp_path) as made:
         model, loader = made.model, made.data.train
-        made.state.sample = 8 + made.sequences
+        made.state.sample = 8 + made.config.train.step_sequences
         if model.has_fp8:
             calibrate(model)
         tokens = loader.batch(8, 4)
