@@ -1,10 +1,10 @@
 """Layout of a run's checkpoints on disk.
 
     RUN/checkpoints/step_NNNNNNNN/
-        rank_00000.safetensors ...   a rank's shard of every tensor; rank 0
-        also holds the unsharded tensors
-        state.json                   configuration, counters, best validation loss,
-                                     and the spans of several ranks
+        rank_00000.safetensors ...   a rank's shard of every tensor; rank 0 also holds the
+                                     unsharded tensors
+        state.json                   configuration, counters, best validation loss, and the
+                                     spans of several ranks
         manifest.json                size and sha256 of every other file
         tokenizer.json ...           of a tokenizer that state.json names by its hash
 

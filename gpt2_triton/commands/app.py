@@ -4,8 +4,9 @@ A user's mistake is one line on stderr and an exit code: 2 configuration or comm
 data, 4 checkpoint, 5 memory, 6 non-finite numbers, 1 failures between GPUs.  128 and a signal's
 number: the signal stopped the run; 141: the reader of stdout left.  Any other exception is a
 bug and keeps its traceback.
-Commands import kernels inside their functions: TRITON_INTERPRET must be set
-before a kernel is decorated.
+
+Commands import kernels inside their functions: TRITON_INTERPRET must be set before a kernel is
+decorated.
 """
 
 import ctypes

@@ -184,9 +184,9 @@ class Prefetcher:
     Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r
     takes b samples, from sample s + (k * ranks + r) * b on.
 
-    A buffer is valid until the next call of next().  By then its copy to the device is
-    issued, but perhaps not done.
-    So next() records an event, and the thread waits for the event before it fills the buffer again.
+    A buffer is valid until the next call of next().  By then its copy to the device is issued, but
+    perhaps not done.  So next() records an event, and the thread waits for the event before it
+    fills the buffer again.
     """
 
     def __init__(

@@ -12,17 +12,15 @@ SEGMENT = 128  # one program of the embedding backward adds at most this many en
 def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
     """Return the largest numbers of segments Ns, split tokens Nh and slots of R ids and R targets.
 
-    E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) = 1 +
-    floor((c - 1) / M) segments.
-    Ns: k tokens have at most k + floor((E - k) / M) segments, because floors add up to
-    at most the floor of the sum.
-        The bound grows with k <= min(V, E).  k - 1 tokens of one entry and one
-        token with the rest reach it.
-    Nh: a split token has M + 1 entries or more, so Nh = min(V, floor(E / (M + 1))).
-    Slots are the segments of split tokens: at most h + floor((E - h) / M) for h split
-    tokens, and h is at most Nh.
-        h - 1 tokens of M + 1 entries and one token with the rest reach this bound.
-        It is 0 without split tokens.
+    E = 2R entries, M = SEGMENT.  A token with c > 0 entries has ceil(c / M) segments, which is
+    1 + floor((c - 1) / M).
+    Ns     k tokens have at most k + floor((E - k) / M) segments, because floors add up to at most
+           the floor of the sum.  The bound grows with k <= min(V, E).  k - 1 tokens of one entry
+           and one token with the rest reach it.
+    Nh     A split token has M + 1 entries or more, so Nh = min(V, floor(E / (M + 1))).
+    slots  The segments of h split tokens are at most h + floor((E - h) / M), and h is at most Nh.
+           h - 1 tokens of M + 1 entries and one token with the rest reach this bound.
+           It is 0 without split tokens.
     """
     entries = 2 * R
     present = min(vocab_size, entries)
@@ -39,20 +37,19 @@ def scatter_table(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return int32 tables: which entries each row of wte's gradient adds, and in which order.
 
-    Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to wte[targets[e
-    - R]].  A target of -1 has no entry.  Unused elements of the tables are zero.
-    order [2R]:         entries sorted by token, and by e for equal tokens.
-    segments [Ns, 4]:   (token, start, length, slot): order[start : start + length]
-    are entries of `token`, at most
-                        SEGMENT of them.  With slot -1 these are all of its entries, and their sum
-                        is added to its row; otherwise the sum is stored in partial row `slot`.
-    split_tokens [Nh, 4]: (token, first_slot, count, 0): the partial rows of a token
-    with more than SEGMENT entries.
+    Entry e < R adds dx[e] to wte[ids[e]]; entry e >= R adds ks[e - R] * lnf[e - R] to
+    wte[targets[e - R]].  A target of -1 has no entry.  Unused elements of the tables are zero.
+    order [2R]            entries sorted by token, and by e for equal tokens
+    segments [Ns, 4]      (token, start, length, slot): order[start : start + length] are entries of
+                          `token`, at most SEGMENT of them.  With slot -1 these are all of its
+                          entries, and their sum is added to its row; otherwise the sum is stored in
+                          partial row `slot`
+    split_tokens [Nh, 4]  (token, first_slot, count, 0): the partial rows of a token with more than
+                          SEGMENT entries
 
-    For example SEGMENT = 2, ids = 7 4 7, targets = 4 7 9.  Entries 0 to 5
-    belong to tokens 7 4 7 4 7 9:
-    order         1 3 0 2 4 5                     token 4 has entries 1 3, token 7 has 0 2 4,
-                                                  token 9 has 5
+    For example SEGMENT = 2, ids = 7 4 7, targets = 4 7 9.  Entries 0 to 5 belong to tokens
+    7 4 7 4 7 9; token 4 has entries 1 3, token 7 has 0 2 4, token 9 has 5:
+    order         1 3 0 2 4 5
     segments      (4, 0, 2, -1)  (7, 2, 2, 0)  (7, 4, 1, 1)  (9, 5, 1, -1)
     split_tokens  (7, 0, 2, 0)                    row 7 gets partial rows 0 and 1
     """

@@ -1,10 +1,9 @@
 """Lock of a run directory: one process at a time writes to the directory.  Rank 0
 holds the lock for all ranks.
 
-The lock is flock on RUN/.lock; the system frees it when its process ends or is
-killed.  The file names the process.
-On a file system without flock the file itself is the lock: after a kill
-the user must delete the file.
+The lock is flock on RUN/.lock; the system frees it when its process ends or is killed.  The file
+names the process.  On a file system without flock the file itself is the lock: after a kill the
+user must delete the file.
 """
 
 import contextlib

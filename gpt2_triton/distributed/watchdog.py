@@ -1,12 +1,11 @@
 """Watchdog: each rank publishes its progress once a second.  If no rank makes progress within the
 timeout, the job ends with a message that names the rank at fault.
 
-    main thread   heartbeat(step) before each micro-step; `with phase(name)`
-                  around work that takes longer
-    watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in
-                  the store after a timeout without progress of this rank: watch all ranks,
-                  and report in two cases: - no rank makes progress for timeout * the
-                  largest factor of the ranks' phases
+    main thread   heartbeat(step) before each micro-step; `with phase(name)` around work that
+                  takes longer
+    watchdog      every interval: set watchdog/RANK = Status(tick, beats, step, phase) in the store
+                  after a timeout without progress of this rank: watch all ranks, and report if
+                  - no rank makes progress for timeout * the largest factor of the ranks' phases
                   - a rank publishes nothing for one timeout, in any phase
                   the first rank to report prints `diagnose`; every rank exits with 1
 

@@ -3,16 +3,18 @@ update, one launch per line.
 
 K is the kernel package (or tests/support/reference.py, to check the mathematics), layers the
 schedule of the model's layers, such as gpt2/schedule.py, and m a ModelView: w parameters, g
-gradients, a activations, s state, ids/targets/order/segments/split_tokens the batch.
-tables.py explains the names.
-With train.precision fp8 the launchers get the operands of products as Fp8 (kernels/fp8.py) instead
-of tensors.  `acc` is False in a step's first micro-step, which overwrites the gradients, and True
-in the others, which add to them.  m.comm exchanges parameters and gradients with other ranks: it is
-called before a layer's parameters are read and after its gradients are complete.  On one rank it
-does nothing (communicator.py).
-m.observe takes statistics: of tensors just after they are written, named as in m.a and m.w,
-and of updates just before they are made.  The head's tensors are number L.  In most steps it
-does nothing (tensor_stats.py).
+gradients, a activations, s state, ids/targets/tokens the batch, net what the launchers take.
+tables.py explains the names.  With train.precision fp8 the launchers get the operands of products
+as Fp8 (operands.py) instead of tensors.
+
+acc        False in a step's first micro-step, which overwrites the gradients, and True in the
+           others, which add to them
+m.comm     exchanges parameters and gradients with other ranks: it is called before a layer's
+           parameters are read and after its gradients are complete.  On one rank it does nothing
+           (communicator.py)
+m.observe  takes statistics: of tensors just after they are written, named as in m.a and m.w, and of
+           updates just before they are made.  The head's tensors are number L.  In most steps it
+           does nothing (tensor_stats.py)
 """
 
 from gpt2_triton.model.launchers import Kernels

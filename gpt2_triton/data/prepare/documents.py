@@ -352,9 +352,8 @@ def split_at_whitespace(parts: Iterable[str], size: int) -> Iterator[str]:
     characters, the last one shorter.
 
     The pieces have the tokens of the whole: no token lies across a cut, unless a tokenizer's file
-    has a token of several words.  After
-    other characters, GPT-2's pattern matches no whitespace.  Llama 3's matches line ends, but
-    not after a letter or a digit.
+    has a token of several words.  After other characters, GPT-2's pattern matches no whitespace.
+    Llama 3's matches line ends, but not after a letter or a digit.
     """
     rest = ""
     for part in parts:
