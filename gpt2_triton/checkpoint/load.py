@@ -30,7 +30,7 @@ from gpt2_triton.checkpoint.format import (
 from gpt2_triton.checkpoint.stored import StoredTensor, join_shards, whole_tensors
 from gpt2_triton.console import Progress, print_line
 from gpt2_triton.errors import CheckpointError
-from gpt2_triton.model.tables import Part, Span
+from gpt2_triton.model.tables import Extent, Part
 
 # ---- verifying ----
 
@@ -124,7 +124,7 @@ class Checkpoint(NamedTuple):
     state: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
-    def parts(self, spans: Mapping[str, Iterable[Span]]) -> Iterator[Part]:
+    def parts(self, spans: Mapping[str, Iterable[Extent]]) -> Iterator[Part]:
         """Yield what the checkpoint has of the spans of these tensors;
         CheckpointError for a NaN in them.
         """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpt2_triton.model import sharding
-from gpt2_triton.model.tables import Part, Span, State
+from gpt2_triton.model.tables import Extent, Part, State
 
 EQUAL = {"window", "scale", "history"}  # on all ranks
 
@@ -110,7 +110,7 @@ class SavedState:
                 ]
         return out
 
-    def needs(self) -> dict[str, list[Span]]:
+    def needs(self) -> dict[str, list[Extent]]:
         """Return (index, elements) of what a load of each tensor needs."""
         return {name: [(h.first, h.length) for h in held] for name, held in self.held().items()}
 

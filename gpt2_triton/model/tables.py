@@ -51,7 +51,7 @@ WINDOW = 128  # steps that a loss and a gradient norm are compared with, as in l
 
 
 Tensors = list[Tensor]
-Span = tuple[int, int]  # of a checkpoint's tensor: flat index, elements
+Extent = tuple[int, int]  # of a checkpoint's tensor: flat index, elements
 # of a checkpoint's tensor: its name, index of the part's first element, elements
 Part = tuple[str, int, Tensor]
 

@@ -39,8 +39,8 @@ FP8 = ("saturated", "zero")
 PARAMETER = ("grad_rms", "grad_absmax", "nonfinite", "weight_rms", "update_ratio")
 
 # tensor -> column -> a number for each point or layer
-Tensors = dict[str, dict[str, list[Any]]]
-Statistics = dict[str, Tensors]  # by kind
+Table = dict[str, dict[str, list[Any]]]
+Statistics = dict[str, Table]  # by kind
 
 
 def tracked_activations(dims: dict[str, int]) -> list[tuple[str, int]]:
@@ -192,7 +192,7 @@ def _combine_ranks(ranks: np.ndarray, elements: np.ndarray) -> list[np.ndarray]:
 
 
 def _append(
-    kind: Tensors, names: list[str], columns: Sequence[str], values: Iterable[np.ndarray]
+    kind: Table, names: list[str], columns: Sequence[str], values: Iterable[np.ndarray]
 ) -> None:
     for column, numbers in zip(columns, values, strict=True):
         for name, number in zip(names, numbers.tolist(), strict=True):
@@ -251,7 +251,7 @@ def fp8_name(name: str, i: int) -> str:
     return f"{name} of {'the head' if name in HEAD_SCALES else f'layer {i}'}"
 
 
-def _largest(tensors: Tensors, column: str) -> tuple[float, str, int]:
+def _largest(tensors: Table, column: str) -> tuple[float, str, int]:
     """Return a column's largest number, its tensor and entry; what is not finite is largest."""
     return max(
         (math.inf if number is None else number, name, i)
