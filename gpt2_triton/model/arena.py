@@ -197,7 +197,7 @@ def place_buffers(buffers: list[Buffer], fixed: Sequence[Buffer] = ()) -> Memory
     return MemoryPlan(by_name, max(b.offset + b.nbytes for b in by_name.values()))
 
 
-def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str, int]) -> Any:
+def carve(table: type, plan: MemoryPlan, arena: Tensor, dims: dict[str, int]) -> Any:
     """Return `table` with views of `arena`, shaped by `dims`, at most the planned
     sizes; None without a buffer.
     """
@@ -215,9 +215,9 @@ def carve(table: type, buffers: dict[str, Buffer], arena: Tensor, dims: dict[str
         )
 
     def views(name: str) -> Any:
-        if name not in buffers:
+        b = plan.buffers.get(name)
+        if b is None:
             return None
-        b = buffers[name]
         if b.copy_of is None:
             return view(b, 0)
         return [view(b, copy) for copy in b.copy_of]

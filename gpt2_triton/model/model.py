@@ -79,11 +79,11 @@ class Model(ForwardPasses):
                 self.arena, arenas = group.allocate_shared(self.plan.total)
             else:
                 self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
-        self.state: State = carve(State, self.plan.buffers, self.arena, self.dims)
-        self.decoding: Decoding = carve(Decoding, self.plan.buffers, self.arena, self.dims)
+        self.state: State = carve(State, self.plan, self.arena, self.dims)
+        self.decoding: Decoding = carve(Decoding, self.plan, self.arena, self.dims)
         self.drawn = self.dims["V"]
         # Llama's rotations
-        self.A.fill(carve(self.A.Acts, self.plan.buffers, self.arena, self.dims), config.model)
+        self.A.fill(carve(self.A.Acts, self.plan, self.arena, self.dims), config.model)
         self.eager = device == "cpu"  # True: no graphs; tests that look at single launches set it
         self.group = group
         self.rank = group.rank if group else 0

@@ -49,11 +49,11 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
     grads, grad_starts = _gradients(state, d, starts)
     w = param_views(A.Params, state.params, d, starts)
     g = param_views(A.Params, grads, d, grad_starts)
-    a = carve(A.Acts, plan.buffers, model.arena, d)
+    a = carve(A.Acts, plan, model.arena, d)
     q = None
     fp8_weights: list[list[Fp8]] = [[]] * (d["L"] + 1)
     if fp8:
-        q = carve(A.Fp8Buffers, plan.buffers, model.arena, d)
+        q = carve(A.Fp8Buffers, plan, model.arena, d)
         fp8_weights = place_operands(w, a, q, state, d, train)
     branch_grads = _branch_grads(a, d["S"])
     ids, targets, order, segments, split_tokens = unpack_batch(

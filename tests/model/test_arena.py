@@ -85,7 +85,7 @@ def test_carved_views_keep_their_values_while_others_are_written(table):
     plan = place_buffers(table)
     memory = torch.empty(plan.total, dtype=torch.uint8)
     fields = [(b.name, Tensor, buf(b.spec.shape, "f32", b.live, "kind")) for b in table]
-    views = carve(dataclasses.make_dataclass("Table", fields), plan.buffers, memory, {})
+    views = carve(dataclasses.make_dataclass("Table", fields), plan, memory, {})
     for phase in PHASES:
         live = [(i, getattr(views, b.name)) for i, b in enumerate(table) if phase in b.phases]
         copies = [
@@ -146,7 +146,7 @@ def test_lists_share_the_copies_that_their_level_drops(level):
     levels = layer_levels(level, 3)
     resolved = [b for table in (State, Acts) for b in resolve_buffers(table, DIMS, DTYPES, levels)]
     plan = place_buffers(resolved)
-    acts = carve(Acts, plan.buffers, torch.empty(plan.total, dtype=torch.uint8), DIMS)
+    acts = carve(Acts, plan, torch.empty(plan.total, dtype=torch.uint8), DIMS)
     lists = (acts.x, acts.ln, acts.mean, acts.qkv, acts.fch, acts.fcg)
     assert [*map(len, lists)] == [7, 6, 7, 3, 3, 3]
     distinct = [
@@ -175,6 +175,6 @@ def test_carve_makes_smaller_views_and_refuses_larger_ones():
     table = dataclasses.make_dataclass("Table", [("x", Tensor, buf("R C", "f32", "head", "kind"))])
     plan = place_buffers(resolve_buffers(table, dict(R=8, C=4), DTYPES, []))
     memory = torch.empty(plan.total, dtype=torch.uint8)
-    assert carve(table, plan.buffers, memory, dict(R=3, C=4)).x.shape == (3, 4)
+    assert carve(table, plan, memory, dict(R=3, C=4)).x.shape == (3, 4)
     with pytest.raises(AssertionError, match="exceeds the planned"):
-        carve(table, plan.buffers, memory, dict(R=9, C=4))
+        carve(table, plan, memory, dict(R=9, C=4))
