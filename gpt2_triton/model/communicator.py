@@ -270,16 +270,10 @@ class NcclCommunicator(BucketedCommunicator):
             return
         for c in classes:
             part = c.parts[self._group.rank]
-            flat = c.whole.view(-1)
-            layer = c.whole.numel() // len(c.part.w)
-            ends = [
-                0,
-                *(l * layer + end for l in range(len(c.part.w)) for end in (part.start, part.stop)),
-                len(flat),
-            ]
-            for start, stop in zip(ends[::2], ends[1::2], strict=True):
-                if stop > start:
-                    self._K.fill(flat[start:stop], 0.0)
+            for layer in c.whole.view(len(c.part.w), -1):
+                for others in (layer[: part.start], layer[part.stop :]):
+                    if len(others):
+                        self._K.fill(others, 0.0)
             for together in self._whole_groups(c):
                 self._group.reduce_scatter(self._own_shard(together), together)
             rest = self._rest_group(c)
