@@ -46,8 +46,8 @@ def _make_calls(
     model.initialise(model.config.train.seed)
     for with_stats in (False, True) if model.stats_recorder else (False,):
         for acc in (False, True)[: model.shape.accumulation]:
-            model._forward_backward(acc, with_stats, True)
-        model._update(with_stats)
+            model.launch_forward_backward(acc, with_stats, last=True)
+        model.launch_update(with_stats)
     model.comm.precompile()
     for shape in validated | answered:
         zeros = np.zeros(shape, np.int32)
@@ -55,13 +55,13 @@ def _make_calls(
         if model.has_fp8 and shape in validated:
             model.evaluate(zeros, zeros, fp8=True)
     if (s := model.config.sample).every:
-        model._prefill(model.T)
-        model._decode(s.temperature, s.top_k, 1.0)
+        model.launch_prefill(model.T)
+        model.launch_decode(s.temperature, s.top_k, 1.0)
 
 
 def compile_decoding(model: Any, temperature: float, top_k: int, top_p: float) -> Any:
     """Compile the kernels of `prefill` and `decode` in the same way."""
     with model.K.compiling() as compiled:
-        model._prefill(model.T)
-        model._decode(temperature, top_k, top_p)
+        model.launch_prefill(model.T)
+        model.launch_decode(temperature, top_k, top_p)
     return compiled

@@ -92,18 +92,20 @@ class ForwardPasses(Planned):
         filled = np.zeros(len(self.decoding.filled), np.int32)
         filled[sequences] = 1
         self.decoding.filled.copy_(torch.from_numpy(filled))
-        self._run(self._prefill, T)
+        self._run(self.launch_prefill, T)
 
-    def _prefill(self, T: int) -> None:
+    def launch_prefill(self, T: int) -> None:
+        """Launch what `prefill` does once the window is on the device."""
         decoding.prefill(self.K, self.A.schedule, self.view(1, T), self.decoding)
 
     def decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Sample the next token of each sequence into decoding.seq; the next call
         writes it into the cache.
         """
-        self._run(self._decode, temperature, top_k, top_p)
+        self._run(self.launch_decode, temperature, top_k, top_p)
 
-    def _decode(self, temperature: float, top_k: int, top_p: float) -> None:
+    def launch_decode(self, temperature: float, top_k: int, top_p: float) -> None:
+        """Launch what `decode` does."""
         v = self.view(len(self.decoding.seq), 1)
         how = self.drawn, temperature, top_k, top_p
         decoding.sample(self.K, self.A.schedule, v, self.decoding, *how)

@@ -121,7 +121,7 @@ def calibrate(model: Any, batches: Sequence[Tensor], step_in: np.ndarray) -> Non
         clear(s.amax)
         for n, packed in enumerate(batches):
             model.copy_batch(packed, n)
-            model._forward_backward(n > 0, False, False)
+            model.launch_forward_backward(acc=n > 0, with_stats=False, last=False)
         roll_scales(model.K, model.train_view)
     model.lacks_scales = False
 

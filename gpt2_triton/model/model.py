@@ -150,7 +150,7 @@ class Model(ForwardPasses):
         self.copy_batch(packed, self._micro)
         # nothing is sent: the last micro-step uses the graph of the others
         single = self.dims["ranks"] == 1
-        self._run(self._forward_backward, not first, self.with_stats, last or single)
+        self._run(self.launch_forward_backward, not first, self.with_stats, last or single)
 
     def copy_batch(self, packed: Tensor, micro: int) -> None:
         """Copy a packed micro-batch to the device; with dropout, also its
@@ -166,7 +166,7 @@ class Model(ForwardPasses):
         """Update the parameters; result() of the returned value waits for the step's
         loss, gradient norm and time.
         """
-        self._run(self._update, self.with_stats)
+        self._run(self.launch_update, self.with_stats)
         self._step.step_out.copy_(self.state.step_out, non_blocking=True)
         self._step.z.copy_(self.state.z, non_blocking=True)
         if self.with_stats and self.stats_recorder:
@@ -185,7 +185,10 @@ class Model(ForwardPasses):
         recorder = self.stats_recorder if with_stats else None
         self.train_view.observe = recorder.begin(acc) if recorder else Observer()
 
-    def _forward_backward(self, acc: bool, with_stats: bool, last: bool) -> None:
+    def launch_forward_backward(self, acc: bool, with_stats: bool, last: bool) -> None:
+        """Launch a micro-step, as a graph captures it: with `acc` it adds to the
+        gradients, the `last` one sends them.
+        """
         K, view = self.K, self.train_view
         self._observe(with_stats, acc)
         view.comm.begin_micro_step(not acc, last)
@@ -195,7 +198,8 @@ class Model(ForwardPasses):
         self.A.schedule.block_bwd(K, view, acc)
         view.comm.end_micro_step()
 
-    def _update(self, with_stats: bool) -> None:
+    def launch_update(self, with_stats: bool) -> None:
+        """Launch the update of the parameters."""
         self._observe(with_stats, False)
         schedule.update(self.K, self.train_view)
 

@@ -104,8 +104,8 @@ def one_replay(model: Model, arena: Tensor) -> Sums:
 
 def run_step(model: Model) -> None:
     """Run a step of one micro-batch on the batch and the inputs that the arena holds."""
-    model._run(model._forward_backward, False, False, True)
-    model._run(model._update, False)
+    model._run(model.launch_forward_backward, False, False, True)
+    model._run(model.launch_update, False)
 
 
 def dirty(model: Model, pristine: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ def transfers(shared: bool, zero: int, micro_steps: int = 1) -> list[tuple[str, 
     model = model_of(Log(shared), zero, micro_steps)
     log = model.K
     for micro in range(micro_steps):
-        model._forward_backward(micro > 0, False, micro == micro_steps - 1)
-    model._update(False)
+        model.launch_forward_backward(micro > 0, False, micro == micro_steps - 1)
+    model.launch_update(False)
     out = []
     for i, (name, bucket) in enumerate(log.calls):
         # the sum of losses and norms
@@ -223,7 +223,7 @@ def test_precompile_covers_the_launches_of_the_exchange(shared, size):
         log.calls.clear()
         log.added.clear()
         for micro in range(micro_steps):
-            model._forward_backward(micro > 0, False, micro == micro_steps - 1)
+            model.launch_forward_backward(micro > 0, False, micro == micro_steps - 1)
         launched = {name for name, _ in log.calls} - (EXCHANGES - {"add_partials"})
         assert launched <= compiled and ("add_partials" in launched) == (
             shared or (zero, micro_steps) == (2, 2)
@@ -242,7 +242,7 @@ def test_peer_copies_take_rounds_when_buckets_exceed_received(monkeypatch):
     model = model_of(Log(True, size=3), 1)
     dims, all_buckets = model.dims, sharding.buckets(model.dims)
     assert sum(b.padded for b in all_buckets if b is not all_buckets[1]) // 3 * 2 > dims["Nx"]
-    model._forward_backward(False, False, True)
+    model.launch_forward_backward(False, False, True)
     assert [bucket for name, bucket in model.K.calls if name == "add_partials"] == [
         3,
         2,
@@ -315,8 +315,8 @@ def stream_waits(shared: bool, zero: int, monkeypatch) -> list[str]:
     model.K.calls = SomeLaunches()
     calls.clear()
     for micro in range(2):
-        model._forward_backward(micro > 0, False, micro == 1)
-    model._update(False)
+        model.launch_forward_backward(micro > 0, False, micro == 1)
+    model.launch_update(False)
     return calls
 
 
