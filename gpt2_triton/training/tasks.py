@@ -47,6 +47,8 @@ def call(run: Run, due: list[str], step: int) -> None:
     tasks = by_key(run.config)
     # a key of an earlier version may be gone
     run.state.left_out = [key for key in due if key in tasks]
+    if run.state.left_out and not run.signals.stop:
+        run.model.comm.gather_params()
     try:
         while run.state.left_out and not run.signals.stop:
             every, task = tasks[run.state.left_out[0]]

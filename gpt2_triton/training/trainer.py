@@ -160,7 +160,6 @@ class Trainer:
         if step == 0 and self._due(step, self.config.eval.every):
             due = ["eval.every"]
         if due:
-            self.model.comm.gather_params()
             tasks.call(self, due, step)
             if step >= last:  # no later save has what these tasks found
                 self._save(step)
@@ -261,8 +260,6 @@ class Trainer:
             rewind = self._read_step()
             if rewind:
                 return True
-            if due:
-                self.model.comm.gather_params()
         tasks.call(self, due, step)
         if not self.signals.stop and (save or self.state.best_step == step):
             self._save(step)
