@@ -52,10 +52,8 @@ class ForwardPasses(Planned):
         """
         B, T = ids.shape
         v = self.view(B, T, fp8)
-        v.ids.copy_(torch.from_numpy(ids))
         v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
-        self.A.schedule.embed(self.K, v)
-        schedule.block(self.K, self.A.schedule, v)
+        self._run_layers(v, ids)
         head_loss(self.K, v)
         return v.a.losses.cpu()
 
@@ -63,11 +61,9 @@ class ForwardPasses(Planned):
         """Return the logits of positions start to stop, fp32 [B, stop -
         start, V], a few rows at once.
         """
-        v = self.view(*ids.shape)
         B, T = ids.shape
-        v.ids.copy_(torch.from_numpy(ids))
-        self.A.schedule.embed(self.K, v)
-        schedule.block(self.K, self.A.schedule, v)
+        v = self.view(B, T)
+        self._run_layers(v, ids)
         schedule.final_norm(self.K, v)
         out = np.empty((B, stop - start, v.V), np.float32)
         most = len(self.decoding.logits)
@@ -78,6 +74,11 @@ class ForwardPasses(Planned):
             self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head)
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
+
+    def _run_layers(self, v: ModelView, ids: np.ndarray) -> None:
+        v.ids.copy_(torch.from_numpy(ids))
+        self.A.schedule.embed(self.K, v)
+        schedule.block(self.K, self.A.schedule, v)
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
