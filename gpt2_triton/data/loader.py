@@ -244,8 +244,7 @@ class Prefetcher:
     def step(self, first_sample: int) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of the step that begins with this sample, without the thread."""
         for first in self.first_samples_of_step(first_sample):
-            tokens = self._loader.batch(first, self._micro_batch)
-            yield pack_batch(None, tokens[:, :-1], tokens[:, 1:], *self._rows)
+            yield self._packed(first)
 
     def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
         """Yield where each micro-batch of this rank begins, in the step that begins with
@@ -264,6 +263,11 @@ class Prefetcher:
         for first in itertools.count(first_sample, together):
             yield first + self._rank * self._micro_batch
 
+    def _packed(self, first: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the micro-batch that begins with global sample `first`, in `buffer` if given."""
+        tokens = self._loader.batch(first, self._micro_batch)
+        return pack_batch(buffer, tokens[:, :-1], tokens[:, 1:], *self._rows)
+
     def _run(self, first_sample: int) -> None:
         """Fill the buffers that are free, until `close`; an error goes to the reader."""
         try:
@@ -276,8 +280,7 @@ class Prefetcher:
                     return self._ready.put(StopIteration())
                 if self._copied:
                     self._copied[slot].synchronize()
-                tokens = self._loader.batch(first, self._micro_batch)
-                pack_batch(self._buffers[slot], tokens[:, :-1], tokens[:, 1:], *self._rows)
+                self._packed(first, self._buffers[slot])
                 self._ready.put(slot)
         except BaseException as error:
             self._ready.put(error)
