@@ -84,7 +84,6 @@ def matrix_classes(
     layer = sharding.buckets(dims)[1]
     before = 0
     share = layer.padded // ranks if zero else layer.length
-    states = sharding.state_starts(dims)[1]
     low = state.master_low
     grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
     for rows, columns, count in matrix_shapes(table, dims):
@@ -102,8 +101,8 @@ def matrix_classes(
         k = len(owned)
         updated = Matrices(
             w=_layers(state.params, L, layer.start + at, layer.padded, n),
-            low=None if low is None else _layers(low, L, states["low"] + within, stride, n),
-            m=_layers(state.m, L, states["m"] + within, stride, n),
+            low=None if low is None else _layers(low, L, layer.states["low"] + within, stride, n),
+            m=_layers(state.m, L, layer.states["m"] + within, stride, n),
             g=_layers(sharding.reduced_gradients(state), L, grads + within, g_stride, n),
             x=_layers(whole, L, part.start, size, n),
             first=layer.first + at,

@@ -15,7 +15,6 @@ stage   m, v, low     gradients
 """
 
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,6 +38,9 @@ class Bucket(NamedTuple):
     start: int  # offset in the padded parameters
     padded: int  # elements there
     optimizer: Optimizer
+    # where it begins in the buffers of the optimizer's states, and in "low": at stage 0 the whole
+    # bucket, else a rank's shard of it
+    states: dict[str, int]
 
 
 class Shard(NamedTuple):
@@ -62,12 +64,20 @@ def buckets(dims: dict[str, int]) -> list[Bucket]:
     L = dims["L"]
     ranks = dims["ranks"]
     alignment = 1 if ranks == 1 else ranks * ALIGNMENT
-    lengths = [dims["Ne"], *[dims["Nl"]] * L, dims["N"] - dims["Ne"] - L * dims["Nl"]]
-    padded = [-(-n // alignment) * alignment for n in lengths]
-    firsts = accumulate(lengths, initial=0)
-    starts = accumulate(padded, initial=0)
-    optimizers = [ADAMW, *[OPTIMIZERS[dims["optimizer"]]] * L, ADAMW]
-    return [Bucket(*row) for row in zip(firsts, lengths, starts, padded, optimizers)]
+    share = ranks if dims["zero"] else 1  # of the optimizer's states
+    layer = dims["Nl"], OPTIMIZERS[dims["optimizer"]]
+    rest = dims["N"] - dims["Ne"] - L * dims["Nl"]
+    first = start = 0
+    ends = dict[str, int]()
+    out = []
+    for length, optimizer in [(dims["Ne"], ADAMW), *[layer] * L, (rest, ADAMW)]:
+        padded = -(-length // alignment) * alignment
+        states = {state: ends.get(state, 0) for state in (*optimizer.states, "low")}
+        out.append(Bucket(first, length, start, padded, optimizer, states))
+        first += length
+        start += padded
+        ends |= {state: at + padded // share for state, at in states.items()}
+    return out
 
 
 def grad_offsets(dims: dict[str, int]) -> list[int]:
@@ -105,20 +115,6 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dic
     return {name: n * (training or name == "Nf") for name, n in out.items()}
 
 
-def state_starts(dims: dict[str, int]) -> list[dict[str, int]]:
-    """Return where each bucket begins in the buffers of its optimizer's states, and in "low": at
-    stage 0 the whole bucket, else a rank's shard of it.
-    """
-    share = dims["ranks"] if dims["zero"] else 1
-    ends = dict[str, int]()
-    starts = []
-    for b in buckets(dims):
-        found = {state: ends.get(state, 0) for state in (*b.optimizer.states, "low")}
-        ends |= {state: start + b.padded // share for state, start in found.items()}
-        starts.append(found)
-    return starts
-
-
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     """Return `rank`'s shards, one per bucket, maybe empty: for norms, checkpoints, and
     the update at stages 1, 2.
@@ -126,12 +122,12 @@ def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
     out = []
     own = 0  # offset of this bucket's shard among the rank's shards
     zero = dims["zero"]
-    for i, (b, starts) in enumerate(zip(buckets(dims), state_starts(dims))):
+    for i, b in enumerate(buckets(dims)):
         part = b.padded // dims["ranks"]
         begin = min(rank * part, b.length)
         offset = b.start + rank * part
         n = min(part, b.length - begin)
-        states = {state: at + (0 if zero else rank * part) for state, at in starts.items()}
+        states = {state: at + (0 if zero else rank * part) for state, at in b.states.items()}
         grad = own if zero == 2 else offset
         out.append(Shard(i, b.first + begin, n, offset, states, grad, b.optimizer))
         own += part
@@ -147,13 +143,13 @@ def updated_shards(dims: dict[str, int], rank: int) -> list[Shard]:
         # the order in which the next forward pass needs them
         return [shards[0], shards[-1], *shards[1:-1]]
     out: list[Shard] = []
-    for i, (b, starts) in enumerate(zip(buckets(dims), state_starts(dims))):
+    for i, b in enumerate(buckets(dims)):
         last = out[-1] if out else None
         is_layer = i <= dims["L"]
         if last and last.bucket and is_layer and last.param + last.length == b.start:
             out[-1] = last._replace(length=last.length + b.length)
         else:
-            whole = Shard(i, b.first, b.length, b.start, starts, b.start, b.optimizer)
+            whole = Shard(i, b.first, b.length, b.start, b.states, b.start, b.optimizer)
             out.append(whole)
     return out
 

@@ -156,7 +156,7 @@ def _first(name: str, p: sharding.Shard, dims: dict[str, int]) -> int:
 def _lengths(name: str, dims: dict[str, int]) -> list[int]:
     """Return how many elements of a checkpoint's tensor each bucket has."""
     buckets = sharding.buckets(dims)
-    return [b.length if name in ("params", "low", *b.optimizer.states) else 0 for b in buckets]
+    return [b.length if name in ("params", *b.states) else 0 for b in buckets]
 
 
 def _in_buffer(name: str, shards: Iterable[sharding.Shard]) -> Iterator[tuple[sharding.Shard, int]]:
