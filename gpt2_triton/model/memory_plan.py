@@ -4,11 +4,10 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 """
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -269,12 +268,15 @@ def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forec
     return Forecast(config, shape, plan, budget, levels, stages)
 
 
-def out_of_memory(
+def require_memory(
     plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
-) -> OutOfMemoryError:
-    """Return the error for a plan that does not fit the device; it names the free
+) -> None:
+    """Raise OutOfMemoryError unless the plan fits the device; it names the free
     memory and what would fit.
     """
+    budget = free_bytes(device)
+    if plan.total <= budget:
+        return
     free, total = free_and_total_bytes(device)
     owner, rest = (
         ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
@@ -285,24 +287,7 @@ def out_of_memory(
     )
     if not training:
         todo = "free some memory, choose a smaller model, or lower --batch of `sample`"
-        return OutOfMemoryError(f"the model needs {has}: {todo}")
-    todo = forecast(config, K, free_bytes(device), shape).todo
+        raise OutOfMemoryError(f"the model needs {has}: {todo}")
+    todo = forecast(config, K, budget, shape).todo
     now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
-    return OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows what fits")
-
-
-@contextlib.contextmanager
-def fitting(
-    plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
-) -> Iterator[None]:
-    """Raise OutOfMemoryError if the plan does not fit, or the body cannot allocate it."""
-    refusal = functools.partial(out_of_memory, plan, config, K, shape, device, training)
-    if plan.total > free_bytes(device):
-        raise refusal()
-    try:
-        yield
-    except RuntimeError:
-        # on a CPU: a limit of the process, or a system that overcommits nothing
-        if device != "cpu":
-            raise
-        raise refusal() from None
+    raise OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows what fits")

@@ -24,7 +24,12 @@ from gpt2_triton.model.decoding import Decoding
 from gpt2_triton.model.forward import ForwardPasses
 from gpt2_triton.model.init_weights import init_weights
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.memory_plan import fitting, forward_shape, plan_memory, recompute_levels
+from gpt2_triton.model.memory_plan import (
+    forward_shape,
+    plan_memory,
+    recompute_levels,
+    require_memory,
+)
 from gpt2_triton.model.model_view import ModelView, Observer
 from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.recompute import Recompute
@@ -73,12 +78,12 @@ class Model(ForwardPasses):
         ]
         # fp8 whose scales no checkpoint and no fp8.calibrate has set yet
         self.lacks_scales = self.has_fp8
+        require_memory(self.plan, config, K, self.shape, device, training)
         arenas: list[Tensor] = []  # of all ranks, if they can read each other's
-        with fitting(self.plan, config, K, self.shape, device, training):
-            if group:
-                self.arena, arenas = group.allocate_shared(self.plan.total)
-            else:
-                self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
+        if group:
+            self.arena, arenas = group.allocate_shared(self.plan.total)
+        else:
+            self.arena = torch.empty(self.plan.total, dtype=torch.uint8, device=device)
         self.state: State = carve(State, self.plan, self.arena, self.dims)
         self.decoding: Decoding = carve(Decoding, self.plan, self.arena, self.dims)
         self.drawn = self.dims["V"]
