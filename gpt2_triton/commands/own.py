@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_triton.config import own_text
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.own_text import Machine
 from gpt2_triton.config.recipes import OWN, find
 from gpt2_triton.config.rules import HUB_SIZES, INIT_SOURCES
 from gpt2_triton.config.values import check_tokenizer
@@ -79,19 +80,12 @@ def without_text(run_dir: Path, given: Mapping[str, str], gpus: int) -> Config:
     return config
 
 
-class Machine(NamedTuple):
-    """What a run gets, on this machine or another."""
+def machine_of(gpus: int, gpu: str | None = None) -> Machine:
+    """Return what a run gets on this machine, or on the GPU that a plan names."""
+    from gpt2_triton import device
 
-    gpus: int
-    gpu_gib: float | None  # of each; None: a CPU
-
-    @classmethod
-    def of(cls, gpus: int, gpu: str | None = None) -> "Machine":
-        """Return what a run gets on this machine, or on the GPU that a plan names."""
-        from gpt2_triton import device
-
-        has_gpus = gpu or device.present()
-        return cls(gpus, device.memory_bytes(gpu) / 2**30 if has_gpus else None)
+    has_gpus = gpu or device.present()
+    return Machine(gpus, device.memory_bytes(gpu) / 2**30 if has_gpus else None)
 
 
 class Chosen(NamedTuple):
@@ -107,9 +101,8 @@ class Chosen(NamedTuple):
         """Print the model, the steps, and without a GPU the expected time."""
         from gpt2_triton.training import cpu_time
 
-        machine = "the CPU" if self.machine.gpu_gib is None else "a GPU"
         characters = self.measured.characters
-        print_line(own_text.summary(self.config, characters, self.tokens, machine))
+        print_line(own_text.summary(self.config, characters, self.tokens, self.machine))
         if self.machine.gpu_gib is None:
             time = cpu_time.expected(self.config)
             print_line(f"  expected time of all steps without a GPU: {time}, on an idle machine")
@@ -148,14 +141,12 @@ def settings(
         if run_dir and (run_dir / "config.yaml").is_file():
             return _continued(own, measured, given, machine, run_dir)
         weights = _weights(given, download)
-        choice = own_text.choice_for(measured.characters, machine.gpu_gib, given)
+        choice = own_text.choice_for(measured.characters, machine, given)
         tokenizer = _tokenizer(choice, given, weights)
         tokens = measured.count_tokens(tokenizer)
         vocab_size = get_tokenizer(tokenizer).vocab_size
         model = weights.model if weights else None
-        picked = own_text.choose(
-            choice, tokens, machine.gpu_gib, tokenizer, vocab_size, given, machine.gpus, model
-        )
+        picked = own_text.choose(choice, tokens, machine, tokenizer, vocab_size, given, model)
         shards = _shards(own, measured, tokenizer)
         keys = picked | _patterns(shards) | dict(given)
         config = Config.load(choice.recipe, keys, machine.gpus)

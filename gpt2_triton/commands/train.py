@@ -113,7 +113,7 @@ def train(
 
         gpu = device.find_gpu(gpu)
     if text:
-        machine = own.Machine.of(gpus or 1, gpu)
+        machine = own.machine_of(gpus or 1, gpu)
         chosen = own.settings(text, overrides, machine, run_dir if resume else None, download=False)
         settings = chosen.config
         if plan:
@@ -210,7 +210,7 @@ def _start(
         settings = _load(config, given, ranks, run_dir)
     select_device()  # before numpy is imported
     if text:
-        machine = own.Machine.of(ranks)
+        machine = own.machine_of(ranks)
         chosen = own.settings(text, given, machine, run_dir if resume else None, download=True)
         settings = chosen.config
         chosen.describe()

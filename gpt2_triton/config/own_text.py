@@ -20,6 +20,13 @@ VAL_FRACTION = 0.1  # of the characters
 Number = Callable[[str, int], int]
 
 
+class Machine(NamedTuple):
+    """What a run gets, on this machine or another."""
+
+    gpus: int
+    gpu_gib: float | None  # of each; None: a CPU
+
+
 class Choice(NamedTuple):
     """The recipe for a text, whose train.steps and optim.warmup are the most that a run gets."""
 
@@ -52,11 +59,11 @@ FINETUNING_APART = 200
 MICRO_BATCH_TOKENS = ((70, 65_536), (20, 16_384), (0, 4096))
 
 
-def choice_for(characters: int, gpu_gib: float | None, given: Mapping[str, str]) -> Choice:
-    """Return the recipe for a text of this length on a GPU, or on a CPU if `gpu_gib` is None."""
+def choice_for(characters: int, machine: Machine, given: Mapping[str, str]) -> Choice:
+    """Return the recipe for a text of this length."""
     if given.get("init_from", "").partition(":")[0] in INIT_SOURCES:
         return FINETUNING
-    if gpu_gib is None:
+    if machine.gpu_gib is None:
         return ON_A_CPU
     return [choice for least, choice in ON_A_GPU.items() if least <= characters][-1]
 
@@ -64,18 +71,16 @@ def choice_for(characters: int, gpu_gib: float | None, given: Mapping[str, str])
 def choose(
     choice: Choice,
     tokens: int,
-    gpu_gib: float | None,
+    machine: Machine,
     tokenizer: str,
     vocab_size: int,
     given: Mapping[str, str],
-    gpus: int = 1,
     source: ModelConfig | None = None,
 ) -> dict[str, Any]:
     """Return keys for a text, beside those of its recipe.  They follow the `given` keys and do not
     repeat them.
 
     tokens       of the text, about: `tokenizer` may need one for four characters, or two for each
-    gpu_gib      the memory of a GPU, None on a CPU
     vocab_size   of the tokenizer; a model.size may say another
     source       the model of init_from, if it was read
 
@@ -93,7 +98,7 @@ def choose(
     T = number("train.seq_len", T)
     val_tokens = _validation_tokens(tokens, T)
     train_tokens = tokens - val_tokens
-    batch, step_tokens = _batch(recipe, train_tokens // T, T, gpu_gib, gpus, number)
+    batch, step_tokens = _batch(recipe, train_tokens // T, T, machine, number)
     step_tokens = number("train.total_batch_tokens", step_tokens)
     epochs = max(1, choice.epochs * train_tokens // step_tokens)
     steps = number("train.steps", min(recipe.train.steps, epochs))
@@ -108,7 +113,7 @@ def choose(
         "train.batch_size": batch,
         "train.seq_len": T,
         "train.total_batch_tokens": step_tokens,
-        "train.dtype": "bf16" if gpu_gib else "fp32",
+        "train.dtype": "bf16" if machine.gpu_gib else "fp32",
         # of 10 steps, 2e-3 gives a spike
         "optim.warmup": min(recipe.optim.warmup, max(steps // 10, min(30, steps // 3))),
         "eval.every": every,
@@ -189,14 +194,10 @@ def _block(m: ModelConfig, width: int, heads: int, given: Mapping[str, str]) -> 
 
 
 def _batch(
-    recipe: Config,
-    sequences: int,
-    T: int,
-    gpu_gib: float | None,
-    gpus: int,
-    number: Number,
+    recipe: Config, sequences: int, T: int, machine: Machine, number: Number
 ) -> tuple[int, int]:
     """Return (train.batch_size, tokens of a step), of at least eight steps an epoch."""
+    gpus, gpu_gib = machine
     most = recipe.train.step_tokens
     step_rows = max(1, _power_of_2(min(most // T, sequences // 8)) // gpus)
     step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))
@@ -210,12 +211,13 @@ def _power_of_2(n: int) -> int:
     return 1 << max(1, n).bit_length() - 1
 
 
-def summary(config: Config, characters: int, tokens: int, machine: str) -> str:
+def summary(config: Config, characters: int, tokens: int, machine: Machine) -> str:
     """Return what was chosen for a text, in four lines for the console."""
+    where = "the CPU" if machine.gpu_gib is None else "a GPU"
     m = config.model
     t = config.train
     o = config.optim
-    return f"""own text: {characters:,} characters, on {machine}; \
+    return f"""own text: {characters:,} characters, on {where}; \
 tokenizer {config.data.tokenizer}, {tokens:,} tokens
   model: layers {m.n_layer}, heads {m.n_head}, channels {m.n_embd}
   steps: {t.steps:,} of {t.step_tokens:,} tokens, sequences of {t.seq_len:,}, \

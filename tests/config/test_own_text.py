@@ -15,6 +15,7 @@ from gpt2_triton.config.own_text import (
     ON_A_CPU,
     ON_A_GPU,
     VAL_FRACTION,
+    Machine,
     choice_for,
     choose,
     summary,
@@ -37,10 +38,11 @@ def tokens_of(characters, tokenizer):
 
 def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     given = {key.replace("__", "."): value for key, value in given.items()}
-    choice = choice_for(characters, gpu_gib, given)
+    machine = Machine(gpus, gpu_gib)
+    choice = choice_for(characters, machine, given)
     tokenizer = given.get("data.tokenizer", choice.config.data.tokenizer)
     tokens = tokens or tokens_of(characters, tokenizer)
-    keys = choose(choice, tokens, gpu_gib, tokenizer, TOKENIZER_SIZES[tokenizer], given, gpus)
+    keys = choose(choice, tokens, machine, tokenizer, TOKENIZER_SIZES[tokenizer], given)
     assert not keys.keys() & given.keys()
     return Config.load(choice.recipe, keys | given | DATA, gpus)
 
@@ -233,12 +235,13 @@ def test_weights_that_were_read_decide_model_and_sequence():
         arch="llama", vocab_size=128256, block_size=131072, n_kv_head=4, rope_factor=32.0
     )
     given = {"init_from": "hf:DIR"}
+    h200 = Machine(1, 139.8)
     for characters, T in ((100_000, 1024), (1_000_000, 2048), (100_000_000, 8192)):
-        keys = choose(FINETUNING, characters // 4, 139.8, "llama3", 128_256, given, source=source)
+        keys = choose(FINETUNING, characters // 4, h200, "llama3", 128_256, given, source)
         config = Config.load(FINETUNING.recipe, keys | given | DATA)
         assert (config.model, config.train.seq_len, config.data.tokenizer) == (source, T, "llama3")
     small = ModelConfig(vocab_size=256, block_size=32)
-    keys = choose(FINETUNING, 100_000, None, "bytes", 256, given, source=small)
+    keys = choose(FINETUNING, 100_000, Machine(1, None), "bytes", 256, given, small)
     short = Config.load(FINETUNING.recipe, keys | given | DATA)
     assert (short.train.seq_len, short.model.vocab_size, short.model.dropout) == (
         32,
@@ -259,7 +262,7 @@ def test_too_little_text_is_refused_with_what_is_needed():
 
 
 def test_summary_tells_what_was_picked():
-    text = summary(config_for(1_000_000), 1_000_000, 999_000, "the CPU")
+    text = summary(config_for(1_000_000), 1_000_000, 999_000, Machine(1, None))
     for part in (
         "1,000,000 characters, on the CPU; tokenizer bytes, 999,000 tokens\n",
         "layers 4, heads 2, channels 128",
