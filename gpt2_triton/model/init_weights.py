@@ -4,17 +4,16 @@ depend on the number of ranks.
 
 import itertools
 import math
-from collections.abc import Sequence
 
 from gpt2_triton.model import sharding, state_io
 from gpt2_triton.model.launchers import Kernels
-from gpt2_triton.model.tables import ParamEntry, State
+from gpt2_triton.model.tables import State, param_entries
 
 INIT_STD = 0.02
 
 
 def init_weights(
-    K: Kernels, s: State, entries: Sequence[ParamEntry], dims: dict[str, int], rank: int, seed: int
+    K: Kernels, s: State, table: type, dims: dict[str, int], rank: int, seed: int
 ) -> None:
     """Set weights to N(0, 0.02), residual projections to N(0, 0.02 / sqrt(2L)) and norms to 1.
     Everything else is 0: biases, the padded rows of wte and lmhead, and the rest of the state.
@@ -22,7 +21,8 @@ def init_weights(
     std = dict(normal=INIT_STD, residual=INIT_STD / math.sqrt(2 * dims["L"]))
     for flat in state_io.state_buffers(s).values():
         K.fill(flat, 0.0)
-    for p, e in itertools.product(sharding.updated_shards(dims, rank), entries):
+    shards = sharding.updated_shards(dims, rank)
+    for p, e in itertools.product(shards, param_entries(table, dims)):
         first = max(p.first, e.offset)
         stop = min(p.first + p.length, e.offset + e.used)
         if first >= stop:

@@ -35,7 +35,7 @@ from gpt2_triton.model.peer_copies import PeerCopyCommunicator
 from gpt2_triton.model.recompute import Recompute
 from gpt2_triton.model.state_io import SavedState
 from gpt2_triton.model.step import STEPS, InFlightStep
-from gpt2_triton.model.tables import Part, State, param_entries
+from gpt2_triton.model.tables import Part, State
 from gpt2_triton.model.tensor_stats import StatsRecorder
 from gpt2_triton.model.view import make_view
 
@@ -118,14 +118,7 @@ class Model(ForwardPasses):
 
     def initialise(self, seed: int) -> None:
         """Set initial weights and zero moments."""
-        init_weights(
-            self.K,
-            self.state,
-            list(param_entries(self.A.Params, self.dims)),
-            self.dims,
-            self.rank,
-            seed,
-        )
+        init_weights(self.K, self.state, self.A.Params, self.dims, self.rank, seed)
         self.train_view.comm.gather_params()
 
     # ---- a training step: begin_step, micro_step for each micro-batch, end_step ----
