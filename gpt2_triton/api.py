@@ -375,8 +375,8 @@ class Model:
         if another was begun after it.
         """
         _require_text("prompt", prompt)
-        how = Sampling(temperature, top_k, top_p)
-        how.check("", tokens, seed)
+        sampling = Sampling(temperature, top_k, top_p)
+        sampling.check("", tokens, seed)
         with _exclusive():
             from gpt2_triton.inference import sample
             from gpt2_triton.model.compiling import compile_decoding
@@ -384,10 +384,12 @@ class Model:
             model = self._open()
             tokenizer = self._tokenizer()
             sample.limit(model, tokenizer)
-            if model.arena.device.type == "cuda" and how not in self._compiled:
-                compile_decoding(model, *how)
-                self._compiled.add(how)
-            self._text = sample.stream(model, tokenizer, prompt, tokens, how, seed, self._beside)
+            if model.arena.device.type == "cuda" and sampling not in self._compiled:
+                compile_decoding(model, *sampling)
+                self._compiled.add(sampling)
+            self._text = sample.stream(
+                model, tokenizer, prompt, tokens, sampling, seed, self._beside
+            )
             self._texts += 1
             return self._pieces(self._texts)
 

@@ -47,8 +47,8 @@ def sample(
         batch: Largest number of texts decoded at once, fewer in short memory; the first is
             printed meanwhile. It changes the speed, not the random numbers of a text.
     """
-    how = Sampling(temperature, top_k, top_p)
-    how.check("--", tokens, seed)
+    sampling = Sampling(temperature, top_k, top_p)
+    sampling.check("--", tokens, seed)
     prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])] or [""]
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
@@ -66,14 +66,14 @@ def sample(
     if found:
         print_line(f"special tokens in the prompts: {found:,}", error=True)
     if model.arena.device.type == "cuda":
-        compile_decoding(model, *how)
+        compile_decoding(model, *sampling)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     texts = [(text, seed + i) for text in prompts for i in range(num)]
     seeds = [number for _, number in texts]
     encoded = [encode_prompt(tokenizer, text, special).tolist() for text, _ in texts]
     start = time.perf_counter()
     count = 0
-    drawn_texts = draw(model, encoded, tokens, how, seeds, ends_of_text(tokenizer, beside))
+    drawn_texts = draw(model, encoded, tokens, sampling, seeds, ends_of_text(tokenizer, beside))
     for n, ((text, _), ids, drawn) in enumerate(zip(texts, encoded, drawn_texts, strict=True)):
         printed, again = itertools.tee(drawn)
         print(f"---\n{shown(text)}" if n else shown(text), end="", flush=True)

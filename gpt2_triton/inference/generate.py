@@ -48,7 +48,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     count: int,
     seeds: Sequence[int],
-    how: Sampling,
+    sampling: Sampling,
 ) -> Iterator[list[int]]:
     """Yield the next token of every sequence, `count` times; sequence i continues
     prompts[i], and samples with seeds[i].
@@ -67,7 +67,7 @@ def generate(
         place(model, windows, sampled, seeds)
         moved = [False] * len(windows)
         longest = max(len(window) for window in windows)
-        for tokens in _steps(model, min(count - sampled, T - longest + 1), copies, how):
+        for tokens in _steps(model, min(count - sampled, T - longest + 1), copies, sampling):
             for window, token in zip(windows, tokens, strict=True):
                 window.append(token)
             sampled += 1
@@ -96,12 +96,12 @@ def place(model: Model, windows: Sequence[list[int]], sampled: int, seeds: Seque
 
 
 def _steps(
-    model: Model, count: int, copies: list[_TokenCopy], how: Sampling
+    model: Model, count: int, copies: list[_TokenCopy], sampling: Sampling
 ) -> Iterator[list[int]]:
     """Launch `count` decode steps; yield a step's tokens STEPS_IN_FLIGHT - 1 launches later."""
     in_flight: deque[_TokenCopy] = deque()
     for step in range(count):
-        model.decode(*how)
+        model.decode(*sampling)
         copy = copies[step % STEPS_IN_FLIGHT]
         copy.start(model.decoding.seq)
         in_flight.append(copy)

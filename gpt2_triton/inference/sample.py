@@ -37,7 +37,7 @@ def draw(
     model: Model,
     prompts: Sequence[Sequence[int]],
     tokens: int,
-    how: Sampling,
+    sampling: Sampling,
     seeds: Sequence[int],
     ends: Collection[int],
 ) -> Iterator[Iterator[int]]:
@@ -55,7 +55,7 @@ def draw(
         wanted = range(first, min(first + batch, len(prompts)))
         # the last batch is full too: the shapes of a step never change
         at = [*wanted, *[wanted[-1]] * (batch - len(wanted))]
-        steps = generate(model, [prompts[i] for i in at], tokens, [seeds[i] for i in at], how)
+        steps = generate(model, [prompts[i] for i in at], tokens, [seeds[i] for i in at], sampling)
         # each text takes as many steps as it needs, and finds those that others took
         for b, rows in enumerate(itertools.tee(steps, len(wanted))):
             text = map(operator.itemgetter(b), rows)
@@ -68,8 +68,8 @@ def sample_in_training(model: Model, config: Config, beside: Path) -> str:
     """
     s = config.sample
     tokenizer = get_tokenizer(config.data.tokenizer)
-    how = Sampling(s.temperature, s.top_k)
-    text = stream(model, tokenizer, s.prompt, s.tokens, how, config.train.seed, beside)
+    sampling = Sampling(s.temperature, s.top_k)
+    text = stream(model, tokenizer, s.prompt, s.tokens, sampling, config.train.seed, beside)
     return s.prompt + "".join(text)
 
 
@@ -78,13 +78,13 @@ def stream(
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
-    how: Sampling,
+    sampling: Sampling,
     seed: int,
     beside: Path | None,
 ) -> Generator[str, None, None]:
     """Yield the text after `prompt` in pieces, as soon as a piece's characters are complete."""
     ids = encode_prompt(tokenizer, prompt).tolist()
-    [drawn] = draw(model, [ids], tokens, how, [seed], ends_of_text(tokenizer, beside))
+    [drawn] = draw(model, [ids], tokens, sampling, [seed], ends_of_text(tokenizer, beside))
     return stream_text(tokenizer, drawn, ids)
 
 

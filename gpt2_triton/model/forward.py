@@ -108,5 +108,6 @@ class ForwardPasses(Planned):
     def launch_decode(self, temperature: float, top_k: int, top_p: float) -> None:
         """Launch what `decode` does."""
         v = self.view(len(self.decoding.seq), 1)
-        how = self.drawn, temperature, top_k, top_p
-        decoding.sample(self.K, self.A.schedule, v, self.decoding, *how)
+        decoding.sample(
+            self.K, self.A.schedule, v, self.decoding, self.drawn, temperature, top_k, top_p
+        )
