@@ -46,7 +46,7 @@ def evaluate(
 
     If `stop` is True on one rank, all raise Stopped.
     """
-    part = ending_losses(model, questions, control.rank, control.size, stop)
+    part = ending_losses(model, questions, control, stop)
     answered = np.flatnonzero(part)  # other ranks' endings are 0
     losses = np.zeros_like(part)
     here = [answered.tolist(), part[answered].tolist(), stop()]
@@ -60,20 +60,19 @@ def evaluate(
 def ending_losses(
     model: Model,
     questions: Questions,
-    rank: int = 0,
-    ranks: int = 1,
+    control: ControlGroup = SINGLE_PROCESS,
     stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """Return the summed loss of each ending's tokens given its context, float64 [4 * rows].
 
     A context that is too long for the model loses its beginning, as in
-    lm-evaluation-harness.  This rank computes the batches rank, rank + ranks, ..., until
+    lm-evaluation-harness.  A rank computes the batches rank, rank + ranks, ..., until
     `stop` is True; the other endings keep 0.
     """
     lengths = _lengths(model, questions)
     losses = np.zeros(len(lengths), np.float64)
     every = [*batches(lengths, model.B * model.T, _longest(model))]
-    mine = every[rank::ranks]
+    mine = every[control.rank :: control.size]
     total = sum(int(lengths[chosen].sum()) for chosen, _ in mine)
     with Progress("HellaSwag", total, "tokens") as progress:
         for chosen, T in mine:

@@ -323,7 +323,9 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
             lambda rank: evaluate(ControlGroup("hellaswag", rank, 2, store)), range(2)
         )
         assert [*together] == [evaluate()] * 2
-    parts = [hellaswag.ending_losses(model, questions, rank, 2) for rank in range(2)]
+    parts = [
+        hellaswag.ending_losses(model, questions, ControlGroup("", rank, 2)) for rank in range(2)
+    ]
     assert np.array_equal(sum(parts), hellaswag.ending_losses(model, questions))
     for part in parts:  # neither has the scores without the other
         assert part.any() and hellaswag.scores(questions, part) != evaluate()
