@@ -126,15 +126,20 @@ def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
         data = Data(train, validation, hellaswag.questions_of_run(config))
     control.require_equal(configuration=config.to_dict(), data=data.fingerprints())
     if validation and control.rank == 0:
-        trained = {shard.path.resolve() for shard in train.shards}
-        both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
-        if both:
-            print_line(
-                f"warning: data.train contains the validation data {both[0]}: the validation loss "
-                "will be too low; narrow data.train, or name other files in data.val",
-                error=True,
-            )
+        _warn_of_overlap(train, validation)
     return data
+
+
+def _warn_of_overlap(train: Mixture, validation: Validation) -> None:
+    """Print a warning if a run trains on a shard of its validation data."""
+    trained = {shard.path.resolve() for shard in train.shards}
+    both = [shard.path for shard in validation.shards if shard.path.resolve() in trained]
+    if both:
+        print_line(
+            f"warning: data.train contains the validation data {both[0]}: the validation loss "
+            "will be too low; narrow data.train, or name other files in data.val",
+            error=True,
+        )
 
 
 def open_sources(config: Config, split: str) -> list[tuple[Source, list[Shard]]]:
@@ -189,14 +194,7 @@ def build_model(
         level = fitting.memory.recompute
         start.notes.append(f"memory.recompute auto: {level} ({meaning(level)})")
     model = Model(fitting, K, group.device, group=group)
-    if config.sample.every:  # a missing tokenizer fails now, not at the first sample
-        sample.limit(model, get_tokenizer(config.data.tokenizer))
-    if data.hellaswag:
-        hellaswag.require_fitting(model, data.hellaswag)  # fails now, not at the first evaluation
-    if group.rank == 0:
-        state = start.state
-        spec = model.saved.spec()
-        require_space(run_dir / "checkpoints", spec, state.step, state.best_step, config)
+    _require_tasks(model, run_dir, data, start.state)
     if group.device == "cuda":
         made = compile_kernels(model, data)
         start.notes.append(
@@ -205,6 +203,18 @@ def build_model(
         )
     _fill(model, start)
     return model
+
+
+def _require_tasks(model: Model, run_dir: Path, data: Data, state: RunState) -> None:
+    """Let samples, evaluations and checkpoints that cannot be made fail now, not hours later."""
+    config = model.config
+    if config.sample.every:
+        sample.limit(model, get_tokenizer(config.data.tokenizer))
+    if data.hellaswag:
+        hellaswag.require_fitting(model, data.hellaswag)
+    if model.rank == 0:
+        spec = model.saved.spec()
+        require_space(run_dir / "checkpoints", spec, state.step, state.best_step, config)
 
 
 def _fill(model: Model, start: Start) -> None:
