@@ -108,13 +108,12 @@ def choose_precision(config: Config, found: Path | None) -> tuple[Config, list[s
     return config, notes
 
 
-def open_data(config: Config, run_dir: Path, control: ControlGroup) -> Data:
+def open_data(config: Config, control: ControlGroup) -> Data:
     """Open shards and questions; raise ConfigError if data or
     configuration differ between ranks.
     """
     T = config.train.seq_len
     where = expand(config.init_from.partition(":")[2])
-    look_in(config.data.tokenizer, run_dir)
     if where:
         look_in(config.data.tokenizer, Path(where))
     with same_on_all_ranks():

@@ -88,7 +88,7 @@ class Trainer:
         with self.watchdog.phase("loading"):
             tokenizer = {"tokenizer": located(config.data.tokenizer, run_dir)}
             config, notes = setup.choose_precision(config.replace(data=tokenizer), found)
-            self.data = open_data(config, run_dir, self.control)
+            self.data = open_data(config, self.control)
             start = restore(found, config, self.data)
             start.notes.extend(notes)
         self.config = start.continued(config)
