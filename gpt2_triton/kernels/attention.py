@@ -113,7 +113,7 @@ def _attention_fwd_kernel(
         m, total, acc = _online_softmax_step(dot(q, k.T), v, m, total, acc, factor)
     for start in tl.range(first, first + BLOCK_M, BLOCK_N):  # the diagonal
         k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
-        ahead = i - start  # of the block's first key: fewer instructions than start + its keys
+        ahead = i - start  # with `start` beside its keys, masks would be compared in 64 bits
         seen = ahead[:, None] >= tl.arange(0, BLOCK_N)[None, :]
         s = tl.where(seen, dot(q, k.T), -1.0e30)
         m, total, acc = _online_softmax_step(s, v, m, total, acc, factor)
@@ -154,8 +154,7 @@ def _attention_bwd_dq_kernel(
         k, v = _load_kv(kv_desc, b, h, start, NH, GROUP)
         p = tl.exp2(dot(q, k.T) * factor - lse[:, None])
         if start + BLOCK_N > first:  # the diagonal
-            ahead = i - start
-            p = tl.where(ahead[:, None] >= tl.arange(0, BLOCK_N)[None, :], p, 0.0)
+            p = tl.where(i[:, None] >= (start + tl.arange(0, BLOCK_N))[None, :], p, 0.0)
         ds = p * (dot(dout, v.T) - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq)
     dq, terms = input_gradient(

@@ -21,7 +21,7 @@ from gpt2_triton.kernels import tuning
 
 
 class Pointers(NamedTuple):
-    """A tensor in blocks, with the fields of a TensorDescriptor, and three more."""
+    """A tensor in blocks, with the fields of a TensorDescriptor, and two more."""
 
     base: Tensor
     shape: tuple[int, ...]
@@ -30,9 +30,6 @@ class Pointers(NamedTuple):
     whole: tuple[tl.constexpr, ...]  # dimensions that are whole blocks: no block may reach outside
     # the dimension of a block's rows; the last has its columns, in the others a block is one long
     row: tl.constexpr
-    # whether 32 bits hold the distance between any two rows of a sequence; a loop of attention then
-    # has 5 to 15% fewer instructions.  False for matrices: dW would lose as much time as dX gains
-    near: tl.constexpr
 
 
 Blocks = TensorDescriptor | Pointers
@@ -58,16 +55,7 @@ def describe(
         for size, n in zip(tensor.shape, reach or block_shape, strict=True)
     )
     row = next(dimension for dimension, n in enumerate(block_shape) if n > 1)
-    near = len(block_shape) > 2 and tensor.shape[row] * tensor.stride(row) < 2**31
-    return Pointers(
-        tensor,
-        tuple(tensor.shape),
-        tensor.stride(),
-        block,
-        whole,
-        tl.constexpr(row),
-        tl.constexpr(near),
-    )
+    return Pointers(tensor, tuple(tensor.shape), tensor.stride(), block, whole, tl.constexpr(row))
 
 
 def describe_halves(tensor: Tensor | None, *tile: int) -> Blocks | None:
@@ -106,8 +94,7 @@ def _places(x, at, TRANSPOSED: tl.constexpr, REPEAT: tl.constexpr):
     column: tl.constexpr = len(at) - 1
     first = x.base
     for dimension in tl.static_range(column):
-        if dimension != row or not x.near:
-            first += tl.cast(at[dimension], tl.int64) * x.strides[dimension]
+        first += tl.cast(at[dimension], tl.int64) * x.strides[dimension]
     # 32 bits suffice inside a block and along a row: a loop over a row's blocks adds
     # one such number to each pointer
     offsets = tl.arange(0, x.block_shape[row])
@@ -118,8 +105,6 @@ def _places(x, at, TRANSPOSED: tl.constexpr, REPEAT: tl.constexpr):
         inside_rows = _inside(at[row], x.block_shape[row], x.shape[row], x.whole[row])
     rows = first + offsets * x.strides[row]
     columns = at[column] + tl.arange(0, x.block_shape[column])
-    if x.near:
-        columns += at[row] * x.strides[row]  # not to `first`, whose 64 bits would widen this
     inside_columns = _inside(at[column], x.block_shape[column], x.shape[column], x.whole[column])
     if TRANSPOSED:
         places = rows[None, :] + columns[:, None]

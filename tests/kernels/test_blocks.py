@@ -3,7 +3,6 @@
 import pytest
 import torch
 import triton
-import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from gpt2_triton.kernels import tuning
@@ -82,27 +81,6 @@ def test_a_block_is_zeros_outside_and_writes_nothing_there(monkeypatch, rng, pla
     covered = torch.zeros(rows, columns, dtype=dtype)
     covered[: part(x).shape[0], : part(x).shape[1]] = part(x)
     assert torch.equal(turned, covered.T.to(turned))
-
-
-@pytest.mark.parametrize("tokens,near", [(2**27 - 1, True), (2**27, False)])
-def test_rows_are_near_if_32_bits_hold_the_distance_between_them(monkeypatch, tokens, near):
-    monkeypatch.setattr(tuning, "has_tma", lambda: False)
-    x = torch.empty(2, tokens, 1, 16, device="meta")
-    assert describe(x, 1, 32, 1, 16).near.value == near
-    matrix = x.view(-1, 16)
-    assert not describe(matrix[:64], 32, 16).near.value
-
-
-def test_rows_that_are_not_near_are_loaded_and_stored_alike(monkeypatch, rng):
-    monkeypatch.setattr(tuning, "has_tma", lambda: False)
-    x = rng(B * T, NH * HS)
-    out = torch.zeros_like(x)
-    turned = poisoned(16, 32)
-    far = [describe(heads(t), 1, 1, 32, 16)._replace(near=tl.constexpr(False)) for t in (out, x)]
-    at = (1, 2, 32, 0)
-    _copy_kernel[(1,)](*far, describe(turned, 16, 32), at, at)
-    assert torch.equal(heads(out)[1, 2, 32:], heads(x)[1, 2, 32:])
-    assert torch.count_nonzero(out) == torch.count_nonzero(heads(x)[1, 2, 32:])
 
 
 @in_interpreter
