@@ -216,14 +216,18 @@ def from_checkpoint(
 
     def read(name: str, rows: slice) -> np.ndarray:
         place = places[name][rows]
-        first = int(place.storage_offset())
-        high = stored["params"].read(first, place.numel()).view(place.shape)
-        if "low" not in stored:
-            return to_fp32(high)
-        low = stored["low"].read(first, place.numel()).view(place.shape)
-        return join_master(high.view(torch.int16).numpy(), low.numpy())
+        return read_fp32(stored, int(place.storage_offset()), place.numel()).reshape(place.shape)
 
     return Weights(where, config.model, config.data.tokenizer, read, beside)
+
+
+def read_fp32(stored: Mapping[str, StoredTensor], first: int, length: int) -> np.ndarray:
+    """Return elements of our checkpoint's weights in fp32: of the masters, if it has them."""
+    high = stored["params"].read(first, length)
+    if "low" not in stored:
+        return to_fp32(high)
+    low = stored["low"].read(first, length)
+    return join_master(high.view(torch.int16).numpy(), low.numpy())
 
 
 # ---- bits ----

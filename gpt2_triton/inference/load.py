@@ -7,7 +7,7 @@ import torch
 
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.stored import StoredTensor
-from gpt2_triton.checkpoint.weights import PART, join_master
+from gpt2_triton.checkpoint.weights import PART, read_fp32
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.rules import LONGEST_CONTEXT
 from gpt2_triton.device import device_name
@@ -76,13 +76,10 @@ def load_for_decoding(config: Config, stored: Mapping[str, StoredTensor], sequen
 def _load(config: Config, stored: Mapping[str, StoredTensor], batch: int, sequences: int) -> Model:
     """Return a model that runs forward, its weights read part by part."""
     model = Model(config, K, device_name(), batch=batch, sequences=sequences)
-    # a run's fp32 masters, as an export has them
-    has_masters = config.train.dtype == "fp32" and "low" in stored
     for first in range(0, stored["params"].size, PART):
         own = model.state.params[first : first + PART]
-        weights = stored["params"].read(first, len(own))
-        if has_masters:
-            low = stored["low"].read(first, len(own))
-            weights = torch.from_numpy(join_master(weights.view(torch.int16).numpy(), low.numpy()))
-        own.copy_(weights)
+        if config.train.dtype == "fp32":  # as an export has them
+            own.copy_(torch.from_numpy(read_fp32(stored, first, len(own))))
+        else:
+            own.copy_(stored["params"].read(first, len(own)))
     return model
