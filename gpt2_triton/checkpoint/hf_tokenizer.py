@@ -25,12 +25,11 @@ from gpt2_triton.data.tokenizer import (
     has_file,
     has_llama3,
 )
-from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, FileTokenizer, byte_spelling
+from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FILE, SPELLING, FileTokenizer
 from gpt2_triton.files import object_in, write_json
 
 # a token of the vocabulary; llama3's is compared whole
 KNOWN_BY = {"gpt2": ("Ġthe", 262), "bytes": ("ÿ", 255)}
-SPELLING = byte_spelling()
 Pairs = list[tuple[str, str]]
 
 

