@@ -143,7 +143,6 @@ def test_a_copy_is_found_where_the_file_is_not(tmp_path):
         ("{", "tokenizer.json: not JSON: .*; copy it again"),
         ("[]", "no tokenizer.json of Hugging Face: it has no model; give another file"),
         ('{"model": {"type": "New"}}', "library tokenizers refuses it: .*; update the package"),
-        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "without tokens; give another"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path, content, told):
