@@ -44,16 +44,14 @@ def call(run: Run, due: list[str], step: int) -> None:
 
     The run then saves and ends, and the resumed run calls these tasks.
     """
-    tasks = by_key(run.config)
-    # a key of an earlier version may be gone
+    tasks = {key: task for key, (every, task) in by_key(run.config).items() if every}
+    # a resumed run may have turned a key off
     run.state.left_out = [key for key in due if key in tasks]
     if run.state.left_out and not run.signals.stop:
         run.model.comm.gather_params()
     try:
         while run.state.left_out and not run.signals.stop:
-            every, task = tasks[run.state.left_out[0]]
-            if every:
-                task(run, step)  # a task that fails stays in left_out
+            tasks[run.state.left_out[0]](run, step)  # a task that fails stays in left_out
             run.state.left_out.pop(0)
     except Stopped:
         run.signals.all_ranks_agree = True
