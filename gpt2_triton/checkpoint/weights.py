@@ -140,11 +140,6 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     )
 
 
-def _has_few_rows(weights: Weights) -> bool:
-    """Return whether no tokenizer here is small enough for the weights."""
-    return weights.model.vocab_size < min(TOKENIZER_SIZES.values())
-
-
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     """Yield parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
@@ -191,7 +186,8 @@ def _sizes(m: ModelConfig) -> dict[str, Any]:
 
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
-    if _has_few_rows(weights) or (weights.tokenizer is None and has_tokenizer(weights.beside)):
+    has_few_rows = weights.model.vocab_size < min(TOKENIZER_SIZES.values())
+    if has_few_rows or (weights.tokenizer is None and has_tokenizer(weights.beside)):
         raise no_tokenizer(weights)
     usual = config.data.tokenizer
     theirs = _sizes(weights.model) | {"tokenizer": identity(weights.tokenizer or usual)}
