@@ -10,14 +10,14 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.console import duration
 from gpt2_triton.errors import ConfigError
 
-MOST_HOURS = 12  # without a word from the user
-SIZE = 768  # of the products that are timed
+LONGEST_HOURS = 12  # without a word from the user
+TIMED_ROWS = 768  # of the products that are timed
 # seconds of all but products, for a channel of a token in a layer: Triton's interpreter is Python
 # on one core.  600 steps of own's model take 5 minutes, a fifth of them in products
-REST = 7.5e-7
+OTHER_SECONDS = 7.5e-7
 # Muon's operations in a step, for a channel of a parameter of the layers: five polynomials multiply
 # each matrix 25 times by one of n_embd rows, in blocks at half the rate of whole matrices
-MUON = 50
+MUON_OPERATIONS = 50
 
 
 def product_flops() -> float:
@@ -26,17 +26,17 @@ def product_flops() -> float:
     """
     import numpy as np
 
-    matrix = np.ones((SIZE, SIZE), np.float32)
+    matrix = np.ones((TIMED_ROWS, TIMED_ROWS), np.float32)
     fastest = float("inf")
     for _ in range(4):
         start = time.thread_time()  # as on an idle machine
         np.matmul(matrix, matrix)
         fastest = min(fastest, time.thread_time() - start)
-    return 2 * SIZE**3 / fastest
+    return 2 * TIMED_ROWS**3 / fastest
 
 
 def require_time(config: Config, run_dir: Path | None) -> None:
-    """Raise ConfigError if products alone take MOST_HOURS here, unless the run has
+    """Raise ConfigError if products alone take LONGEST_HOURS here, unless the run has
     checkpoints or a time limit.
     """
     has_checkpoints = run_dir is not None and bool(list_steps(run_dir / "checkpoints"))
@@ -44,7 +44,7 @@ def require_time(config: Config, run_dir: Path | None) -> None:
         return
     steps = config.train.steps
     step = _product_seconds(config)
-    if step * steps > 3600 * MOST_HOURS:
+    if step * steps > 3600 * LONGEST_HOURS:
         raise ConfigError(
             f"no GPU: on this CPU {steps:,} steps take at least {step * steps / 86_400:,.1f} days, "
             f"{step:,.1f} s each; to train all the same, set train.max_minutes; "
@@ -55,7 +55,7 @@ def require_time(config: Config, run_dir: Path | None) -> None:
 def expected(config: Config) -> str:
     """Return the time that all steps are likely to take, in whole minutes."""
     channels = config.train.step_tokens * config.model.n_layer * config.model.n_embd
-    seconds = config.train.steps * (_product_seconds(config) + REST * channels)
+    seconds = config.train.steps * (_product_seconds(config) + OTHER_SECONDS * channels)
     return duration(max(60, round(seconds / 60) * 60))
 
 
@@ -64,5 +64,5 @@ def _product_seconds(config: Config) -> float:
     count = config.flops_per_token * config.train.step_tokens
     if config.optim.name == "muon":
         layers = config.n_params - m.n_embd * (m.head_row + m.padded_vocab)
-        count += MUON * m.n_embd * layers
+        count += MUON_OPERATIONS * m.n_embd * layers
     return count / product_flops()
