@@ -238,40 +238,42 @@ def compile_kernels(model: Model, data: Data) -> Any:
 
 
 def open_log(
-    config: Config, run_dir: Path, group: ProcessGroup, data: Data, model: Model, start: Start
+    config: Config, run_dir: Path, data: Data, model: Model, start: Start
 ) -> Logger | NullLogger:
     """Open the log, on rank 0, and write the notes and the sizes of the run to it."""
-    if group.rank != 0:
+    if model.rank != 0:
         return NullLogger()
-    where = device.name() if group.device == "cuda" else "the CPU, through Triton's interpreter"
+    where = device.name() if model.arena.is_cuda else "the CPU, through Triton's interpreter"
     notice = table_file.notice()
     if notice and (start.checkpoint is None or table_file.given_file()):
         start.notes.append(notice)
     step = start.state.step
     planned = model.plan.total
-    t = config.train
-    about = describe_start(model.config, model.shape, planned, where, step, model.lacks_scales) | {
-        "notes": start.notes
-    }
-    log = Logger(run_dir, config, step, about, group.size)
+    about = describe_start(model.config, model.shape, planned, where, step, model.lacks_scales)
+    about["notes"] = start.notes
+    log = Logger(run_dir, config, step, about, model.shape.gpus)
     if start.checkpoint is None:
         source_files.keep(start.beside, run_dir, config.data.tokenizer)
-    for note in start.notes:
-        log.info(note)
+    for line in (*start.notes, f"run directory {run_dir}", *_sizes(config, data, model, where)):
+        log.info(line)
+    return log
+
+
+def _sizes(config: Config, data: Data, model: Model, where: str) -> Iterator[str]:
+    """Yield lines about the memory, the parameters and the data of a run."""
     if model.has_fp8:
         head = "" if config.fp8.keep_bf16 == "head" else " and the head"
-        log.info(f"fp8: products of all layers{head}")
-    log.info(f"run directory {run_dir}")
-    each = f" each on {group.size} ranks, ZeRO-{model.shape.zero}," if group.size > 1 else ""
-    log.info(f"memory {format_bytes(planned)}{each} on {where}")
-    log.info(rates_line(config))
+        yield f"fp8: products of all layers{head}"
+    gpus = model.shape.gpus
+    each = f" each on {gpus} ranks, ZeRO-{model.shape.zero}," if gpus > 1 else ""
+    yield f"memory {format_bytes(model.plan.total)}{each} on {where}"
+    yield rates_line(config)
+    t = config.train
     samples = t.steps * t.step_sequences
     sequences = sum(loader.windows.n for loader in data.train.loaders)
     text = ", names of Unicode's characters" if config.data.train == "builtin" else ""
-    log.info(
+    yield (
         f"{sequences:,} training sequences of {t.seq_len:,} tokens{text}; "
         f"{t.steps:,} steps are {samples / sequences:.3g} epochs"
     )
-    for line in data.describe(samples):
-        log.info(line)
-    return log
+    yield from data.describe(samples)

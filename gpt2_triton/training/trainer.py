@@ -101,7 +101,7 @@ class Trainer:
         self.checkpointer = AsyncCheckpointer(
             run_dir / "checkpoints", Retention.of(self.config), saver
         )
-        self.log = open_log(self.config, run_dir, self.group, self.data, self.model, start)
+        self.log = open_log(self.config, run_dir, self.data, self.model, start)
         self.signals = signals
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
         self.queue = StepQueue(self.model, self.watchdog)
