@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from benchmarks.as_gpu import Code, execute_as, require_hopper
 from benchmarks.keys import Keys
+from benchmarks.record import CURRENT, Target
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 
@@ -137,21 +138,18 @@ def ops(*keys: Keys, runs: Runs = Runs(), json: Path | None = None, as_: As = No
 
 
 @app.command
-def sample(*, sizes: str = "d12,llama:1b,d48", out: Path | None = None, commit: str = "") -> int:
+def sample(*, sizes: str = "d12,llama:1b,d48", target: Target = CURRENT) -> int:
     """Time generated text of GPT-2 and Llama 3 beside transformers' generate on this GPU.
 
     Args:
         sizes: Comma-separated sizes, as those of steps.
-        out: The record, by default docs/results/current.json.
-        commit: Commit of the code; give it where there is no git checkout.
     """
     names = _sizes(sizes, f"{GPT2_SIZES},llama:c768,llama:1b")
-    require_directory("out", out)
+    require_directory("out", target.out)
     _require_gpu("sample")
-    from benchmarks.results import RECORD
     from benchmarks.speed.sampling import sample as measure
 
-    return measure(names, out or RECORD, commit)
+    return measure(names, target)
 
 
 @app.command

@@ -5,24 +5,21 @@ recipe.NAME.tokens and recipe.NAME.hours are of a recipe's run, on one GPU of pi
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import MACHINE
+from benchmarks.record import ROOT, Record
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.speed import training_hours
 from gpt2_triton.device import GPUS
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
-
-Record = dict[str, dict[str, Any]]
 
 
 @functools.cache
 def recipes() -> dict[str, Config]:
-    return {path.stem: Config.load(str(path)) for path in CONFIGS.glob("*.yaml")}
+    return {path.stem: Config.load(str(path)) for path in (ROOT / "configs").glob("*.yaml")}
 
 
 def flat(record: Record) -> dict[str, Any]:

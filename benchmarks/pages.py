@@ -11,11 +11,11 @@ Sentences have rounded figures: tests/benchmarks/sentences.yaml has their bounds
 import re
 from pathlib import Path
 
-from benchmarks.figures import Record, flat
+from benchmarks.figures import flat
+from benchmarks.record import ROOT, Record
 from benchmarks.tables import TABLES
 from gpt2_triton.errors import DataError
 
-ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"(<!-- r: (.*?) -->)(.*?)(<!-- /r -->)", re.DOTALL)
 HOURS = re.compile(r"(\S+)( +# r: (recipe\.\w+\.hours))$", re.MULTILINE)
 

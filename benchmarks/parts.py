@@ -5,7 +5,6 @@ Parts are compared within a group, so one GPU measures a group in turn.
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import as_gpu
 from benchmarks.as_gpu import Code
+from benchmarks.record import slug
 from benchmarks.speed.sizes import SIZES, Work, work_of
 from benchmarks.speed.steps import (
     CHUNKED,
@@ -52,11 +52,6 @@ class Part(NamedTuple):
     seconds: int  # about what the measurement takes on an H100
     # takes a limit in seconds and variables of the environment
     measure: Callable[[float, Env], Figures]
-
-
-def slug(name: str) -> str:
-    """Return a name as a part of a key."""
-    return re.sub(r"\W+", "_", name).strip("_")
 
 
 # ---- measuring ----

@@ -6,10 +6,10 @@ import hashlib
 import json
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.losses import pairs, ratio
+from benchmarks.record import ROOT
 from benchmarks.speed.sizes import MODELS, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.step_shape import StepShape
@@ -17,8 +17,8 @@ from gpt2_triton.device import GPUS
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-LOSSES = Path(__file__).parent / "losses"
+PICTURES = ROOT / "docs" / "pictures"
+LOSSES = ROOT / "benchmarks" / "losses"
 MINUTES = LOSSES / "minutes_modern_prose.jsonl"
 SCALE = LOSSES / "scale.jsonl"
 MACHINE = "h200"  # the section that is drawn

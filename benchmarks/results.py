@@ -16,7 +16,6 @@ Several GPUs take groups of them from one queue, each with its share of the CPUs
 train together.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -31,9 +30,9 @@ from typing import Any
 
 from benchmarks import as_gpu, pages, pictures
 from benchmarks.as_gpu import Code
-from benchmarks.figures import Record
 from benchmarks.losses import pairs
-from benchmarks.parts import Env, Figures, Part, joint_parts, parts_as, parts_of, slug
+from benchmarks.parts import Env, Figures, Part, joint_parts, parts_as, parts_of
+from benchmarks.record import RECORD, ROOT, commit_of_code, read, slug
 from benchmarks.speed.sizes import MODELS
 from gpt2_triton import device
 from gpt2_triton.commands.app import main, make_app, require_directory
@@ -41,36 +40,9 @@ from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.files import write_json
 from gpt2_triton.version import installed
 
-RECORD = pages.ROOT / "docs" / "results" / "current.json"
-MEASURED = ("gpt2_triton", "benchmarks/speed")  # a section names the last commit of this code
 KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,multi"
 JOINT = "multi"  # the kind for which all GPUs train together
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
-
-
-def commit_of_code() -> str:
-    """Return the last commit that changed the measured code; a commit that changes
-    pages only does not count.
-    """
-
-    def git(*words: str) -> str:
-        command = ["git", *words, "--", *MEASURED]
-        run = subprocess.run(command, cwd=pages.ROOT, check=True, capture_output=True, text=True)
-        return run.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "-uno")
-        commit = git("log", "-1", "--format=%h")
-    except (OSError, subprocess.CalledProcessError):
-        raise ConfigError(
-            "--commit: git finds no checkout here; name the commit of the code"
-        ) from None
-    if changed or not commit:
-        raise ConfigError(
-            f"{' or '.join(MEASURED)}: uncommitted changes; commit them, "
-            "the record names the commit"
-        )
-    return commit
 
 
 def machine(commit: str) -> tuple[str, dict[str, Any]]:
@@ -243,10 +215,6 @@ def missing(parts: list[Part], kinds: list[str], section: Figures) -> list[Part]
 # ---- the record ----
 
 
-def read(path: Path = RECORD) -> Record:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
 @app.command(name="losses")
 def write_losses() -> None:
     """Fill the section of losses from benchmarks/losses/*.jsonl."""
@@ -296,7 +264,7 @@ def render(*, check: bool = False) -> int:
     changed = list[str]()
     errors = list[str]()
     for path in pages.files():
-        name = path.relative_to(pages.ROOT)
+        name = path.relative_to(ROOT)
         old = path.read_text(encoding="utf-8")
         try:
             new = pages.render(old, record, name)

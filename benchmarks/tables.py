@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.figures import Record, flat, value_of
+from benchmarks.figures import flat, value_of
 from benchmarks.layout import markdown
 from benchmarks.losses import pairs, ratio
 from benchmarks.pictures import LOSSES, MACHINE, NAMES
+from benchmarks.record import Record
 from benchmarks.speed.sizes import MODELS, work_of
 from gpt2_triton import kernels
 from gpt2_triton.config.step_shape import StepShape

@@ -12,9 +12,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import results
-from benchmarks.pages import ROOT
-from benchmarks.speed.sections import write_section
+from benchmarks.record import CURRENT, ROOT, Target
 from gpt2_triton.checkpoint import hf_tokenizer
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.data.tokenizer import NAMES, get_tokenizer
@@ -78,13 +76,11 @@ def differences(name: str, folder: Path) -> Counter[str]:
 
 
 @app.default
-def compare(*tokenizers: str, out: Path = results.RECORD, commit: str = "") -> int:
+def compare(*tokenizers: str, target: Target = CURRENT) -> int:
     """Write the record's section `tokenizers`; return 1 if a text differs.
 
     Args:
         tokenizers: Names as data.tokenizer has them; by default gpt2 and llama3.
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
     """
     figures: dict[str, int] = {"texts": TEXTS}
     for name in tokenizers or ("gpt2", "llama3"):
@@ -95,7 +91,7 @@ def compare(*tokenizers: str, out: Path = results.RECORD, commit: str = "") -> i
             found = differences(name, folder)
         print(f"{name}: {dict(found)} of {TEXTS} texts", flush=True)
         figures |= {f"{Path(name).name}.{what}": count for what, count in found.items()}
-    write_section(out, "tokenizers", figures, commit, "transformers", "tokenizers", "tiktoken")
+    target.write("tokenizers", figures, "transformers", "tokenizers", "tiktoken")
     return int(any(count for key, count in figures.items() if "." in key))
 
 

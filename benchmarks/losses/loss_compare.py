@@ -35,6 +35,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.keys import Keys
+from benchmarks.record import ROOT
 from benchmarks.speed.steps import torchrun
 from gpt2_triton import device
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
@@ -44,7 +45,6 @@ from gpt2_triton.training.metrics import METRICS, read_metrics
 
 app = make_app("python -m benchmarks.losses.loss_compare")
 app.help_epilogue = __doc__
-ROOT = Path(__file__).parents[2]
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 WARM_STEPS = 10  # steps that are not timed: clocks settle, and CUDA graphs are captured

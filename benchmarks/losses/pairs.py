@@ -47,6 +47,7 @@ import yaml
 
 from benchmarks.keys import words_of
 from benchmarks.layout import markdown
+from benchmarks.record import ROOT
 from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.config.config import Config
@@ -54,7 +55,6 @@ from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.run_info import read_run
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "gpt2_triton train"
 T_QUANTILES = (  # Student's t, 97.5%, for 1 to 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,

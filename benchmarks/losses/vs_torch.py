@@ -30,13 +30,14 @@ from pathlib import Path
 
 from benchmarks.keys import Keys, words_of
 from benchmarks.layout import aligned
+from benchmarks.record import ROOT
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.training.metrics import METRICS, read_metrics
 
 app = make_app("python -m benchmarks.losses.vs_torch")
 app.help_epilogue = __doc__
-CONFIG = Path(__file__).parents[2] / "configs" / "gpt2_124m.yaml"
+CONFIG = ROOT / "configs" / "gpt2_124m.yaml"
 KEYS = {
     "data.train": "builtin", "data.val": "builtin", "data.tokenizer": "bytes",
     "train.steps": "50", "train.batch_size": "16", "train.total_batch_tokens": "16384",

@@ -9,16 +9,14 @@ of the plain product's.
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import gpt2_triton.kernels as kernels
-from benchmarks import results
+from benchmarks.record import CURRENT, Target
 from benchmarks.speed.floors import median_ms
-from benchmarks.speed.sections import write_section
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.operands import Linear
 
@@ -87,13 +85,8 @@ def pairs(shape: Shape, device: str = "cuda") -> dict[str, Pair]:
 
 
 @app.default
-def measure(out: Path = results.RECORD, *, commit: str = "") -> None:
-    """Measure all pairs, and write the record's section `epilogues`.
-
-    Args:
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
-    """
+def measure(*, target: Target = CURRENT) -> None:
+    """Measure all pairs, and write the record's section `epilogues`."""
     figures: dict[str, Any] = {}
     for size, shape in SHAPES.items():
         for name, pair in pairs(shape).items():
@@ -101,7 +94,7 @@ def measure(out: Path = results.RECORD, *, commit: str = "") -> None:
             ms, plain = map(statistics.median, zip(*turns))
             print(f"{size} {name}: {ms:.4f} ms, plain {plain:.4f} ms", flush=True)
             figures[f"{name}.{size}"] = round(ms / plain - 1, 4)
-            write_section(out, "epilogues", figures, commit, "torch", "triton")
+            target.write("epilogues", figures, "torch", "triton")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.record import Target, slug
 from benchmarks.speed.sizes import work_of
 from gpt2_triton.commands.app import select_device
 
@@ -25,11 +25,8 @@ PROGRAMS = {"ours": 2, "dynamic": 2, "static": 3}  # and their calls
 Call = Callable[[], object]
 
 
-def sample(sizes: list[str], out: Path, commit: str) -> int:
+def sample(sizes: list[str], target: Target) -> int:
     """Measure all programs, and write the record's section `sampling`; return 1 if one failed."""
-    from benchmarks.parts import slug
-    from benchmarks.speed.sections import write_section
-
     figures: dict[str, Any] = {}
     failed = 0
     for size in sizes:
@@ -41,7 +38,7 @@ def sample(sizes: list[str], out: Path, commit: str) -> int:
             for line in re.findall(r"(?m)^\{.*", done.stdout):  # a library may print too
                 for sequences, rate in json.loads(line).items():
                     figures[f"{slug(size)}.{program}_{sequences}"] = rate
-            write_section(out, "sampling", figures, commit, "torch", "triton", "transformers")
+            target.write("sampling", figures, "torch", "triton", "transformers")
     return failed
 
 

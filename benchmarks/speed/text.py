@@ -25,10 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import results
 from benchmarks.losses.prose import Source, fetch, of_html
-from benchmarks.pages import ROOT
-from benchmarks.speed.sections import write_section
+from benchmarks.record import CURRENT, ROOT, Target
 from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.data.mixture import Mixture
@@ -101,20 +99,18 @@ def processes(count: int, **env: str) -> ProcessPoolExecutor:
 
 
 @app.command
-def encode(*tokenizers: str, out: Path = results.RECORD, commit: str = "") -> None:
+def encode(*tokenizers: str, target: Target = CURRENT) -> None:
     """Measure MB/s of tokenizers beside the libraries tiktoken and tokenizers alone.
 
     Args:
         tokenizers: Names as data.tokenizer has them; by default gpt2 and llama3.
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
     """
     figures: dict[str, float] = {}
     for name, count in itertools.product(tokenizers or ("gpt2", "llama3"), (1, PROCESSES)):
         for who, speed in speeds(name, count).items():
             figures[f"{Path(name).name}.{who}_{count}"] = speed
         print(name, count, figures, flush=True)
-        write_section(out, "encode", figures, commit, *PACKAGES)
+        target.write("encode", figures, *PACKAGES)
 
 
 # ---- training ----
@@ -167,13 +163,8 @@ def random_sources(folder: Path) -> dict[str, str]:
 
 
 @app.command
-def batches(*, out: Path = results.RECORD, commit: str = "") -> None:
-    """Measure the CPU time in which a batch of 64 x 1,024 tokens is read, by number of sources.
-
-    Args:
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
-    """
+def batches(*, target: Target = CURRENT) -> None:
+    """Measure the CPU time in which a batch of 64 x 1,024 tokens is read, by number of sources."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         for arm, given in random_sources(Path(name)).items():
@@ -184,20 +175,16 @@ def batches(*, out: Path = results.RECORD, commit: str = "") -> None:
                 timer=time.process_time, number=1, repeat=5,
             )  # fmt: skip
             figures[f"{arm}.ms"] = round(1e3 * min(times) / READ, 4)
-    write_section(out, "batches", figures, commit, *PACKAGES)
+    target.write("batches", figures, *PACKAGES)
 
 
 @app.command
-def sources(
-    *, size: str = "d12", rounds: int = 2, out: Path = results.RECORD, commit: str = ""
-) -> None:
+def sources(*, size: str = "d12", rounds: int = 2, target: Target = CURRENT) -> None:
     """Measure steps with one source and with eight, in turns, on random tokens.
 
     Args:
         size: A size of benchmarks/speed/sizes.py.
         rounds: Runs of each.
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
     """
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -212,7 +199,7 @@ def sources(
             data = ("--data.train", pattern, "--data.val", f"{folder}/s0/t.bin")
             ms = milliseconds(trained(folder, folder / "config.yaml", *data, *options))
             add(figures, f"{precision}.{arm}.ms", ms)
-            write_section(out, "sources", figures, commit, *PACKAGES)
+            target.write("sources", figures, *PACKAGES)
 
 
 @app.command
@@ -230,8 +217,7 @@ def own(
     seconds: float = 15,
     vocab: str = "2048,8192",
     seeds: int = 2,
-    out: Path = results.RECORD,
-    commit: str = "",
+    target: Target = CURRENT,
 ) -> None:
     """Train `own` on a text through bytes, GPT-2's tokens and tokenizers trained on the text.
 
@@ -243,8 +229,6 @@ def own(
         seconds: A time of training steps, at which losses are compared too.
         vocab: Comma-separated sizes of the tokenizers that are trained.
         seeds: Runs of each tokenizer.
-        out: The record.
-        commit: Commit of the code; give it where there is no git checkout.
     """
     figures: dict[str, Any] = {"compared_after_s": seconds}
     with tempfile.TemporaryDirectory() as name:
@@ -258,7 +242,7 @@ def own(
             records = trained(folder, "own", "--data", whole, *options)
             for figure, value in outcome(records, folder, arm, seconds).items():
                 add(figures, f"{Path(arm).name}.{figure}", value)
-            write_section(out, "own_tokenizer", figures, commit, *PACKAGES)
+            target.write("own_tokenizer", figures, *PACKAGES)
 
 
 def outcome(

@@ -14,6 +14,7 @@ import yaml
 from benchmarks import as_gpu, pages, pictures, results
 from benchmarks.figures import flat, value_of
 from benchmarks.parts import Part, joint_parts, parts_as, parts_of
+from benchmarks.record import ROOT, read
 from benchmarks.tables import TABLES, chosen
 from gpt2_triton.commands.app import main
 from gpt2_triton.errors import DataError
@@ -43,7 +44,7 @@ def test_render_changes_nothing_on_the_committed_pages():
     assert (
         compiled_elsewhere("-m", "benchmarks.results", "render", "--check") == "nothing changes\n"
     )
-    assert results.read()["losses"] == results.losses()
+    assert read()["losses"] == results.losses()
 
 
 def test_a_table_stands_between_its_markers():
@@ -114,8 +115,8 @@ SENTENCES = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(
 
 @pytest.mark.parametrize("page", SENTENCES)
 def test_rounded_figures_of_sentences_are_the_record_s(page):
-    text = " ".join((pages.ROOT / page).read_text(encoding="utf-8").split())
-    figures = flat(results.read())
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    figures = flat(read())
     for words, expression, least, most in SENTENCES[page]:
         assert words in text, f"{page} no longer says: {words}"
         value = value_of(expression, figures)

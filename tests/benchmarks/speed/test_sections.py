@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.record import Target
 from benchmarks.speed import epilogues, sampling, text
 from gpt2_triton.data.shards import write_shard
 from tests.conftest import DEVICE
@@ -36,7 +37,7 @@ def test_a_batch_is_in_milliseconds(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SHARD_TOKENS", 2000)
     monkeypatch.setattr(text.timeit, "repeat", lambda *_, **__: [0.05, 0.04])  # of 20 batches
     out = tmp_path / "record.json"
-    text.batches(out=out, commit="abc1234")
+    text.batches(target=Target(out, "abc1234"))
     section = json.loads(out.read_text())["batches"]
     assert (section["one.ms"], section["eight.ms"]) == (2.0, 2.0)
 
@@ -48,7 +49,7 @@ def test_a_program_that_fails_leaves_its_figures_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sampling.subprocess, "run", run)
     out = tmp_path / "record.json"
-    assert sampling.sample(["llama:1b"], out, "abc1234") == 1
+    assert sampling.sample(["llama:1b"], Target(out, "abc1234")) == 1
     section = json.loads(out.read_text())["sampling"]
     assert section.keys() == {"meta", "llama_1b.ours_1", "llama_1b.dynamic_1"}
 
@@ -70,7 +71,7 @@ def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, mon
     monkeypatch.setattr(epilogues, "pairs", lambda shape: pairs)
     monkeypatch.setattr(epilogues, "median_ms", lambda call, milliseconds: times[call])
     out = tmp_path / "record.json"
-    epilogues.measure(out, commit="abc1234")
+    epilogues.measure(target=Target(out, "abc1234"))
     section = json.loads(out.read_text())["epilogues"]
     assert section.pop("meta")["commit"] == "abc1234"
     assert section == {f"{name}.d12": 0.5 for name in pairs}
