@@ -41,6 +41,8 @@ PROCESSES = 8
 SOURCES, SHARD_TOKENS = 8, 2_000_000
 STEPS, UNCOUNTED = 50, 10  # of a run with sources
 READ = 20  # batches
+RUNS = 2  # of each source and tokenizer
+EARLY = 15  # seconds of training steps, after which losses are compared too
 GREEK = Source("apt", "libreoffice-help-el", "MPL-2.0", "**/text/**/*.html", of_html)
 GREEK_BYTES = 5_000_000
 QUIET = ("--sample.every", "0", "--eval.tokens", "0", "--eval.hellaswag_every", "0")
@@ -179,22 +181,17 @@ def batches(*, target: Target = CURRENT) -> None:
 
 
 @app.command
-def sources(*, size: str = "d12", rounds: int = 2, target: Target = CURRENT) -> None:
-    """Measure steps with one source and with eight, in turns, on random tokens.
-
-    Args:
-        size: A size of benchmarks/speed/sizes.py.
-        rounds: Runs of each.
-    """
+def sources(*, target: Target = CURRENT) -> None:
+    """Measure steps of 124M with one source and with eight, in turns, on random tokens."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arms = random_sources(folder)
         options = ("--train.steps", STEPS, "--eval.every", 0, "--checkpoint.every", 0, *QUIET)
-        turns = itertools.product(range(rounds), ("bf16", "fp8"), arms.items())
+        turns = itertools.product(range(RUNS), ("bf16", "fp8"), arms.items())
         for _, precision, (arm, pattern) in turns:
             level = "none" if precision == "fp8" else None
-            config = work_of(size, None, level, precision).config()
+            config = work_of("d12", None, level, precision).config()
             (folder / "config.yaml").write_text(config.to_yaml())
             data = ("--data.train", pattern, "--data.val", f"{folder}/s0/t.bin")
             ms = milliseconds(trained(folder, folder / "config.yaml", *data, *options))
@@ -211,43 +208,31 @@ def greek(out: Path) -> None:
 
 
 @app.command
-def own(
-    text: Path,
-    *keys: str,
-    seconds: float = 15,
-    vocab: str = "2048,8192",
-    seeds: int = 2,
-    target: Target = CURRENT,
-) -> None:
+def own(text: Path, *, vocab: str = "2048,8192", target: Target = CURRENT) -> None:
     """Train `own` on a text through bytes, GPT-2's tokens and tokenizers trained on the text.
 
     All runs validate on the last tenth of the text, and take what `own` chooses for the tokenizer.
 
     Args:
         text: A text file.
-        keys: Keys of gpt2_triton's configuration.
-        seconds: A time of training steps, at which losses are compared too.
         vocab: Comma-separated sizes of the tokenizers that are trained.
-        seeds: Runs of each tokenizer.
     """
-    figures: dict[str, Any] = {"compared_after_s": seconds}
+    figures: dict[str, Any] = {"compared_after_s": EARLY}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = str(text.resolve())
         for size in vocab.split(","):
             gpt2_triton(folder, "tokenizer", whole, "--vocab", size, "--out", f"own_{size}")
         arms = [*(f"{folder}/own_{size}" for size in vocab.split(",")), "gpt2", "bytes"]
-        for seed, arm in itertools.product(range(seeds), arms):
-            options = ("--data.tokenizer", arm, "--train.seed", seed, *QUIET, *keys)
+        for seed, arm in itertools.product(range(RUNS), arms):
+            options = ("--data.tokenizer", arm, "--train.seed", seed, *QUIET)
             records = trained(folder, "own", "--data", whole, *options)
-            for figure, value in outcome(records, folder, arm, seconds).items():
+            for figure, value in outcome(records, folder, arm).items():
                 add(figures, f"{Path(arm).name}.{figure}", value)
             target.write("own_tokenizer", figures, *PACKAGES)
 
 
-def outcome(
-    records: list[dict[str, Any]], folder: Path, tokenizer: str, limit: float
-) -> dict[str, float]:
+def outcome(records: list[dict[str, Any]], folder: Path, tokenizer: str) -> dict[str, float]:
     """Return the lowest validation losses in nats per byte, of the run and of its first seconds."""
     [path] = folder.glob(f"data/*_{label(tokenizer)}_*/val_000000.bin")
     coder = get_tokenizer(tokenizer)
@@ -262,7 +247,7 @@ def outcome(
     }
     return dict(
         bytes_per_token=bytes_per_token,
-        early_nats=min(loss for second, loss in losses.items() if second <= limit),
+        early_nats=min(loss for second, loss in losses.items() if second <= EARLY),
         nats=min(losses.values()),
         seconds=min(losses, key=losses.__getitem__),
         ms=1e3 * of_a_step,

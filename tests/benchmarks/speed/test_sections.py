@@ -12,13 +12,14 @@ from gpt2_triton.data.shards import write_shard
 from tests.conftest import DEVICE
 
 
-def test_losses_of_tokens_become_nats_per_byte(tmp_path):
+def test_losses_of_tokens_become_nats_per_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "EARLY", 0.5)
     shards = tmp_path / "data" / "my_gpt2_0123abcd"
     shards.mkdir(parents=True)
     write_shard(shards / "val_000000.bin", np.array([464, 3290, 464, 3290], np.uint16))  # The dog
     steps = [{"step": n, "loss": 5.0, "ms": 900.0 if n < 11 else 100.0} for n in range(1, 21)]
     losses = [{"step": step, "val_loss": loss} for step, loss in ((0, 9.1), (4, 8.4), (10, 7.0))]
-    found = text.outcome([*steps, *losses, losses[0] | {"step": 20}], tmp_path, "gpt2", 0.5)
+    found = text.outcome([*steps, *losses, losses[0] | {"step": 20}], tmp_path, "gpt2")
     assert found["bytes_per_token"] == len("The dogThe dog") / 4
     assert found["nats"] == pytest.approx(7.0 / 3.5) and found["seconds"] == pytest.approx(1.0)
     assert found["early_nats"] == pytest.approx(8.4 / 3.5) and found["ms"] == 100.0
