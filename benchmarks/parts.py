@@ -235,7 +235,7 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
     """Return the parts for which all GPUs train together, the most important first."""
     first = sizes[0]
     large = [LARGE] if LARGE in sizes[1:] else []
-    muon = ("--optimizer", "muon")
+    muon = ("--optim", "muon")
     arms = dict(fp8=FP8, bf16=(), fp8_muon=(*FP8, *muon), bf16_muon=muon, torch=("--torch",))
 
     def joint(size: str, arm: str, seconds: int) -> Part:

@@ -1,7 +1,7 @@
 """Measures the cost of communication: GPUs train independently and jointly, by turns.
 
 torchrun --standalone --nproc_per_node 4 -m benchmarks.speed.multi_gpu SIZE [--precision fp8]
-    [--recompute none] [--optimizer muon] [--torch] [--json FILE] [--parallel.zero 2] ...
+    [--recompute none] [--optim muon] [--torch] [--json FILE] [--parallel.zero 2] ...
 
 The GPUs of a machine differ in speed by some percent, and at the power limit their
 clocks vary.  A joint step waits for the slowest GPU, even if nothing is exchanged.  So
@@ -22,31 +22,35 @@ torch_gpt2.py, `alone` under no_sync.  Its gradients are bf16 and views of DDP's
 it sends two thirds of the bytes.
 """
 
-import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.keys import Keys
 from benchmarks.layout import aligned
 from benchmarks.speed import torch_gpt2
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
 from gpt2_triton import kernels as K  # after our_gpt2, which selects the device
+from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
 from gpt2_triton.config.config import Config
 from gpt2_triton.distributed.launcher_env import set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 
+app = make_app("python -m benchmarks.speed.multi_gpu")
 ROUNDS = 2  # stretches of each kind
 # a name, and a function that returns the milliseconds of N steps
 Kind = tuple[str, Callable[[int], list[float]]]
@@ -147,46 +151,48 @@ def title_of(config: Config) -> str:
     return f"{work}, recompute {config.memory.recompute}, ZeRO-{config.parallel.zero}"
 
 
-def main(config: Config, given: argparse.Namespace) -> None:
-    """Measure on the ranks that torchrun started; rank 0 prints."""
+@app.default
+def measure(
+    size: str,
+    *keys: Keys,
+    recompute: str | None = None,
+    precision: Literal["bf16", "fp8"] = "bf16",
+    optim: Literal["adamw", "muon"] = "adamw",
+    torch_: bool = False,
+    steps: Annotated[int, AT_LEAST_1] = 20,
+    json_: Path | None = None,
+) -> None:
+    """Measure on the ranks that torchrun started; rank 0 prints.
+
+    Args:
+        size: As those of `python -m benchmarks steps`.
+        keys: Keys of a configuration, as --parallel.zero 2.
+        recompute: memory.recompute.
+        precision: train.precision.
+        optim: optim.name.
+        torch_: PyTorch's DistributedDataParallel in bf16.
+        steps: Timed steps per stretch.
+        json_: File for the milliseconds of all steps.
+    """
+    if not device.present():
+        raise ConfigError("multi_gpu: needs CUDA GPUs, found none")
+    config = work_of(size, None, recompute, precision, optim, keys).config()
     set_env_from_slurm()
     group = Ranks("cuda", 300)
     control = group.control("multi_gpu")
-    pair = None if given.torch else Pair(group, config)
-    times = control.all_gather(
-        by_turns(pair.kinds if pair else pytorch(given.size), given.steps, ROUNDS)
-    )
+    pair = None if torch_ else Pair(group, config)
+    times = control.all_gather(by_turns(pair.kinds if pair else pytorch(size), steps, ROUNDS))
     used = control.all_gather((torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB)
     if group.rank == 0:
-        title = title_of(config) if pair else f"PyTorch, {given.size}"
+        title = title_of(config) if pair else f"PyTorch, {size}"
         print(f"{title}, {group.size} GPUs, in use {max(used):.2f} GiB")
         print(speed_table(times, tokens=config.train.step_tokens))
-        if given.json:
-            given.json.write_text(json.dumps(dict(ranks=times)) + "\n")
+        if json_:
+            json_.write_text(json.dumps(dict(ranks=times)) + "\n")
     if pair:
         pair.together.release_graphs()
     group.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES, nargs="?", default="d12")
-    parser.add_argument("--recompute", help="memory.recompute")
-    parser.add_argument(
-        "--precision", default="bf16", choices=("bf16", "fp8"), help="train.precision"
-    )
-    parser.add_argument(
-        "--optimizer", default="adamw", choices=("adamw", "muon"), help="optim.name"
-    )
-    parser.add_argument(
-        "--torch", action="store_true", help="PyTorch's DistributedDataParallel in bf16"
-    )
-    parser.add_argument("--steps", type=int, default=20, help="timed steps per stretch")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the milliseconds of all steps"
-    )
-    given, keys = parser.parse_known_args()
-    if not device.present():
-        parser.exit(2, "error: multi_gpu: needs CUDA GPUs, found none\n")
-    words = given.size, None, given.recompute, given.precision, given.optimizer, tuple(keys)
-    main(work_of(*words).config(), given)
+    sys.exit(main(app, sys.argv[1:]))

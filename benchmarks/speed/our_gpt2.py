@@ -9,21 +9,23 @@ torchrun each GPU has this work.
 """
 
 # ruff: noqa: E402, torch is imported as by a run
-import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
-from gpt2_triton.commands.app import select_device
+from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, select_device
 
 select_device(silent=True)  # opens the GPU meanwhile
 
 import torch
 
 import gpt2_triton.kernels as K
+from benchmarks.keys import Keys
 from benchmarks.speed.energy import Power
-from benchmarks.speed.sizes import SIZES, Work, tokens_of, work_of
+from benchmarks.speed.sizes import Work, tokens_of, work_of
 from gpt2_triton.config.config import Config
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -33,6 +35,8 @@ from gpt2_triton.model.fp8 import calibrate
 from gpt2_triton.model.model import Model
 from gpt2_triton.model.step import StepResult
 from gpt2_triton.training.lr_schedule import step_inputs
+
+app = make_app("python -m benchmarks.speed.our_gpt2")
 
 
 def run_steps(
@@ -77,7 +81,7 @@ def shared(config: Config, ranks: int) -> Config:
     return config.replace(train={"total_batch_tokens": tokens})
 
 
-def main(work: Work, steps: int, start: float) -> None:
+def measure(work: Work, steps: int, start: float) -> None:
     group = ProcessGroup("cuda", 300)
     config = shared(work.config(), group.size)
     free, _ = torch.cuda.mem_get_info()
@@ -99,17 +103,31 @@ def main(work: Work, steps: int, start: float) -> None:
     group.close()
 
 
+@app.default
+def time_steps(
+    size: str,
+    batch: Annotated[int, AT_LEAST_1],
+    steps: int,
+    start: float,
+    *keys: Keys,
+    recompute: str | None = None,
+    precision: str = "bf16",
+    optim: str = "adamw",
+) -> None:
+    """Time steps of this package, and print one line of JSON.
+
+    Args:
+        size: As those of `python -m benchmarks steps`.
+        batch: Sequences per step.
+        steps: Steps; the first five are not counted.
+        start: time.time() when the process was started.
+        keys: Keys of a configuration, as --fp8.keep_bf16 none.
+        recompute: memory.recompute.
+        precision: train.precision.
+        optim: optim.name.
+    """
+    measure(work_of(size, batch, recompute, precision, optim, keys), steps, start)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("batch", type=int)
-    parser.add_argument("steps", type=int, help="the first five are not counted")
-    parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument("--recompute", help="memory.recompute")
-    parser.add_argument("--precision", default="bf16", help="train.precision")
-    parser.add_argument("--optim", default="adamw", help="optim.name")
-    known, keys = parser.parse_known_args()
-    given = vars(known)
-    steps = given.pop("steps")
-    start = given.pop("start")
-    main(work_of(**given, keys=tuple(keys)), steps, start)
+    sys.exit(main(app, sys.argv[1:]))

@@ -7,6 +7,7 @@ import numpy as np
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.errors import ConfigError
 
 T, VOCAB = 1024, ModelConfig().vocab_size  # of GPT-2
 
@@ -69,8 +70,10 @@ def work_of(
     optim: str = "adamw", keys: tuple[str, ...] = (),
 ) -> Work:  # fmt: skip
     """Return the work of a size, with the batch and recompute level of
-    SIZES unless others are given.
+    SIZES unless others are given; ConfigError for an unknown size.
     """
+    if size not in SIZES:
+        raise ConfigError(f"{size}: unknown size; known are {', '.join(SIZES)}")
     default = SIZES[size]
     return Work(
         size, batch or default.batch, recompute or default.recompute, precision, optim, keys

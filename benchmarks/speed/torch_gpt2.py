@@ -2,24 +2,19 @@
 `python -m benchmarks steps`, also for Llama 3.
 
 Pure bf16, vocabulary padded to a multiple of 128, cuDNN attention, torch.compile, fused AdamW with
-gradient clipping, no host synchronisation between steps.  Prints one JSON line.
+gradient clipping, no host synchronisation between steps.  Prints one JSON line.  torchao must be
+built for the installed torch.
 
     python -m benchmarks.speed.torch_gpt2 SIZE BATCH STEPS START [--fp8 rowwise]
-        [--optim muon] [--weights fp32]
-
---fp8 names a recipe of torchao, which computes the layers' products in fp8.  torchao must be built
-for the installed torch.  With --optim muon, torch.optim.Muon updates the layers' matrices, and
-AdamW the rest.  --weights fp32 computes under bf16 autocast.  --micro_steps 2 adds up the
-gradients of two batches in a step.  --chunks 8 computes GPT-2's loss in eight parts, and each
-part's logits again in the backward pass.
+        [--optim muon] [--weights fp32] ...
 """
 
-import argparse
 import functools
 import json
 import statistics
+import sys
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
-from benchmarks.speed.sizes import SIZES, tokens_of, work_of
+from benchmarks.speed.sizes import tokens_of, work_of
 from benchmarks.speed.torch_llama import Llama
 from benchmarks.torch_reference import ACTIVATIONS
+from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
 from gpt2_triton.config.schema import ModelConfig
+
+app = make_app("python -m benchmarks.speed.torch_gpt2")
 
 
 class Block(nn.Module):
@@ -157,21 +155,46 @@ def batch_of(size: str, batch: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def main(a: argparse.Namespace) -> None:
-    model, optimizers = build(a.size, a.optim)
-    model.chunks = a.chunks
-    if a.weights == "fp32":
+@app.default
+def time_steps(
+    size: str,
+    batch: Annotated[int, AT_LEAST_1],
+    steps: int,
+    start: float,
+    *,
+    fp8: Literal["tensorwise", "rowwise"] | None = None,
+    optim: Literal["adamw", "muon"] = "adamw",
+    weights: Literal["bf16", "fp32"] = "bf16",
+    micro_steps: Annotated[int, AT_LEAST_1] = 1,
+    chunks: Annotated[int, AT_LEAST_1] = 1,
+) -> None:
+    """Time steps of PyTorch, and print one line of JSON.
+
+    Args:
+        size: As those of `python -m benchmarks steps`.
+        batch: Sequences of a batch.
+        steps: Steps; the first five are not counted.
+        start: time.time() when the process was started.
+        fp8: torchao's recipe for the layers' products.
+        optim: With muon, torch.optim.Muon updates the layers' matrices, and AdamW the rest.
+        weights: fp32 computes under bf16 autocast.
+        micro_steps: Batches in a step, whose gradients are added up.
+        chunks: Parts of GPT-2's loss; the backward pass computes each part's logits again.
+    """
+    model, optimizers = build(size, optim)
+    model.chunks = chunks
+    if weights == "fp32":
         model.float()
-    if a.fp8:
-        in_float8(model, a.fp8)
+    if fp8:
+        in_float8(model, fp8)
     compiled = torch.compile(model)
-    tokens = batch_of(a.size, a.batch)
-    run = functools.partial(run_steps, compiled, optimizers, tokens, micro_steps=a.micro_steps)
+    tokens = batch_of(size, batch)
+    run = functools.partial(run_steps, compiled, optimizers, tokens, micro_steps=micro_steps)
     run(1)
-    first_step = time.time() - a.start
+    first_step = time.time() - start
     run(4)
     with Power() as power:
-        times, loss = run(a.steps - 5)
+        times, loss = run(steps - 5)
     ms = statistics.median(times)
     report = dict(
         ms=ms, joules=power.joules(ms / 1e3), gib=torch.cuda.max_memory_allocated() / 2**30
@@ -180,20 +203,4 @@ def main(a: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("batch", type=int)
-    parser.add_argument("steps", type=int, help="the first five are not counted")
-    parser.add_argument("start", type=float, help="time.time() when the process was started")
-    parser.add_argument(
-        "--fp8", choices=("tensorwise", "rowwise"), help="torchao's recipe for the layers' products"
-    )
-    parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument(
-        "--weights", choices=("bf16", "fp32"), default="bf16", help="fp32 computes under autocast"
-    )
-    parser.add_argument("--micro_steps", type=int, default=1, help="batches in a step")
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="pieces in which GPT-2's loss is computed"
-    )
-    main(parser.parse_args())
+    sys.exit(main(app, sys.argv[1:]))

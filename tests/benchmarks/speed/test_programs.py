@@ -2,7 +2,6 @@
 steps need a GPU.
 """
 
-import argparse
 import contextlib
 import json
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.speed import our_gpt2, torch_gpt2
+from gpt2_triton.commands.app import main
 from gpt2_triton.model.arena import GIB
 
 COUNTED = {5: 4.0, 6: 6.0, 7: 20.0}  # milliseconds of a step; the first five are not counted
@@ -48,7 +48,7 @@ def test_our_report_is_of_the_counted_steps(monkeypatch, capsys):
     monkeypatch.setattr(our_gpt2, "ProcessGroup", lambda *_: MagicMock(size=1))
     for name in ("shared", "compile_run", "calibrated", "packed_batch"):
         monkeypatch.setattr(our_gpt2, name, MagicMock())
-    our_gpt2.main(MagicMock(), steps=8, start=0.0)
+    our_gpt2.measure(MagicMock(), steps=8, start=0.0)
     check(capsys)
 
 
@@ -65,6 +65,5 @@ def test_pytorch_s_report_is_of_the_counted_steps(monkeypatch, capsys):
     for name in ("build", "batch_of"):
         monkeypatch.setattr(torch_gpt2, name, MagicMock(return_value=(MagicMock(), [])))
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    given = dict(size="d12", batch=1, steps=8, start=0.0, fp8=None, optim="adamw")
-    torch_gpt2.main(argparse.Namespace(**given, weights="bf16", micro_steps=1, chunks=1))
+    assert main(torch_gpt2.app, "d12 1 8 0".split()) == 0
     check(capsys)
