@@ -384,7 +384,7 @@ class Model:
             model = self._open()
             tokenizer = self._tokenizer()
             sample.limit(model, tokenizer)
-            if model.arena.device.type == "cuda" and sampling not in self._compiled:
+            if model.arena.is_cuda and sampling not in self._compiled:
                 compile_decoding(model, *sampling)
                 self._compiled.add(sampling)
             self._text = sample.stream(

@@ -65,7 +65,7 @@ def sample(
     found = sum(text.count(name) for text in prompts for name in names)
     if found:
         print_line(f"special tokens in the prompts: {found:,}", error=True)
-    if model.arena.device.type == "cuda":
+    if model.arena.is_cuda:
         compile_decoding(model, *sampling)
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     texts = [(text, seed + i) for text in prompts for i in range(num)]
@@ -83,7 +83,7 @@ def sample(
         count += len([*again])
     seconds = time.perf_counter() - start
     slow = ""
-    if model.arena.device.type == "cpu":
+    if model.arena.is_cpu:
         slow = " (no CUDA GPU found: in Triton's interpreter)"
     rate = format_count(count / seconds)
     print(f"{counted(count, 'token')} in {seconds:.2f} s, {rate} per second{slow}", file=sys.stderr)
