@@ -64,7 +64,7 @@ def compile_kernels(
         settings = choose_recompute(settings, K, free_bytes("cpu") - CONTEXT_BYTES, shape)
         print_line(f"compiling for {gpu}")  # a minute without a cache, where no progress is shown
         model = Model(settings, K, "cpu", group=absent_ranks(gpus))
-        made = compile_run(model, {(model.B, model.T)} if settings.eval.every else ())
+        made = compile_run(model, {(model.B, model.T)} if settings.eval.every else set())
     for note in notes:
         print_line(note)
     there = f", of which {made.from_cache} were there" if made.from_cache else ""

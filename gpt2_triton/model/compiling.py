@@ -3,7 +3,7 @@ launches (kernels/precompile.py).
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,23 @@ import numpy as np
 from gpt2_triton.console import Progress
 from gpt2_triton.model.communicator import Communicator
 
+Shapes = Set[tuple[int, int]]  # (B, T) of batches
 
-def compile_run(
-    model: Any, validated: Iterable[tuple[int, int]] = (), answered: Iterable[tuple[int, int]] = ()
-) -> Any:
+
+def compile_run(model: Any, validated: Shapes = frozenset(), answered: Shapes = frozenset()) -> Any:
     """Compile the kernels of a training run on all cores; return kernels/precompile.py's Compiled.
     All ranks call it; one of each host compiles.
 
-    `validated` are the shapes (B, T) of validation batches, which an fp8 run evaluates in
+    `validated` are the shapes of validation batches, which an fp8 run evaluates in
     fp8 too.  `answered` are the shapes of HellaSwag's questions, which every run evaluates
     in bf16.  Kernels depend on shapes: they are specialised on multiples of 16 and 32, and
     B*T selects among some kernels.
     """
-    make = functools.partial(_compile, model, {*validated}, {*answered})
+    make = functools.partial(_compile, model, validated, answered)
     return model.group.first_on_host(make) if model.group else make()
 
 
-def _compile(model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]) -> Any:
+def _compile(model: Any, validated: Shapes, answered: Shapes) -> Any:
     model.train_view.comm = Communicator()
     try:
         with (
@@ -40,9 +40,7 @@ def _compile(model: Any, validated: set[tuple[int, int]], answered: set[tuple[in
         model.train_view.comm = model.comm
 
 
-def _make_calls(
-    model: Any, validated: set[tuple[int, int]], answered: set[tuple[int, int]]
-) -> None:
+def _make_calls(model: Any, validated: Shapes, answered: Shapes) -> None:
     model.initialise(model.config.train.seed)
     for with_stats in (False, True) if model.stats_recorder else (False,):
         for acc in (False, True)[: model.shape.accumulation]:

@@ -344,7 +344,7 @@ def test_a_run_compiles_nothing_after_compile_nor_itself(precision, tmp_path):
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: (
             None if cache_hit else late.append(src.name)
         )
-        made = compile_run(model, [(model.B, model.T)])
+        made = compile_run(model, {(model.B, model.T)})
     assert made.kernels > 20 and made.from_cache == 0 and late == []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
