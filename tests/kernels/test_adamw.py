@@ -210,13 +210,6 @@ def test_join_master_inverts_split_master(rng):
     assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
 
 
-def test_split_master_rounds_to_nearest(rng):
-    w = rng(1 << 18)
-    hi, _, _ = round_trip(w.view(torch.int32))
-    nearest = w.cpu().bfloat16().to(DEVICE)
-    assert torch.equal((hi.double() - w).abs(), (nearest.double() - w).abs())
-
-
 @lengths
 def test_adamw_with_masters_has_the_bits_of_fp32(rng, n):
     w = rng(n, dtype=torch.bfloat16)
