@@ -258,18 +258,13 @@ def test_peer_copies_begin_with_the_next_rank():
     ]  # fmt: skip
 
 
-def test_gather_params_of_peer_copies_is_between_two_barriers():
-    """Parameters may be overwritten after the second."""
+@pytest.mark.parametrize("call", [("gather_params",), ("deliver_matrices", [])], ids=str)
+def test_copies_of_what_peers_hold_are_between_two_barriers(call):
+    """What they hold may be overwritten after the second."""
     model = model_of(Log(True), 1)
     model.K.calls.clear()
-    model.comm.gather_params()
-    assert model.K.calls == [("barrier", None)] * 2
-
-
-def test_deliveries_of_peer_copies_are_between_two_barriers():
-    model = model_of(Log(True), 1)
-    model.K.calls.clear()
-    model.comm.deliver_matrices([])
+    name, *arguments = call
+    getattr(model.comm, name)(*arguments)
     assert model.K.calls == [("barrier", None)] * 2
 
 

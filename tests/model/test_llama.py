@@ -111,36 +111,26 @@ def test_loss_logits_and_gradients_equal_transformers(NH, NKV, HS, factor, tied,
 @pytest.mark.parametrize("C", WIDTHS)
 @pytest.mark.parametrize("level", (*RECOMPUTE_LEVELS, "gelu:1", "block:1"))
 def test_loss_and_gradients_equal_autograd(level, C):
-    """The reference launchers in float64, at each recompute level."""
-    require_autograd_s_step(exact_model(level, **llama(C=C)))
+    """The reference launchers in float64, at each recompute level, in two micro-steps.  In an
+    arena of NaN the first one clears the gradient of wte, which an untied head leaves alone.
+    """
+    two = TRAIN | dict(total_batch_tokens=32)
+    require_autograd_s_step(
+        exact_model(level, **llama(tied=level != "none", C=C) | dict(train=two))
+    )
 
 
 def require_autograd_s_step(model):
     """Compare the loss and the gradients of a step with autograd's."""
     params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
-    [(ids, targets)] = batches(model.config, 1)
-    words = ids, targets, 300, model.dims["NH"], model.train_view.a.rope, 1e-6
-    want = torch_reference.llama_loss(params, *words)
+    words = 300, model.dims["NH"], model.train_view.a.rope, 1e-6
+    micro_batches = batches(model.config, model.shape.accumulation)
+    losses = [torch_reference.llama_loss(params, *batch, *words) for batch in micro_batches]
+    want = torch.stack(losses).mean()
     want.backward()
     train_steps(model, 1)
     assert max_error(model.state.step_out[0], want.detach()) < 1e-12
     require_gradients(model, params)
-
-
-def test_gradients_of_an_untied_head_are_the_sums_of_two_micro_steps():
-    """In an arena of NaN: the first micro-step clears wte's gradient, the second adds to it."""
-    model = exact_model(**llama(tied=False) | dict(train=TRAIN | dict(total_batch_tokens=32)))
-    params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
-    for ids, targets in batches(model.config, 2):
-        loss = torch_reference.llama_loss(
-            params, ids, targets, 300, 4, model.train_view.a.rope, 1e-6
-        )
-        (loss / 2).backward()
-    train_steps(model, 1)
-    for name in ("wte", "lmhead"):
-        assert max_error(getattr(model.train_view.g, name), getattr(params, name).grad) < 1e-11, (
-            name
-        )
 
 
 @pytest.mark.parametrize(
@@ -171,12 +161,6 @@ def test_rotations_equal_transformers_to_the_last_bit_of_a_frequency(HS, theta, 
     cos, sin = embedding(torch.zeros(1), torch.arange(8192)[None])
     got = torch.from_numpy(rope.table(8192, HS, theta, factor))
     assert (got - torch.cat([cos[0, :, : HS // 2], sin[0, :, : HS // 2]], 1)).abs().max() < 1e-7
-
-
-@pytest.mark.parametrize("C", WIDTHS)
-def test_bf16_trains_and_repeats_its_bits(C):
-    losses = [train_steps(kernel_model("gelu", "bf16", **llama(C=C)), 3) for _ in range(2)]
-    assert losses[0] == losses[1] and np.isfinite([loss for loss, _, _ in losses[0]]).all()
 
 
 @pytest.mark.parametrize("C", WIDTHS)

@@ -1,14 +1,10 @@
 """Sharding: each parameter belongs to one rank, for any number of ranks and any stage."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 
 from gpt2_triton.model import sharding
 from gpt2_triton.model.optimizers import ADAMW, OPTIMIZERS
-from gpt2_triton.model.state_io import SavedState
 
 # few ranks divide them, and the rest of 1,968
 SIZES = dict(L=3, C=48, N=91_536, Ne=6_624, Nl=27_648, optimizer=OPTIMIZERS.index(ADAMW))
@@ -39,28 +35,6 @@ def test_shards_cover_each_parameter_once_within_the_buffers(ranks, zero):
         p for rank in range(1 if zero == 0 else ranks) for p in sharding.updated_shards(dims, rank)
     ]
     assert are_all_parameters(updated)
-
-
-@pytest.mark.parametrize("zero", (0, 1, 2))
-def test_parts_of_a_tensor_fill_every_rank_as_the_whole_does(zero):
-    dims, names = dims_of(3, zero), ("params", "low")
-    values = torch.arange(1.0, dims["N"] + 1)
-    parts = [
-        (name, at, values[at : at + 5000]) for name in names for at in range(0, len(values), 5000)
-    ]
-    for rank in range(3):
-        found = []
-        for given in ([(name, 0, values) for name in names], parts):
-            other = dict.fromkeys(("m", "v", "window", "scale", "history"))
-            state = SimpleNamespace(
-                params=torch.zeros(dims["Nf"]), master_low=torch.zeros(dims["Nm"]), **other
-            )
-            SavedState(state, dims, rank).load(given)
-            found.append((state.params, state.master_low))
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-        assert found[0][0].count_nonzero() == len(values) and 0 < found[0][
-            1
-        ].count_nonzero() <= len(values)
 
 
 def test_one_rank_has_no_padding_and_updates_embedding_layers_and_rest():
