@@ -6,8 +6,9 @@
         all targets: `make compile-all`
 
 A driver that launches nothing stands for the GPU, and compile_run makes the calls of a run.  Left
-out are the Gluon kernels of kernels/hopper, which test_hopper.py compiles.  The exit code is 1 if a
-kernel does not compile or fit, spills more than SPILLED, or loads operands slowly (`faults`).
+out are the Gluon kernels of kernels/hopper, which test_hopper.py compiles in the same way.  The
+exit code is 1 if a kernel does not compile or fit, spills more than SPILLED, or loads operands
+slowly (`faults`).
 """
 
 import argparse
@@ -110,6 +111,19 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
 }
 RUNS |= {act: dict(model=dict(activation=act)) for act in ACTIVATIONS if act != "gelu"}
+GROUPED = dict(arch="llama", n_kv_head=4, n_inner=2048)
+WIDE_HEADS = dict(arch="llama", n_head=6, n_kv_head=2, head_dim=128, n_inner=2048)
+HOPPER_RUNS: dict[str, dict[str, dict[str, object]]] = {  # of kernels/hopper, beside some of RUNS
+    "1600 channels": dict(model=dict(n_head=25, n_embd=1600), train=dict(batch_size=16)),
+    "2048 tokens": dict(model=dict(block_size=2048), train=dict(seq_len=2048)),
+    "8192 tokens": dict(model=GROUPED | dict(block_size=8192), train=dict(seq_len=8192)),
+    "heads of 128": dict(model=WIDE_HEADS),
+    "normed heads of 128": dict(model=WIDE_HEADS | dict(qk_norm=True)),
+    "fp8, heads of 128": dict(train=dict(precision="fp8"), model=WIDE_HEADS),
+    "fp8, normed heads of 128": dict(
+        train=dict(precision="fp8"), model=WIDE_HEADS | dict(qk_norm=True)
+    ),
+}
 OTHER_RUNS = ("decoding", "several GPUs")
 PRODUCTS = "products"  # in the place of kernels: all that multiply
 SPILLED = 64  # bytes
@@ -187,6 +201,7 @@ class Compiler:
         self.needs: dict[str, Needs] = {}
         self.failures: list[str] = []
         self.launched: set[str] = set()  # names of kernels, also of those that are left out
+        self.log = ""  # of ptxas
 
     def __call__(self, source: Any, **keywords: Any) -> Any:
         try:
@@ -207,6 +222,7 @@ class Compiler:
 
     def read_ptxas(self, log: str) -> None:
         """Take the bytes spilled from the log of all kernels."""
+        self.log = log
         for name, stored in re.findall(
             r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL
         ):
@@ -214,12 +230,16 @@ class Compiler:
 
 
 def compile_for(
-    name: str, only: Iterable[str] | None = None, runs: Collection[str] = (*RUNS, *OTHER_RUNS)
+    name: str,
+    only: Iterable[str] | None = None,
+    runs: Collection[str] = (*RUNS, *OTHER_RUNS),
+    hopper: bool = False,
 ) -> Compiler:
     """Compile the kernels of these runs for a target.
 
-    only   the kernels that are not left out: NAME, NAME:EPILOGUE for one
-           epilogue of a product, or PRODUCTS
+    only     the kernels that are not left out: NAME, NAME:EPILOGUE for one
+             epilogue of a product, or PRODUCTS
+    hopper   compile the Gluon kernels, and no others
 
     For a process that does nothing else: torch and Triton remain changed.
     """
@@ -238,9 +258,12 @@ def compile_for(
 
     target, number = TARGETS[name], [*TARGETS].index(name)
     driver.set_active(device(name))
-    torch.cuda.is_available = lambda: False  # also on a machine with a GPU: no Gluon kernels
+    torch.cuda.is_available = lambda: hopper  # also on a machine with a GPU
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.current_device, torch.cuda.set_device = lambda: number, lambda _: None
-    torch.cuda.get_device_properties = lambda number: SimpleNamespace(multi_processor_count=108)
+    torch.cuda.get_device_properties = lambda number: SimpleNamespace(
+        multi_processor_count=132 if hopper else 108
+    )
     table_file.table_name = lambda: target.table
     tuning.table.cache_clear()
     tuning.has_tma.cache_clear()
@@ -252,7 +275,10 @@ def compile_for(
     def run_some(self: JITFunction, *args: Any, **keywords: Any) -> Any:
         compiler.launched.add(self.__name__)
         names = {self.__name__, f"{self.__name__}:{keywords.get('EPILOGUE')}"}
-        return run(self, *args, **keywords) if wanted is None or names & wanted else None
+        is_wanted = wanted is None or names & wanted
+        if is_wanted and (".hopper." in self.__module__) == hopper:
+            return run(self, *args, **keywords)
+        return None
 
     def model(changes: dict[str, dict[str, object]], **options: Any) -> Model:
         sections = {
@@ -285,7 +311,7 @@ def compile_for(
                     for others in (1, 3, 7):  # of 2, 4 and 8 ranks
                         K.add_partials(torch.empty(1 << 20), torch.empty(others, 1 << 20))
                 elif target.fp8 or "fp8" not in key:
-                    compile_run(model(RUNS[key]), {(4, 1024)})
+                    compile_run(model((RUNS | HOPPER_RUNS)[key]), {(4, 1024)})
             except Exception as error:
                 # of Triton or of a backend; other runs are compiled nevertheless
                 compiler.failures.append(f"{key}: {type(error).__name__}: {error}")
