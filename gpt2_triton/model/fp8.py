@@ -136,14 +136,9 @@ def guess_scales(state: State, dims: Mapping[str, int], loss_scale: float) -> No
     state.scale.copy_(torch.from_numpy(np.array(guess, np.float32)))
 
 
-def without_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors but fp8's scales and their history."""
-    return {name: tensor for name, tensor in tensors.items() if name not in ("scale", "history")}
-
-
-def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the scales in a checkpoint of this configuration, on "meta";
-    versions without fp8 saved none.
+def saved_spec(spec: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors, on "meta": those of `spec`, with the scales that a run of the
+    configuration `saved` has; versions without fp8 saved none.
     """
     precision = saved["train"].get("precision", "bf16")
     keep = saved.get("fp8", {}).get("keep_bf16", "head") or "none"
@@ -152,10 +147,9 @@ def saved_spec(saved: Mapping[str, Any]) -> dict[str, Tensor]:
             f"fp8.keep_bf16: the run had {keep!r}, only head and none "
             "exist; export its weights instead"
         )
+    expected = {name: t for name, t in spec.items() if name not in ("scale", "history")}
     count = scale_count(saved["model"]["n_layer"], precision, keep)
-    if count == 0:
-        return {}
-    return {
-        "scale": torch.empty(count, device="meta"),
-        "history": torch.empty(count, HISTORY, device="meta"),
-    }
+    if count:
+        expected["scale"] = torch.empty(count, device="meta")
+        expected["history"] = torch.empty(count, HISTORY, device="meta")
+    return expected

@@ -308,7 +308,7 @@ def test_guessed_scales_follow_the_loss_scale():
 @pytest.mark.parametrize("then, kept", [("none", "none head"), ("head", "head")])
 def test_a_checkpoint_has_scales_of_what_was_in_fp8(then, kept):
     """They are kept while they suffice: if one is missing, all are left out."""
-    count = fp8.saved_spec(fp8_config(keep=then).to_dict())["scale"].numel()
+    count = fp8.saved_spec({}, fp8_config(keep=then).to_dict())["scale"].numel()
     rows = torch.arange(1.0, 1 + count)
     stored = whole_tensors("", dict(scale=rows, history=rows[:, None].repeat(1, 16)))
     for keep in ("none", "head"):
@@ -329,12 +329,12 @@ def test_saved_configurations_of_other_versions():
     """
     saved = fp8_config(precision="bf16").to_dict()
     del saved["fp8"], saved["train"]["precision"]
-    assert fp8.saved_spec(saved) == {}
+    assert fp8.saved_spec({}, saved) == {}
     saved = fp8_config(keep="none").to_dict()
     saved["fp8"]["keep_bf16"] = ""
-    assert fp8.saved_spec(saved)["history"].shape == (2 * 12 + 2, 16)
+    assert fp8.saved_spec({}, saved)["history"].shape == (2 * 12 + 2, 16)
     saved["fp8"]["keep_bf16"] = "head,mlp:0"
     with pytest.raises(
         ConfigError, match="fp8.keep_bf16: the run had 'head,mlp:0', only head and none exist"
     ):
-        fp8.saved_spec(saved)
+        fp8.saved_spec({}, saved)
