@@ -16,8 +16,8 @@ from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.weights import Weights, by_name, check_sizes, to_flat_buffers
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
-from tests.support.foreign import checkpoint_of, config_of, our_logits, random_params, token_ids
-from tests.support.tiny import tiny_config
+from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.tiny import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,9 +82,9 @@ def imported(directory, **sections):
 
 @pytest.mark.parametrize("sizes, act", [*((sizes, "gelu") for sizes in SIZES), (SIZES[0], "relu2")])
 def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes, act):
-    config, ids = config_of(**sizes, dropout=0.1), token_ids(config_of(**sizes))
-    config = config.replace(model={"activation": act})
-    params = random_params(config)
+    config = config_of(**sizes, dropout=0.1).replace(model={"activation": act})
+    params, T = random_params(config), config.train.seq_len
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, T), dtype=np.int32)
     export(
         str(checkpoint_of(tmp_path / "run", config, {"params": params})),
         tmp_path / "out",
@@ -101,8 +101,10 @@ def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes, act):
         0,
     ]
     with torch.no_grad():
-        theirs = model.eval()(torch.from_numpy(ids.astype(np.int64))).logits[0, -1].numpy()
-    assert np.abs(our_logits(config, params, ids) - theirs).max() < TOLERANCE
+        theirs = model.eval()(torch.from_numpy(ids).long()).logits.numpy()
+    ours, _ = tiny_model(**config.to_dict() | dict(sample=dict(every=1)))
+    ours.state.params.copy_(params)
+    assert np.abs(ours.logits(ids, 0, T) - theirs).max() < TOLERANCE
     assert huggingface.read(str(tmp_path / "out")).model.activation == act
 
 

@@ -1,19 +1,12 @@
-"""Checkpoints of ours with random weights, checkpoints of nanoGPT, and
-the logits of our kernels.
-"""
+"""Checkpoints of ours with random weights, and checkpoints of nanoGPT."""
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
-import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
-from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
-from gpt2_triton.inference.generate import fill_cache, place
-from gpt2_triton.inference.load import load_for_decoding
 from tests.support import checkpoints
 from tests.support.tiny import tiny_config
 
@@ -45,23 +38,6 @@ def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -
     """Write a run with one checkpoint of these tensors; return its step directory."""
     state = checkpoints.state(1, config=config.to_dict())
     return save_checkpoint(run / "checkpoints", 1, tensors, state, Retention(0))
-
-
-def token_ids(config: Config) -> np.ndarray:
-    shape = (1, config.train.seq_len)
-    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
-
-
-def our_logits(config: Config, params: torch.Tensor, ids: np.ndarray) -> np.ndarray:
-    """Return the logits [V] of our kernels after the last token."""
-    model = load_for_decoding(config, whole_tensors("", {"params": params}), 1)
-    fill_cache(model, ids.tolist(), [True])
-    place(model, ids.tolist(), 0, [0])
-    model.decode(0.0, 0, 1.0)
-    view = model.view(1, 1)
-    logits = model.decoding.logits[:1]  # the step has overwritten its own
-    K.decode_matmul(logits, view.a.lnf, view.net.head)
-    return logits[0, : config.model.vocab_size].cpu().numpy()
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:
