@@ -93,18 +93,6 @@ def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, 
     assert torch.equal(model.state.master_low.cpu(), expected["low"])
 
 
-@pytest.mark.slow
-def test_sample_command_takes_every_source(sources, capsys):
-    texts = []
-    for source in map(str, sources[3:]):
-        assert (
-            main(app, ["sample", source, "--prompt", "qz", "--tokens", "2", "--temperature", "0"])
-            == 0
-        )
-        texts.append(capsys.readouterr().out.rpartition("qz")[2])
-    assert texts[0].strip("\n") and texts == texts[:1] * 3
-
-
 @pytest.mark.parametrize(
     "words", [["export", "--out", "out"], ["perplexity", "val.bin", "--tokens", "32"]]
 )
