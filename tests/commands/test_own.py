@@ -61,6 +61,14 @@ def export_weights(model, config, directory, kind="hf"):
     export(weights, directory, kind, "fp32")
 
 
+def become_rank(rank, monkeypatch):
+    """Make this process one of two ranks."""
+    launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # rank 1 drops its own
+
+
 def files(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
@@ -131,11 +139,8 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
     (here / "short.txt").write_text("short")
     monkeypatch.setattr(commands_app.os, "_exit", lambda code: None)
     monkeypatch.setattr(commands_app.time, "sleep", lambda seconds: None)
-    launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
     for rank, said in (("1", ""), ("0", "error: --data: 5 tokens are too little text")):
-        for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "stdout", sys.stdout)  # rank 1 drops its own
+        become_rank(rank, monkeypatch)
         assert main(app, ["own", "--data", "short.txt"]) == 3
         err = capsys.readouterr().err
         assert err.startswith(said) and bool(err) == bool(said)
@@ -202,19 +207,8 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     small = (
         "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64"
     ).split()
-    argv = [
-        "own",
-        "--data",
-        "my.txt",
-        "--init_from",
-        "hf:theirs",
-        "--run_dir",
-        "run",
-        "--sample.tokens",
-        "2",
-        *small,
-    ]
-    assert main(app, argv) == 0
+    argv = "own --data my.txt --init_from hf:theirs --run_dir run --sample.tokens 2".split()
+    assert main(app, [*argv, *small]) == 0
     out = capsys.readouterr().out
     assert (
         "tokenizer bytes, 10,750 tokens\n" in out
@@ -229,17 +223,8 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     assert tuned.model == before.model
     norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
     assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
-    argv = [
-        "own",
-        "--data",
-        "my.txt",
-        "--init_from",
-        "checkpoint:run/best",
-        "--run_dir",
-        "again",
-        *small,
-    ]
-    assert main(app, argv) == 0
+    argv = "own --data my.txt --init_from checkpoint:run/best --run_dir again".split()
+    assert main(app, [*argv, *small]) == 0
     first, again = (
         yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again")
     )
@@ -274,23 +259,10 @@ def test_one_rank_exports_a_run_that_was_not_stopped(here, trained, monkeypatch)
     exported = []
     monkeypatch.setattr(own, "export", lambda *_: exported.append(os.environ["RANK"]))
     monkeypatch.setattr(own, "_weights", lambda *_, **words: None)
-    launcher = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
     for rank, code in (("0", 0), ("1", 0), ("0", 143)):
         monkeypatch.setattr(trainer, "train", lambda *_, code=code: code)
-        for name, value in (launcher | dict(RANK=rank, LOCAL_RANK=rank)).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "stdout", sys.stdout)
-        argv = [
-            "own",
-            "--data",
-            "my.txt",
-            "--run_dir",
-            "run",
-            "--init_from",
-            "hf:gpt2",
-            "--data.tokenizer",
-            "bytes",
-        ]
+        become_rank(rank, monkeypatch)
+        argv = "own --data my.txt --run_dir run --init_from hf:gpt2 --data.tokenizer bytes".split()
         assert main(app, argv) == code
     assert exported == ["0"]
 
