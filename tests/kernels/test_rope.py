@@ -6,20 +6,16 @@ import torch.nn.functional as F
 
 from gpt2_triton import kernels
 from gpt2_triton.kernels.attention import attention_bwd_scratch
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name
+from gpt2_triton.kernels.tuning import dtype_name
 from gpt2_triton.operands import Branch, HeadNorm, Linear, Norm, Rope
 from tests.conftest import DEVICE
+from tests.kernels.test_attention import tolerance
 from tests.support import reference
 from tests.support.helpers import EPS, dtypes, error, exact, poisoned
 
 BF16 = torch.bfloat16
 groups = pytest.mark.parametrize("NH,NKV,HS", [(4, 4, 64), (4, 2, 128), (9, 3, 64)])
 either_way = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
-
-
-def tolerance(dtype):
-    """As in test_attention.py."""
-    return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
 
 
 def table(T, HS):
