@@ -12,7 +12,7 @@ import triton.language as tl
 from gpt2_triton.kernels.philox import fill, normal_init, philox_words
 from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
-from tests.support.helpers import error, poisoned
+from tests.support.helpers import poisoned
 from tests.support.philox import philox
 
 random_module = importlib.import_module("gpt2_triton.kernels.philox")
@@ -109,9 +109,6 @@ def test_normal_init_with_low_bits_keeps_the_fp32_number():
     bits = exact.view(torch.int32)
     assert torch.equal(low, (bits & 0xFFFF).to(torch.int16))
     assert torch.equal(w.view(torch.int16), ((bits + 0x8000) >> 16).to(torch.int16))
-    assert error(w, exact) < 2.0**-9
-    # none is nearer
-    assert torch.equal((exact - w.float()).abs(), (exact - exact.bfloat16().float()).abs())
 
 
 @pytest.mark.parametrize(
