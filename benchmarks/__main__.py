@@ -14,8 +14,8 @@ from cyclopts.validators import Number
 from pydantic import ValidationError
 
 from benchmarks.as_gpu import Code, execute_as, require_hopper
-from benchmarks.keys import Keys
 from benchmarks.record import CURRENT, Target
+from benchmarks.runs import Keys
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app, require_directory, select_device
 from gpt2_triton.errors import ConfigError
 

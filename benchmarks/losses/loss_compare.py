@@ -21,7 +21,6 @@ fails.
 """
 
 import hashlib
-import os
 import shutil
 import signal
 import statistics
@@ -34,8 +33,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from benchmarks.keys import Keys
+from benchmarks.layout import aligned
 from benchmarks.record import ROOT
+from benchmarks.runs import BUILTIN, QUIET, Keys, finish, words_of
 from benchmarks.speed.steps import torchrun
 from gpt2_triton import device
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
@@ -46,21 +46,17 @@ from gpt2_triton.training.metrics import METRICS, read_metrics
 app = make_app("python -m benchmarks.losses.loss_compare")
 app.help_epilogue = __doc__
 TIMES = {"ms", "tok_s", "mfu"}  # keys of metrics.jsonl that differ between equal runs
+RECIPE = "gpt2_124m"
 LEVELS = ("none", "gelu", "gelu+ln", "gelu+ln+qkv", "block")
 WARM_STEPS = 10  # steps that are not timed: clocks settle, and CUDA graphs are captured
-# bytes are valid ids of GPT-2's vocabulary
-DATA = "--data.train builtin --data.val builtin --data.tokenizer bytes"
-QUIET = (
-    "--eval.every 0 --eval.hellaswag_every 0 --sample.every 0 "
-    "--checkpoint.every 0 --checkpoint.major 0"
-)
 
 
 class Case(NamedTuple):
-    """A run of train.py.  `options` begins with a configuration file, relative to the checkout."""
+    """A run of train.py with a recipe of the checkout."""
 
     name: str
-    options: str
+    recipe: str
+    keys: dict[str, object]
     gpus: int = 1
 
 
@@ -70,35 +66,33 @@ class Result(NamedTuple):
     ms: list[float]  # of each step
 
 
-def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> str:
-    """Return options of GPT-2 124M on the builtin text, with one checkpoint after the last step."""
+def gpt2(steps: int, batch_size: int, micro_steps: int = 1, gpus: int = 1) -> dict[str, object]:
+    """Return keys of GPT-2 124M on the builtin text, with one checkpoint after the last step."""
     tokens = batch_size * 1024 * micro_steps * gpus
-    sizes = (
-        f"--train.steps {steps} --train.batch_size {batch_size} --train.total_batch_tokens {tokens}"
-    )
-    return f"configs/gpt2_124m.yaml {DATA} {QUIET} {sizes} --optim.warmup 1"
+    sizes = {"train.batch_size": batch_size, "train.total_batch_tokens": tokens}
+    return BUILTIN | QUIET | sizes | {"train.steps": steps, "optim.warmup": 1}
 
 
 def cases(cpu: bool, gpu: bool, gpus: int, timed: int, size: str, batch_size: int) -> list[Case]:
     """Return the runs that the options select."""
     found = []
     if timed:
-        options = f"{gpt2(timed, batch_size, gpus=gpus)} --model.size {size}"
-        return [Case(f"{size}, batch {batch_size}, GPUs {gpus}", options, gpus)]
+        keys = gpt2(timed, batch_size, gpus=gpus) | {"model.size": size}
+        return [Case(f"{size}, batch {batch_size}, GPUs {gpus}", RECIPE, keys, gpus)]
     if cpu:
-        options = "--train.steps 20 --optim.warmup 8 --eval.every 10 --sample.every 0"
-        found.append(Case("quickstart", f"configs/quickstart.yaml {options}"))
+        keys = {"train.steps": 20, "optim.warmup": 8, "eval.every": 10, "sample.every": 0}
+        found.append(Case("quickstart", "quickstart", keys))
     if gpu:
         run = gpt2(5, batch_size)
-        found += [Case(level, f"{run} --memory.recompute {level}") for level in LEVELS]
-        found.append(
-            Case("2 micro-steps, master fp32", f"{gpt2(5, batch_size, 2)} --optim.master fp32")
-        )
-        found.append(Case("fp32", f"{run} --train.dtype fp32"))
+        halves = gpt2(5, batch_size, 2) | {"optim.master": "fp32"}
+        found += [Case(level, RECIPE, run | {"memory.recompute": level}) for level in LEVELS]
+        found.append(Case("2 micro-steps, master fp32", RECIPE, halves))
+        found.append(Case("fp32", RECIPE, run | {"train.dtype": "fp32"}))
     if gpus > 1:
         run = gpt2(5, batch_size, 2, gpus)
         found += [
-            Case(f"{gpus} GPUs, ZeRO-{z}", f"{run} --parallel.zero {z}", gpus) for z in (1, 0, 2)
+            Case(f"{gpus} GPUs, ZeRO-{z}", RECIPE, run | {"parallel.zero": z}, gpus)
+            for z in (1, 0, 2)
         ]
     return found
 
@@ -106,29 +100,15 @@ def cases(cpu: bool, gpu: bool, gpus: int, timed: int, size: str, batch_size: in
 # ---- runs ----
 
 
-def train(tree: Path, case: Case, work: Path) -> Result:
-    """Train in a new directory under `work`, which also receives the builtin data, and
-    read the result.
+def train(tree: Path, case: Case, more: tuple[str, ...], work: Path) -> Result:
+    """Train with further words in a new directory under `work`, which also receives the builtin
+    data, and read the result.
     """
-    config, *options = case.options.split()
     launcher = ["-m", *torchrun(case.gpus)[:-1]] if case.gpus > 1 else []
-    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
+    config = tree / "configs" / f"{case.recipe}.yaml"
     with tempfile.TemporaryDirectory(prefix="run-", dir=work) as run_dir:
-        words = [str(tree / "train.py"), str(tree / config), *options, "--run_dir", run_dir]
-        done = subprocess.run(
-            [sys.executable, *launcher, *words],
-            cwd=work,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            last = "\n".join(done.stdout.splitlines()[-20:])
-            raise ConfigError(
-                f"{tree}: {case.name}: train.py {case.options}: exit code {done.returncode}\n{last}"
-            )
+        words = [*words_of(case.keys | {"run_dir": run_dir}), *more]
+        finish(*launcher, tree / "train.py", config, *words, folder=work, tree=tree)
         return read_result(Path(run_dir))
 
 
@@ -176,12 +156,12 @@ def differences(old: Result, new: Result) -> list[str]:
 
 
 def compare(
-    trees: dict[str, Path], case: Case, work: Path, order: tuple[str, ...] = ("old", "new")
+    trees: dict[str, Path], case: Case, more: tuple[str, ...], work: Path, order: tuple[str, ...]
 ) -> dict[str, Any]:
     """Train the case with the trees named in `order`, and return a row of the report."""
     results: dict[str, list[Result]] = {"old": [], "new": []}
     for name in order:
-        results[name].append(train(trees[name], case, work))
+        results[name].append(train(trees[name], case, more, work))
         print_line(f"{case.name}: {name}: last record {results[name][-1].metrics[-1:]}")
     first, *others = results["old"] + results["new"]
     found = [line for other in others for line in differences(first, other)]
@@ -193,15 +173,18 @@ def compare(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'case':<36} {'bits':<10} {'tensors':>7} {'old ms':>9} {'new ms':>9} {'new/old':>8}"]
+    """Return one line per case, and below it one per difference."""
+    cells = [["case", "bits", "tensors", "old ms", "new ms", "new/old"]]
     for row in rows:
         bits = "DIFFERENT" if row["differences"] else "equal"
-        times = ""
+        times = ["", "", ""]
         if "old" in row:
-            times = f" {row['old']:>9.2f} {row['new']:>9.2f} {row['new'] / row['old']:>8.4f}"
-        lines.append(f"{row['case']:<36} {bits:<10} {row['tensors']:>7}{times}")
-        lines += [f"    {line}" for line in row["differences"]]
-    return "\n".join(lines)
+            ratio = row["new"] / row["old"]
+            times = [f"{row['old']:.2f}", f"{row['new']:.2f}", f"{ratio:.4f}"]
+        cells.append([row["case"], bits, str(row["tensors"]), *times])
+    head, *lines = aligned(cells, left=(0, 1)).splitlines()
+    found = [[line, *row["differences"]] for line, row in zip(lines, rows, strict=True)]
+    return "\n".join([head, *("\n    ".join(each) for each in found)])
 
 
 def checkout(source: str, work: Path, name: str) -> Path:
@@ -262,7 +245,7 @@ def versions(
         work = Path(directory)
         trees = {"old": checkout(old, work, "old"), "new": checkout(new, work, "new")}
         rows = [
-            compare(trees, case._replace(options=" ".join([case.options, *keys])), work, order)
+            compare(trees, case, keys, work, order)
             for case in cases(cpu, gpu, gpus, time, size, batch_size)
         ]
     print_line(table(rows))

@@ -36,7 +36,6 @@ import math
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -45,12 +44,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.keys import words_of
 from benchmarks.layout import markdown
 from benchmarks.record import ROOT
+from benchmarks.runs import finish, words_of
 from gpt2_triton.checkpoint.format import step_path
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.config.config import Config
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.training.metrics import METRICS, read_metrics
 from gpt2_triton.training.run_info import read_run
@@ -208,41 +208,25 @@ def train(
     program = series.arms[arm].program
     options = series.options(arm, seed)
     with folder_of(f"{arm} {options} {digest}", work) as run_dir:
-        for words in commands(series, arm, seed, run_dir, data):
-            with subprocess.Popen(
-                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            ) as process:
-                try:
-                    output, _ = process.communicate()
-                except BaseException:  # of a signal
-                    process.terminate()
-                    process.communicate()
-                    raise
-            if process.returncode:
-                last = "\n".join(output.splitlines()[-8:])
-                print(
-                    f"{arm} seed {seed}: exit code {process.returncode}\n{last}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return None
-        found = {
-            "arm": arm,
-            "seed": seed,
-            "config": series.config,
-            "program": program,
-            "options": options,
-        }
-        return found | {"data": digest} | figures(run_dir)
+        try:
+            for words in commands(series, arm, seed, run_dir, data):
+                finish(*words)
+        except ConfigError as error:
+            print_line(f"{arm} seed {seed}: {error}", error=True)
+            return None
+        found = dict(arm=arm, seed=seed, config=series.config, program=program, options=options)
+        return found | dict(data=digest) | figures(run_dir)
 
 
-def commands(series: Series, arm: str, seed: int, run_dir: Path, data: Path) -> Iterator[list[str]]:
+def commands(
+    series: Series, arm: str, seed: int, run_dir: Path, data: Path
+) -> Iterator[list[object]]:
     """Yield the command of a run; if the arm has `end.from`, then the command that
     makes the last steps again.
     """
     whole, end = parts(series.options(arm, seed))
     save = {"checkpoint.every": end.pop("from")} if end else {}
-    words = [sys.executable, "-m", *series.arms[arm].program.split(), str(ROOT / series.config)]
+    words: list[object] = ["-m", *series.arms[arm].program.split(), ROOT / series.config]
     shards = {f"data.{split}": f"{data}/{split}_*.bin" for split in ("train", "val")}
     words += words_of({"run_dir": run_dir, **shards})
     again = [] if end or series.arms[arm].program != PROGRAM else ["--resume"]

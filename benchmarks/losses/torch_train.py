@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.keys import Keys
+from benchmarks.runs import Keys
 from benchmarks.speed.floors import ATTENTION
 from benchmarks.speed.torch_gpt2 import GPT2
 from benchmarks.speed.torch_llama import Llama

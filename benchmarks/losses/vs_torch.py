@@ -22,15 +22,14 @@ compare the mean of the last 20 losses, for example after
 """
 
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.keys import Keys, words_of
 from benchmarks.layout import aligned
 from benchmarks.record import ROOT
+from benchmarks.runs import BUILTIN, QUIET, Keys, finish, words_of
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.training.metrics import METRICS, read_metrics
@@ -39,25 +38,20 @@ app = make_app("python -m benchmarks.losses.vs_torch")
 app.help_epilogue = __doc__
 CONFIG = ROOT / "configs" / "gpt2_124m.yaml"
 KEYS = {
-    "data.train": "builtin", "data.val": "builtin", "data.tokenizer": "bytes",
+    **BUILTIN, **QUIET, "eval.tokens": "16384",
     "train.steps": "50", "train.batch_size": "16", "train.total_batch_tokens": "16384",
     "optim.lr": "2e-5", "optim.warmup": "50", "optim.schedule": "constant", "optim.master": "fp32",
-    "eval.every": "0", "eval.tokens": "16384", "eval.hellaswag_every": "0", "sample.every": "0",
-    "checkpoint.every": "0", "checkpoint.major": "0",
 }  # fmt: skip
 BOUNDS = {True: dict(relative=1e-4), False: dict(absolute=0.02, norm=0.02)}  # in fp32, in bf16
 LAST = 20  # steps that the printed mean covers
 
 
 def train(program: Sequence[str], run_dir: Path, keys: Mapping[str, object], *more: str) -> None:
-    """Train GPT-2 124M, with other keys, by a module and its options; exit if it fails."""
-    words = [*program, str(CONFIG), *more, *words_of({"run_dir": run_dir, **keys})]
-    code = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.DEVNULL).returncode
-    if code:
-        sys.exit(code)
+    """Train GPT-2 124M, with other keys, by a module and its options."""
+    finish("-m", *program, CONFIG, *more, *words_of({"run_dir": run_dir, **keys}))
 
 
-def metrics_of(program: list[str], keys: dict[str, str], *more: str) -> list[dict]:
+def metrics_of(program: list[str], keys: Mapping[str, object], *more: str) -> list[dict]:
     """Train with a program, and return the records of its steps."""
     with tempfile.TemporaryDirectory() as run_dir:
         train(program, Path(run_dir), keys, *more)

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.keys import Keys
 from benchmarks.layout import aligned
+from benchmarks.runs import Keys
 from benchmarks.speed import torch_gpt2
 from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of

@@ -23,7 +23,7 @@ select_device(silent=True)  # opens the GPU meanwhile
 import torch
 
 import gpt2_triton.kernels as K
-from benchmarks.keys import Keys
+from benchmarks.runs import Keys
 from benchmarks.speed.energy import Power
 from benchmarks.speed.sizes import Work, tokens_of, work_of
 from gpt2_triton.config.config import Config

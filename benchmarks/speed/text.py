@@ -12,7 +12,6 @@ Each but `greek` fills a section of the record, and names the tokenizers beside 
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks.losses.prose import Source, fetch, of_html
 from benchmarks.record import CURRENT, ROOT, Target
+from benchmarks.runs import finish
 from benchmarks.speed.sizes import VOCAB, T, work_of
 from gpt2_triton.commands.app import main, make_app
 from gpt2_triton.data.mixture import Mixture
@@ -118,24 +118,11 @@ def encode(*tokenizers: str, target: Target = CURRENT) -> None:
 # ---- training ----
 
 
-def gpt2_triton(folder: Path, *words: object) -> str:
-    """Run a command in a folder, and return what it prints."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2_triton", *map(str, words)],
-        cwd=folder, env=os.environ | dict(PYTHONPATH=path), stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        print(done.stdout[-2000:], flush=True)
-        done.check_returncode()
-    return done.stdout
-
-
 def trained(folder: Path, *words: object) -> list[dict[str, Any]]:
     """Run `gpt2_triton train` in a folder, and return the records of the run."""
     begin = time.monotonic()
     run_dir = tempfile.mkdtemp(dir=folder)
-    gpt2_triton(folder, "train", *words, "--run_dir", run_dir)
+    finish("-m", "gpt2_triton", "train", *words, "--run_dir", run_dir, folder=folder)
     print(*words, f"{time.monotonic() - begin:.0f} s", flush=True)
     return read_metrics(Path(run_dir) / METRICS)
 
@@ -222,7 +209,8 @@ def own(text: Path, *, vocab: str = "2048,8192", target: Target = CURRENT) -> No
         folder = Path(name)
         whole = str(text.resolve())
         for size in vocab.split(","):
-            gpt2_triton(folder, "tokenizer", whole, "--vocab", size, "--out", f"own_{size}")
+            words = ("tokenizer", whole, "--vocab", size, "--out", f"own_{size}")
+            finish("-m", "gpt2_triton", *words, folder=folder)
         arms = [*(f"{folder}/own_{size}" for size in vocab.split(",")), "gpt2", "bytes"]
         for seed, arm in itertools.product(range(RUNS), arms):
             options = ("--data.tokenizer", arm, "--train.seed", seed, *QUIET)

@@ -4,7 +4,6 @@ statistics of the report.
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +60,7 @@ def test_a_run_that_fails_leaves_no_result(tmp_path, monkeypatch):
         write_shard(tmp_path / f"{name}.bin", np.arange(40).astype(np.uint16))
     (tmp_path / "tiny.yaml").write_text(TINY)
     out = tmp_path / "r.jsonl"
-    monkeypatch.setattr(pairs, "commands", lambda *_: [[sys.executable, "-c", "raise OSError"]])
+    monkeypatch.setattr(pairs, "commands", lambda *_: [["-c", "raise OSError"]])
     words = [str(tmp_path / "tiny.yaml"), "--data", str(tmp_path), "--out", str(out)]
     assert main(pairs.app, [*words, "--arm", "one"]) == 1 and not pairs.read_results(out)
 
