@@ -242,7 +242,10 @@ def joint_parts(sizes: list[str], gpus: int) -> list[Part]:
         options = [*arms[arm], "--steps", "20" if size == first else "8"]
         return part(f"multi.{slug(size)}.{arm}", seconds, together, size, options, gpus)
 
+    started = fp8(first)._replace(launcher=torchrun(gpus))
     return [
+        # first: with an empty cache
+        part(f"multi_first_step.{first}", 35, first_step, started, first),
         *(joint(size, arm, 40) for arm in ("fp8", "bf16") for size in (first, *large)),
         joint(first, "fp8_muon", 40),
         joint(first, "torch", 75),

@@ -40,8 +40,8 @@ from gpt2_triton.errors import ConfigError, DataError
 from gpt2_triton.files import write_json
 from gpt2_triton.version import installed
 
-KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,multi"
-JOINT = "multi"  # the kind for which all GPUs train together
+KINDS = "steps,recipe_step,first_step,ops,peer,muon,levels,multi,multi_first_step"
+JOINT = {"multi", "multi_first_step"}
 app = make_app("python -m benchmarks.results", "The record of figures, docs/results/current.json.")
 
 
@@ -122,7 +122,7 @@ class Measuring:
     def measure(self, part: Part, section: dict[str, Any], env: Env, end: float) -> None:
         begin = time.monotonic()
         kind, size, *_ = part.key.split(".")
-        caches = f"{self.caches.name}/{part.key if kind == 'first_step' else size}"
+        caches = f"{self.caches.name}/{part.key if 'first_step' in kind else size}"
         if begin + part.seconds > min(end, self.end):
             print(
                 f"{part.key}: left for another run, because it takes about {part.seconds} s",
@@ -185,9 +185,9 @@ def run(
     measuring = Measuring(out, time.monotonic() + seconds)
     one: Figures = {}
     several: Figures = {}
-    if {*kinds} - {JOINT}:
+    if {*kinds} - JOINT:
         one = measuring.section(name, meta | dict(gpus=1))
-    if gpus > 1 and JOINT in kinds:
+    if gpus > 1 and {*kinds} & JOINT:
         several = measuring.section(f"{name}x{gpus}", meta)
     asked = parts_as(as_, names) if as_ else parts_of(names, name)
     groups = [group for parts in asked if (group := missing(parts, kinds, one))]

@@ -73,13 +73,16 @@ def caption(meta: dict[str, Any]) -> str:
 
 
 def group(section: dict[str, Any], kind: str) -> Group:
-    """Return a kind's figures KIND.SIZE.ARM.NAME, (size, arm) in the order of NAMES."""
+    """Return a kind's figures KIND.SIZE.ARM.NAME, (size, arm) in the order of NAMES;
+    KIND.SIZE.NAME has the arm "".
+    """
     found: Group = {}
     for key, value in section.items():
         if key.startswith(f"{kind}."):
-            _, size, arm, name = key.split(".", 3)
+            _, size, *rest = key.split(".", 3)
+            arm, name = rest if len(rest) == 2 else ("", rest[0])
             found.setdefault((size, arm), {})[name] = value
-    return dict(sorted(found.items(), key=lambda row: [*map([*NAMES].index, row[0])]))
+    return dict(sorted(found.items(), key=lambda row: [*map([*NAMES].index, filter(None, row[0]))]))
 
 
 def programs(section: dict[str, Any], *kinds: str) -> str:
@@ -97,17 +100,23 @@ def programs(section: dict[str, Any], *kinds: str) -> str:
             together = section.get(f"{kind}.{size}.torch.together_ms")
             if together:
                 found["speed"] = together / found["together_ms"]
-            if "slowest_ms" in found:
-                found["of_alone"] = found["slowest_ms"] / found["together_ms"]
+            if "alone_ms" in found:
+                found["of_alone"] = (
+                    found.get("slowest_ms", found["alone_ms"]) / found["together_ms"]
+                )
             if "absent" not in found:
-                rows[size, arm] = found
+                rows[size, arm or kind] = found
     columns = {
         name: column
         for name, column in COLUMNS.items()
         if any(name in found for found in rows.values())
     }
     cells = [
-        [NAMES[size], NAMES[arm], *shown(found, columns)] for (size, arm), found in rows.items()
+        [
+            *map(NAMES.__getitem__, row),
+            *shown(found, columns),
+        ]
+        for row, found in rows.items()
     ]
     return markdown(["model", "program", *(head for head, _ in columns.values())], cells)
 
