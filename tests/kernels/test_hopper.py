@@ -10,6 +10,7 @@ operations.
 
 import json
 import re
+from importlib.metadata import version
 
 import pytest
 
@@ -22,7 +23,8 @@ RUNS += ("fp8", "fp8, llama", "fp8, qk_norm", "fp8, head")
 SHARED = 228 * 1024  # bytes of a multiprocessor, of which 1 KB of each program is CUDA's
 # programs that share one; those of other kernels do not
 TOGETHER = {"_attention_fwd_kernel": 5, "_attention_dq_kernel": 4, "_attention_dkdv_kernel": 3}
-SPILLS = ("_fp8_kernel", "16")  # a known fault, by Triton 3.9: the product of Llama that adds
+# known faults by version of Triton, in bytes: GELU in fp8, and Llama's product that adds
+SPILLS = {"3.8": [("_fp8_gelu_kernel", "4")], "3.9": [("_fp8_kernel", "16")]}
 WITHOUT_PARTITIONS = {
     *TOGETHER,
     *("_cast_weights_kernel", "_classifier_lns_kernel", "_swiglu_kernel", "_transpose_kernel"),
@@ -110,7 +112,8 @@ def test_kernels_compile_for_sm90_without_spills_and_fit_shared_memory():
         assert alone or started == DISPATCH, name
     spilled = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL)
     assert len(spilled) == len(found)
-    assert [each for each in spilled if each[1] != "0"] in ([], [SPILLS]), log
+    known = SPILLS.get(version("triton")[:3], [])
+    assert [each for each in spilled if each[1] != "0"] == known, log
     assert "C75" not in log and "C76" not in log, log  # C75xx: ptxas serialises wgmma
 
 
