@@ -39,7 +39,7 @@ def finish(*words: object, folder: Path | None = None, tree: Path = ROOT) -> Non
     with subprocess.Popen(
         [sys.executable, *map(str, words)],
         cwd=folder,
-        env={"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
