@@ -29,7 +29,7 @@ app = make_app(
 app.help_epilogue = (
     "Further programs have --help and are run by name, "
     "such as python -m benchmarks.speed.multi_gpu: "
-    "speed.multi_gpu, speed.epilogues, speed.text, accuracy.tokenizers, "
+    "speed.multi_gpu, speed.epilogues, speed.qk_norm, speed.text, accuracy.tokenizers, "
     "losses.pairs, losses.torch_train, losses.corpus, losses.loss_compare, losses.vs_torch, "
     "losses.as_portable, as_gpu, results."
 )

@@ -1,13 +1,17 @@
-"""Programs that fill sections of the record: text.py, sampling.py and epilogues.py."""
+"""Programs that fill sections of the record: text.py, sampling.py, epilogues.py and
+qk_norm.py."""
 
+import itertools
 import json
+import statistics
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from benchmarks.record import Target
-from benchmarks.speed import epilogues, sampling, text
+from benchmarks.speed import epilogues, qk_norm, sampling, text
 from gpt2_triton.data.shards import write_shard
 from tests.conftest import DEVICE
 
@@ -76,3 +80,35 @@ def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, mon
     section = json.loads(out.read_text())["epilogues"]
     assert section.pop("meta")["commit"] == "abc1234"
     assert section == {f"{name}.d12": 0.5 for name in pairs}
+
+
+def test_qk_norm_compares_steps_and_operations_in_turns(tmp_path, monkeypatch):
+    """Without QK-norm a step takes 1.0 s, with it 1.1 s or 1.3 s in turn."""
+    turns = {False: itertools.repeat(1.0), True: itertools.cycle([1.1, 1.3])}
+
+    def run(model, packed, numbers):
+        counted = [SimpleNamespace(seconds=next(turns[model.normed]))] * (qk_norm.STEPS - 2)
+        return [SimpleNamespace(seconds=9e9)] * 2 + counted
+
+    def operations(work, steps):
+        ms = 3.0 if work.config().model.qk_norm else 2.0
+        names = ("matmul_rope", "matmul_rope", "attention_bwd", "adamw")
+        return [SimpleNamespace(name=name, spans=[()] * 12, ms=[ms] * 24) for name in names], None
+
+    def model(config, *_):
+        return MagicMock(normed=config.model.qk_norm)
+
+    monkeypatch.setattr(qk_norm, "Model", model)
+    for name in ("compile_run", "calibrated", "packed_batch"):
+        monkeypatch.setattr(qk_norm, name, MagicMock())
+    monkeypatch.setattr(qk_norm, "run_steps", run)
+    monkeypatch.setattr(qk_norm.ops, "measure", operations)
+    out = tmp_path / "record.json"
+    qk_norm.measure(target=Target(out, "abc1234"))
+    section = json.loads(out.read_text())["qk_norm"]
+    half = 2.365 * statistics.stdev([0.1, 0.3] * 4) / 8**0.5
+    step = [section[f"fp8.{key}"] for key in ("ms", "normed_ms", "longer", "half_width")]
+    assert step == pytest.approx([1000, 1200, 0.2, half], rel=1e-3)
+    product = [section[f"bf16_product_of_qkv.{key}"] for key in ("ms", "normed_ms", "longer")]
+    assert product == [48.0, 72.0, 0.5]
+    assert section["bf16_attention_backward.normed_ms"] == 36.0
