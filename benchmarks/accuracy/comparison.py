@@ -128,6 +128,16 @@ def same(op: str, output: str, ours: Tensor, want: Tensor) -> Comparison:
     return Comparison(op, output, ours, want, want.double(), equal=True)
 
 
+def beside(
+    op: str, output: str, ours: Tensor, formula: Callable[..., Tensor], *inputs: Tensor
+) -> Comparison:
+    """Return a comparison with a formula in the dtypes of its inputs, rounded to ours, and in
+    float64.
+    """
+    exact = formula(*(x.double() for x in inputs))
+    return Comparison(op, output, ours, formula(*inputs).to(ours.dtype), exact)
+
+
 def within(op: str, output: str, ours: Tensor, exact: Tensor, limit: float) -> Comparison:
     """Return a comparison with a limit of its own, where PyTorch has no such operation."""
     return Comparison(op, output, ours, None, exact, limit=limit)

@@ -13,6 +13,7 @@ from benchmarks.accuracy.comparison import (
     F64,
     Comparison,
     Sizes,
+    beside,
     empty,
     empty32,
     randn,
@@ -42,13 +43,13 @@ def reductions(s: Sizes) -> Iterator[Comparison]:
     scale = step_in[K.step_io.LOSS_SCALE.value]
     K.sum_squares(sumsq, scratch(s), g)
     K.clip_factor(stats, sumsq, step_in)
-    yield Comparison(
-        "loss_sum", "loss", stats[0], losses.sum() * scale, losses.double().sum() * scale.double()
-    )
-    yield Comparison("sum_squares", "sumsq", sumsq[0], g.square().sum(), g.double().square().sum())
-    yield Comparison(
-        "clip_factor", "factor", stats[2], 1 / (g.norm() + 1e-6), 1 / (g.double().norm() + 1e-6)
-    )
+    yield beside("loss_sum", "loss", stats[0], lambda x, scale: x.sum() * scale, losses, scale)
+    yield beside("sum_squares", "sumsq", sumsq[0], squares, g)
+    yield beside("clip_factor", "factor", stats[2], lambda g: 1 / (g.norm() + 1e-6), g)
+
+
+def squares(x: Tensor) -> Tensor:
+    return x.square().sum()
 
 
 def torch_adamw(
@@ -120,8 +121,8 @@ def muon(s: Sizes) -> Iterator[Comparison]:
         poly = empty(2, s.C, s.C)
         out = empty(2, M, N)
 
-        def norms(x: Tensor) -> Tensor:
-            return 1.02 * torch.linalg.matrix_norm(x)[:, None, None]
+        def normalised(x: Tensor) -> Tensor:
+            return x / (1.02 * torch.linalg.matrix_norm(x)[:, None, None])
 
         def smaller(x: Tensor) -> Tensor:
             return x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
@@ -130,29 +131,14 @@ def muon(s: Sizes) -> Iterator[Comparison]:
             return a * x + (x @ poly if x.shape[1] > x.shape[2] else poly @ x)
 
         K.muon_normalise(normal, empty32(K.muon_normalise_scratch(2, M, N)), x)
-        yield Comparison(
-            op,
-            "normalised",
-            normal,
-            (x.float() / norms(x.float())).to(x.dtype),
-            x / norms(x.double()),
-        )
+        yield beside(op, "normalised", normal, normalised, x.float())
         K.muon_gram(gram, normal)
-        yield Comparison(op, "gram", gram, smaller(normal), smaller(normal.double()))
+        yield beside(op, "gram", gram, smaller, normal)
         yield same(op, "gram.T", gram, gram.mT.contiguous())
         K.muon_poly(poly, gram, b, c)
-        wide = gram.double()
-        yield Comparison(
-            op,
-            "poly",
-            poly,
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c),
-            b * wide + c * wide @ wide,
-        )
+        yield beside(op, "poly", poly, lambda x: torch.baddbmm(x, x, x, beta=b, alpha=c), gram)
         K.muon_apply(out, normal, poly, a)
-        yield Comparison(
-            op, "applied", out, applied(normal, poly), applied(normal.double(), poly.double())
-        )
+        yield beside(op, "applied", out, applied, normal, poly)
 
 
 def master(high: Tensor, low: Tensor) -> Tensor:
@@ -177,26 +163,30 @@ def muon_update(s: Sizes) -> Iterator[Comparison]:
     step = Step(step_out, step_in, step_key)
     updated = Matrices(w.clone(), None, m, g, x, 0, s.updated // 2, MOMENTUM, DECAY, SCALE)
     K.muon_momentum(updated, step)
-    single, exact = (before.to(t) * MOMENTUM + g.to(t) * (1 - MOMENTUM) for t in (F32, F64))
-    yield Comparison("muon_momentum", "m", m, single, exact)
-    ahead = exact * MOMENTUM + g.double() * (1 - MOMENTUM)
+
+    def mean(m: Tensor, g: Tensor) -> Tensor:
+        return m * MOMENTUM + g * (1 - MOMENTUM)
+
+    momentum = beside("muon_momentum", "m", m, mean, before, g)
+    yield momentum
+    ahead = mean(momentum.exact, g.double())
     yield Comparison("muon_momentum", "x", x, ahead.to(x.dtype), ahead)
     stats = empty32(5, K.stats_parts())
     K.muon_stats(stats, updated.part(0, slice(None)), step)
     K.muon_update(updated, step)
-    single, exact = (w.to(t) - LR * (SCALE * x.to(t) + DECAY * w.to(t)) for t in (F32, F64))
-    yield Comparison("muon_update", "w", updated.w, single, exact)
-    yield from statistics("muon_stats", stats, g[0], w[0], exact[0] - w[0].double())
+    stepped = beside(
+        "muon_update", "w", updated.w, lambda w, x: w - LR * (SCALE * x + DECAY * w), w, x.float()
+    )
+    yield stepped
+    yield from statistics("muon_stats", stats, g[0], w[0], stepped.exact[0] - w[0].double())
 
 
 def statistics(op: str, stats: Tensor, g: Tensor, *tensors: Tensor) -> Iterator[Comparison]:
     """Compare partial results: squares, maximum, non-finite elements of g, and others' squares."""
-    squares = {0: g} | dict(enumerate(tensors, start=3))
-    for i, tensor in squares.items():
-        want = tensor.double().square().sum()
-        yield Comparison(
-            op, f"squares {i}", stats[i].double().sum(), tensor.float().square().sum(), want
-        )
+    for i, tensor in [(0, g), *enumerate(tensors, start=3)]:
+        single = squares(tensor.float())
+        exact = squares(tensor.double())
+        yield Comparison(op, f"squares {i}", stats[i].double().sum(), single, exact)
     yield same(op, "largest", stats[1].max(), g.float().abs().max())
     yield same(op, "not finite", 1 + stats[2].sum(), torch.ones_like(stats[2, 0]))
 
@@ -228,12 +218,16 @@ def outliers(s: Sizes) -> Iterator[Comparison]:
     values = window[:, :-1].clone()
     values[:, 0] = step_out[:2]
     K.skip_outliers(step_out, window, z, row(0, 0, 0, 0, 0, 0, 2, 0))
-    single, exact = (
-        (v[:, 0] - v.mean(1)) / v.std(1, correction=0) for v in (values, values.double())
+    scores = beside(
+        "skip_outliers",
+        "z",
+        z,
+        lambda v: (v[:, 0] - v.mean(1)) / v.std(1, correction=0),
+        values,
     )
-    yield Comparison("skip_outliers", "z", z, single, exact)
+    yield scores
     yield same("skip_outliers", "window", window[:, :-1], values)
-    yield same("skip_outliers", "apply", 1 + step_out[3], 1 + (exact[1] <= 2).float())
+    yield same("skip_outliers", "apply", 1 + step_out[3], 1 + (scores.exact[1] <= 2).float())
 
 
 def filled(s: Sizes) -> Iterator[Comparison]:
@@ -243,7 +237,7 @@ def filled(s: Sizes) -> Iterator[Comparison]:
     K.fill(w, 0.5)
     yield same("fill", "w", w, torch.full_like(w, 0.5))
     K.add_partials(w, parts)
-    yield Comparison("add_partials", "out", w, 0.5 + parts.sum(0), 0.5 + parts.double().sum(0))
+    yield beside("add_partials", "out", w, lambda parts: 0.5 + parts.sum(0), parts)
     K.normal_init(w, None, 7, 0, 0.02)
     tenths = torch.arange(1, 10, device=DEVICE)
     deciles = w.sort().values[tenths * s.updated // 10]
