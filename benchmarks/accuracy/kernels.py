@@ -24,7 +24,7 @@ from benchmarks.accuracy.comparison import (
     scratch,
     within,
 )
-from benchmarks.torch_reference import ACTIVATIONS
+from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
 from gpt2_triton.operands import Branch, Dropout, Linear, Norm, TokenRows
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.activations import ACTIVATIONS
 from benchmarks.speed.energy import Power
 from benchmarks.speed.floors import ATTENTION
 from benchmarks.speed.sizes import tokens_of, work_of
 from benchmarks.speed.torch_llama import Llama
-from benchmarks.torch_reference import ACTIVATIONS
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
 from gpt2_triton.config.schema import ModelConfig
 

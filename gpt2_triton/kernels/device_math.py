@@ -134,7 +134,7 @@ def relu(x):
 
 
 # The activations of matmul_act by name; each has a row in ACTIVATIONS of
-# benchmarks/torch_reference.py.
+# benchmarks/activations.py.
 
 
 @triton.jit

@@ -17,7 +17,6 @@ import torch
 import triton
 
 import gpt2_triton.kernels
-from benchmarks import torch_reference
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.device import architecture, has_fp8
 from gpt2_triton.inference.generate import generate
@@ -27,7 +26,7 @@ from gpt2_triton.model.compiling import compile_run
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.gpu import shared_gpu
-from tests.support import reference
+from tests.support import reference, torch_reference
 from tests.support.helpers import error
 from tests.support.models import F64, batches, calibrate, packed, require_equal_states, train_steps
 from tests.support.rounded import rounded_gradients

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import torch_reference
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.commands import tools as app
 from gpt2_triton.commands.app import main
@@ -30,6 +29,7 @@ from gpt2_triton.inference.load import load_for_losses
 from gpt2_triton.inference.losses import Stopped, validation_loss
 from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2, llama3
+from tests.support import torch_reference
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
 

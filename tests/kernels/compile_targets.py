@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from benchmarks.torch_reference import ACTIVATIONS
+from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.console import Progress
 from gpt2_triton.kernels.absent_gpu import SHARED_MEMORY, absent_driver
 from gpt2_triton.kernels.replaced import Absent

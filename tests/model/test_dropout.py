@@ -5,10 +5,10 @@ on nothing but the sample.
 import pytest
 import torch
 
-from benchmarks import torch_reference
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.model.test_lifetimes import recorded_step
+from tests.support import torch_reference
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, batches, exact_model, require_gradients, train_steps
 from tests.support.philox import dropout_factors

@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks import torch_reference
 from gpt2_triton.checkpoint.weights import by_name
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
@@ -18,6 +17,7 @@ from gpt2_triton.model.muon import matrix_shapes
 from gpt2_triton.model.tensor_stats import format_summary
 from tests.model.test_lifetimes import poison, recorded_step, violations
 from tests.model.test_muon import MUON, muon_step
+from tests.support import torch_reference
 from tests.support.helpers import error, max_error
 from tests.support.models import (
     batches,

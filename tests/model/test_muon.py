@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import gpt2_triton.kernels as kernels
-from benchmarks import torch_reference
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.checkpoint.stored import join_shards
@@ -22,7 +21,7 @@ from gpt2_triton.model.model import Model
 from gpt2_triton.model.muon import LOWEST, POLAR_EXPRESS
 from gpt2_triton.model.sharding import NOT_A_LAYER, buckets
 from gpt2_triton.training.lr_schedule import step_inputs
-from tests.support import ranks, reference
+from tests.support import ranks, reference, torch_reference
 from tests.support.checkpoints import load_checkpoint, whole
 from tests.support.helpers import max_error
 from tests.support.models import EXACT, F64, batches, exact_model, train_steps

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import torch_reference
+from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.model.gpt2.buffers import Params
+from tests.support import torch_reference
 from tests.support.helpers import max_error
 from tests.support.models import (
     EXACT,
@@ -39,7 +40,7 @@ def autograd_step(act: str) -> tuple[float, Params, dict[str, int]]:
     return loss.item(), params, d
 
 
-@pytest.mark.parametrize("act", torch_reference.ACTIVATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level, act):
     model = model_of(level, act)
@@ -120,7 +121,7 @@ def test_evaluation_equals_autograd_in_a_smaller_view():
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
 
 
-@pytest.mark.parametrize("act", torch_reference.ACTIVATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_decoding_equals_the_training_forward(level, act):
     require_decoding_equals_the_forward(model_of(level, act, sample=dict(every=1)))

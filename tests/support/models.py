@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import torch_reference
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.data.packing import pack_batch
@@ -13,7 +12,7 @@ from gpt2_triton.model.arena import Buffer, MemoryPlan
 from gpt2_triton.model.launchers import Kernels
 from gpt2_triton.model.model import Model
 from gpt2_triton.training.lr_schedule import step_inputs
-from tests.support import reference
+from tests.support import reference, torch_reference
 from tests.support.helpers import max_error
 from tests.support.tiny import merged, tiny_config, tiny_model
 

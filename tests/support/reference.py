@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from benchmarks.torch_reference import ACTIVATIONS
+from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.kernels import step_io
 from tests.support.philox import dropout_factors
 

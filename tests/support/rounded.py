@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import torch_reference
+from tests.support import torch_reference
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.model.gpt2.buffers import Params
 from gpt2_triton.model.tables import param_entries, param_views
-
-# model.activation: the function, whose derivative autograd takes
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 def leaves(
