@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.layout import aligned
 from benchmarks.runs import Keys
 from benchmarks.speed import torch_gpt2
-from benchmarks.speed.our_gpt2 import calibrated, packed_batch, run_steps, shared
+from benchmarks.speed.our_gpt2 import begun, packed_batch, run_steps, shared
 from benchmarks.speed.sizes import SIZES, work_of
 from gpt2_triton import device
 from gpt2_triton import kernels as K  # after our_gpt2, which selects the device
@@ -94,11 +94,8 @@ class Pair:
     def times(
         self, model: Model, steps: int, between: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """Give a model its initial weights, and in fp8 its first scales; return
-        the milliseconds of steps.
-        """
-        model.initialise(model.config.train.seed)
-        calibrated(model, self.packed)
+        """Return the milliseconds of a model's first steps."""
+        begun(model, self.packed)
         return [
             result.seconds * 1e3 for result in run_steps(model, self.packed, range(steps), between)
         ]

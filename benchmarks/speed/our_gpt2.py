@@ -63,8 +63,9 @@ def run_steps(
         yield in_flight.result()
 
 
-def calibrated(model: Model, packed: torch.Tensor) -> Model:
-    """Give a model in fp8 its first scales, and return the model."""
+def begun(model: Model, packed: torch.Tensor) -> Model:
+    """Give a model its initial weights, and in fp8 its first scales; return the model."""
+    model.initialise(model.config.train.seed)
     if model.has_fp8:
         calibrate(model, [packed], step_inputs(0, model.config))
     return model
@@ -87,9 +88,8 @@ def measure(work: Work, steps: int, start: float) -> None:
     free, _ = torch.cuda.mem_get_info()
     model = Model(config, K, "cuda", group=group)
     compile_run(model)
-    model.initialise(config.train.seed)
     packed = packed_batch(config)
-    list(run_steps(calibrated(model, packed), packed, range(1)))
+    list(run_steps(begun(model, packed), packed, range(1)))
     first_step = time.time() - start
     list(run_steps(model, packed, range(1, 5)))
     with Power() as power:

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from benchmarks.speed import floors, ops
-from benchmarks.speed.our_gpt2 import calibrated, run_steps
+from benchmarks.speed.our_gpt2 import begun, run_steps
 from tests.support.launchers import launched
 from tests.support.tiny import packed_batch, tiny_model
 
@@ -32,7 +32,7 @@ def record(monkeypatch):
         model, config = tiny_model(timed, **sections)
         model.eager = True  # a capture would count each launch again
         packed = packed_batch(config)
-        calibrated(model, packed)
+        begun(model, packed)
         timed.on = lambda: True
         [result] = run_steps(model, packed, range(1))
         assert result.applied

@@ -46,7 +46,7 @@ def test_our_report_is_of_the_counted_steps(monkeypatch, capsys):
     model = MagicMock(return_value=MagicMock(plan=SimpleNamespace(total=GIB)))
     monkeypatch.setattr(our_gpt2, "Model", model)
     monkeypatch.setattr(our_gpt2, "ProcessGroup", lambda *_: MagicMock(size=1))
-    for name in ("shared", "compile_run", "calibrated", "packed_batch"):
+    for name in ("shared", "compile_run", "begun", "packed_batch"):
         monkeypatch.setattr(our_gpt2, name, MagicMock())
     our_gpt2.measure(MagicMock(), steps=8, start=0.0)
     check(capsys)

@@ -99,7 +99,7 @@ def test_qk_norm_compares_steps_and_operations_in_turns(tmp_path, monkeypatch):
         return MagicMock(normed=config.model.qk_norm)
 
     monkeypatch.setattr(qk_norm, "Model", model)
-    for name in ("compile_run", "calibrated", "packed_batch"):
+    for name in ("compile_run", "begun", "packed_batch"):
         monkeypatch.setattr(qk_norm, name, MagicMock())
     monkeypatch.setattr(qk_norm, "run_steps", run)
     monkeypatch.setattr(qk_norm.ops, "measure", operations)
