@@ -14,6 +14,7 @@ import errno
 import gc
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -113,6 +114,8 @@ def main(app: App, argv: list[str]) -> int:
     ends the process instead.
     """
     prepare_streams()
+    if os.getpid() == 1:  # of a container: Linux drops a signal to it that has no handler
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         words = _spelled_out(argv)
         if not words or words[0] in app.help_flags:

@@ -167,6 +167,18 @@ def test_errors_escape_control_characters(here, capsys, argv):
     assert err.startswith("error: ") and "\\x" in err and not set(err) & set("\x1b\x9b\x07\udcff")
 
 
+def test_the_first_process_of_a_container_ends_by_sigterm():
+    program = (
+        "import os; from gpt2_triton.commands.app import main, make_app; app = make_app('a');"
+        "app.default(lambda: os.kill(1, 15)); main(app, [])"
+    )
+    words = ["unshare", "-Urpf", sys.executable, "-c", program]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    if "unshare" in ran.stderr:
+        pytest.skip("no namespaces here")
+    assert ran.returncode == 143
+
+
 def test_train_passes_config_run_dir_and_resume(here, trained):
     assert (
         main(
