@@ -238,6 +238,7 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
     known = dict(options())
     flags = [*inspect.signature(train).parameters]
     given = dict[str, str]()
+    problems = list[str]()
     rest = deque(words)
     while rest:
         word = rest.popleft()
@@ -247,14 +248,16 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
                 "; options are --section.key value, as in --optim.lr 3e-4; "
                 "quote a pattern, as in 'train_*.bin'"
             )
-            raise ConfigError(f"{word}: unexpected{counterpart(word) or usual + hint}")
-        if key not in known:
-            raise ConfigError(f"--{key}: unknown option{suggestion(key, flags, '--')}")
-        if key in given:
-            raise ConfigError(f"--{key}: given twice; remove one")
+            problems.append(f"{word}: unexpected{counterpart(word) or usual + hint}")
+            if not word.startswith("-"):
+                break
+        elif key not in known:
+            problems.append(f"--{key}: unknown option{suggestion(key, flags, '--')}")
+        elif key in given:
+            problems.append(f"--{key}: given twice; remove one")
         is_alone = not equals and (not rest or rest[0].startswith("--"))
-        if is_alone and known[key].annotation is not bool:
-            raise ConfigError(
+        if is_alone and key in known and known[key].annotation is not bool:
+            problems.append(
                 f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE"
             )
         if is_alone:
@@ -262,6 +265,8 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
         elif not equals:
             value = rest.popleft()
         given[key] = value
+    if problems:
+        raise ConfigError("\n".join(problems))
     return given
 
 
