@@ -21,7 +21,12 @@ from gpt2_triton.checkpoint import hf_tokenizer, huggingface_llama, safetensors_
 from gpt2_triton.checkpoint.format import read_object
 from gpt2_triton.checkpoint.safetensors_files import MODEL
 from gpt2_triton.checkpoint.state_dict import CONV1D, find_weights
-from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes, round_bf16
+from gpt2_triton.checkpoint.weights import (
+    Weights,
+    model_config_from_sizes,
+    require_supported,
+    round_bf16,
+)
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import Tokenizer, look_in
 from gpt2_triton.errors import CheckpointError, login_advice
@@ -137,12 +142,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
     """Return the sizes in config.json; CheckpointError for a model that computes something else."""
-    for key, allowed in REQUIRED.items():
-        got = config.get(key, allowed[0])
-        if got not in allowed:
-            raise CheckpointError(
-                f"{path}: {key} is {got!r}, and only {' or '.join(map(repr, allowed))} is supported"
-            )
+    require_supported(path, config, REQUIRED)
     sizes = {ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()}
     activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
     model = model_config_from_sizes(str(path), **sizes, activation=activation)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2_triton.checkpoint.weights import model_config_from_sizes
+from gpt2_triton.checkpoint.weights import model_config_from_sizes, require_supported
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
 
@@ -35,12 +35,10 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     config = {KEYS["n_kv_head"]: None} | dict(config)  # Llama 1 has as many as heads, and no key
     absent = [key for key in KEYS.values() if key not in config]
     if absent:
-        raise CheckpointError(f"{path}: has no {absent[0]}; download it again")
+        raise CheckpointError(f"{path}: has no {', '.join(absent)}; download it again")
     kind = config["model_type"]
-    for key, value in REQUIRED[kind].items():
-        got = config.get(key)
-        if got not in (value, None):
-            raise CheckpointError(f"{path}: {key} is {got!r}, and only {value!r} is supported")
+    given = {key: value for key, value in config.items() if value is not None}
+    require_supported(path, given, {key: (value,) for key, value in REQUIRED[kind].items()})
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
     by_default = config["hidden_size"] // config["num_attention_heads"]
     head_dim = config.get("head_dim")

@@ -55,7 +55,7 @@ def read(path: str) -> Weights:
             "save other weights as model.safetensors beside a config.json, and take hf:DIRECTORY"
         )
     if missing := [key for key in MODEL_ARGS if key not in arguments]:
-        raise CheckpointError(f"{where}: its model_args have no {missing[0]}; {expected}")
+        raise CheckpointError(f"{where}: its model_args have no {', '.join(missing)}; {expected}")
     model = model_config_from_sizes(where, **{key: arguments[key] for key in MODEL_ARGS})
     state = {str(name): tensor for name, tensor in content["model"].items()}
     return find_weights(where, model, state, state.__getitem__, biases=arguments.get("bias", True))

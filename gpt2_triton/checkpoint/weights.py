@@ -9,7 +9,7 @@ since a host may not hold it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,21 @@ def model_config_from_sizes(where: str, **sizes: object) -> ModelConfig:
         raise CheckpointError(
             f"{where}: not a model that fits here: {got} ({first_problem(error)})"
         ) from None
+
+
+def require_supported(
+    path: Path, config: Mapping[str, Any], supported: Mapping[str, Sequence[Any]]
+) -> None:
+    """Raise CheckpointError for all keys of a config.json that change what a model computes; the
+    first supported value is the default.
+    """
+    wrong = [
+        f"{key} is {config[key]!r}, and only {' or '.join(map(repr, values))} is supported"
+        for key, values in supported.items()
+        if config.get(key, values[0]) not in values
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: {'; '.join(wrong)}")
 
 
 def first_problem(error: ValidationError) -> str:

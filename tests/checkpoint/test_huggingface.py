@@ -248,7 +248,11 @@ def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
 
 
 REFUSED_CONFIGS = [
-    (dict(activation_function="gelu"), "activation_function is 'gelu', and only 'gelu_new' or"),
+    (
+        dict(activation_function="gelu", scale_attn_by_inverse_layer_idx=True),
+        "activation_function is 'gelu', and only 'gelu_new' or .* is supported; "
+        "scale_attn_by_inverse_layer_idx is True, and only False is supported$",
+    ),
     (
         dict(model_type="mistral"),
         "model_type is 'mistral', and only 'gpt2' or 'llama' or 'qwen3' is supported",
