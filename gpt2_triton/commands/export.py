@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_triton.commands.app import Checkpoint
-from gpt2_triton.console import print_line
+from gpt2_triton.console import format_bytes, print_line
+
+# what reads an export
+NEXT = {
+    "hf": 'AutoModelForCausalLM.from_pretrained("{}")',
+    "llmc": "train_gpt2cu -e {}/model.bin",
+}
 
 
 def export(
@@ -25,4 +31,5 @@ def export(
     from gpt2_triton.checkpoint import export as exporting
 
     exporting.export(source, out, format, dtype)
-    print_line(f"wrote {out}")
+    size = format_bytes(sum(file.stat().st_size for file in out.iterdir()))
+    print_line(f"wrote {out}, {size}; next: {NEXT[format].format(out)}")

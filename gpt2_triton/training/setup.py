@@ -16,7 +16,7 @@ from gpt2_triton.checkpoint.weights import flat_parts
 from gpt2_triton.config import precision
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
-from gpt2_triton.console import format_bytes, print_line
+from gpt2_triton.console import format_bytes, format_count, print_line
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.mixture import Mixture, Source, Validation, sources
 from gpt2_triton.data.prepare.builtin import pattern_of
@@ -167,7 +167,8 @@ def restore(found: Path | None, config: Config, data: Data) -> Start:
         source = initial_weights(config)
         if source is None:
             return Start(RunState(), [])
-        return Start(RunState(), [], weights=flat_parts(source, config), beside=source.beside)
+        notes = [f"weights of {source.where}: {format_count(config.n_params)} parameters"]
+        return Start(RunState(), notes, weights=flat_parts(source, config), beside=source.beside)
     checkpoint, notes = resume.read(found, config, data.shards)
     state = checkpoint.state
     if 0 < state["step"] < config.train.steps:

@@ -1,5 +1,7 @@
 """The command export: all files or none."""
 
+import re
+
 import pytest
 
 from gpt2_triton.checkpoint import safetensors_files
@@ -18,7 +20,9 @@ def run(tmp_path):
 def test_export_command_writes_the_files_and_prints_their_place(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()  # an empty directory is allowed
     assert main(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'}"
+    size = r"\d\.\d MiB"
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"wrote {tmp_path}/out, {size}; next: .*\(\"{tmp_path}/out\"\)", told)
     files = "config generation_config model.safetensors merges.txt tokenizer tokenizer_config vocab"
     expected = {name if "." in name else f"{name}.json" for name in files.split()}
     written = list((tmp_path / "out").iterdir())
