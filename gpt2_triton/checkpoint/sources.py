@@ -20,7 +20,7 @@ from gpt2_triton.checkpoint.weights import (
     first_problem,
     flat_length,
     from_checkpoint,
-    no_tokenizer,
+    require_runnable,
     to_flat_buffers,
 )
 from gpt2_triton.config.config import Config
@@ -141,8 +141,7 @@ def _with_tokenizer(config: Config, step_dir: Path) -> Config:
 
 def _config_for(weights: Weights) -> Config:
     """Return a configuration that evaluates another project's model in fp32."""
-    if weights.tokenizer is None:
-        raise no_tokenizer(weights)
+    require_runnable(weights, weights.tokenizer)
     sections = {
         "model": weights.model.model_dump(),
         "data": {"tokenizer": weights.tokenizer},

@@ -21,6 +21,7 @@ from torch import Tensor
 from gpt2_triton.checkpoint.source_files import has_tokenizer
 from gpt2_triton.checkpoint.stored import StoredTensor
 from gpt2_triton.config.config import Config
+from gpt2_triton.config.rules import HEAD_SIZES
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.values import TOKENIZER_SIZES
 from gpt2_triton.console import Progress
@@ -155,6 +156,18 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     )
 
 
+def require_runnable(weights: Weights, tokenizer: str | None) -> None:
+    """Raise CheckpointError unless weights run here with this tokenizer."""
+    sizes = HEAD_SIZES[weights.model.arch]
+    if weights.model.head_size not in sizes:
+        raise CheckpointError(
+            f"{weights.where}: heads of {weights.model.head_size} channels do not run here, "
+            f"only of {', '.join(map(str, sizes))}; its weights can only be exported"
+        )
+    if tokenizer is None:
+        raise no_tokenizer(weights)
+
+
 def flat_parts(weights: Weights, config: Config) -> Iterator[Part]:
     """Yield parts of `params`, and of `low` if the run keeps fp32 masters, flat as in a checkpoint.
 
@@ -201,10 +214,10 @@ def _sizes(m: ModelConfig) -> dict[str, Any]:
 
 def check_sizes(weights: Weights, config: Config) -> None:
     """Raise CheckpointError unless a run of this configuration can start from the weights."""
-    has_few_rows = weights.model.vocab_size < min(TOKENIZER_SIZES.values())
-    if has_few_rows or (weights.tokenizer is None and has_tokenizer(weights.beside)):
-        raise no_tokenizer(weights)
     usual = config.data.tokenizer
+    has_few_rows = weights.model.vocab_size < TOKENIZER_SIZES.get(usual, 0)
+    is_other = has_few_rows or has_tokenizer(weights.beside)
+    require_runnable(weights, weights.tokenizer or (None if is_other else usual))
     theirs = _sizes(weights.model) | {"tokenizer": identity(weights.tokenizer or usual)}
     ours = _sizes(config.model) | {"tokenizer": identity(usual)}
     theirs["block_size"] = min(theirs["block_size"], ours["block_size"])  # later positions are cut

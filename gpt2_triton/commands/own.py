@@ -217,7 +217,7 @@ def _patterns(shards: Path) -> dict[str, str]:
 def _weights(given: Mapping[str, str], download: bool) -> "Weights | None":
     """Return the weights of init_from; None for scratch, or for OpenAI's without `download`."""
     from gpt2_triton.checkpoint.sources import open_weights
-    from gpt2_triton.checkpoint.weights import no_tokenizer
+    from gpt2_triton.checkpoint.weights import require_runnable
 
     init_from = given.get("init_from", "")
     kind, _, where = init_from.partition(":")
@@ -225,8 +225,7 @@ def _weights(given: Mapping[str, str], download: bool) -> "Weights | None":
     if kind not in INIT_SOURCES or named and not download:
         return None
     weights = open_weights(init_from)
-    if weights.tokenizer is None and "data.tokenizer" not in given:
-        raise no_tokenizer(weights)
+    require_runnable(weights, weights.tokenizer or given.get("data.tokenizer"))
     return weights
 
 

@@ -115,6 +115,9 @@ def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     text = (tmp_path / "hf" / "config.json").read_text()
     (tmp_path / "hf" / "config.json").write_text(text.replace('"n_head": 3', '"n_head": 6'))
     with pytest.raises(
-        CheckpointError, match="does not run here: .*head size n_embd / n_head is 32"
+        CheckpointError,
+        match="heads of 32 channels do not run here, .* its weights can only be exported$",
     ):
         load_weights(f"hf:{tmp_path}/hf")
+    with pytest.raises(CheckpointError, match="heads of 32 channels do not run here"):
+        initial_weights(config.model_copy(update=dict(init_from=f"hf:{tmp_path}/hf")))
