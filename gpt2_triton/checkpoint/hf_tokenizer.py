@@ -63,6 +63,7 @@ def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Write a tokenizer's files for transformers; block_size is its longest text in tokens."""
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer_file.copy(tokenizer, directory)
+    assert tokenizer.eot is not None
     tokens = tokenizer.token_bytes()
     special = {tokenizer.eot: END_OF_TEXT}
     if tokenizer.name == "llama3":

@@ -119,7 +119,7 @@ def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
             f"format: llm.c's tokenizer file has tokens of at most 255 bytes, "
             f"{tokenizer.name} has one of {longest}; take hf"
         )
-    header[:4] = TOKENIZER_MAGIC, 2, len(tokens), tokenizer.eot
+    header[:4] = TOKENIZER_MAGIC, 2, len(tokens), tokenizer.delimiter
     path.write_bytes(header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens))
 
 

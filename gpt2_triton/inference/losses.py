@@ -146,5 +146,6 @@ def _byte_lengths(config: Config) -> np.ndarray | None:
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
     lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
-    lengths[[tokenizer.delimiter, *tokenizer.special.values()]] = 0
+    special = (tokenizer.eot, *tokenizer.special.values())
+    lengths[[i for i in special if i is not None]] = 0
     return lengths

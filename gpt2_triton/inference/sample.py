@@ -21,7 +21,7 @@ from gpt2_triton.model.model import Model
 CONTEXT = 8  # tokens; a character has at most four
 
 
-def ends_of_text(tokenizer: Tokenizer, beside: Path | None) -> set[int]:
+def ends_of_text(tokenizer: Tokenizer, beside: Path | None) -> set[int | None]:
     """Return the tokens that end a text: the tokenizer's, and those that
     the model's source names.
     """
@@ -39,7 +39,7 @@ def draw(
     tokens: int,
     sampling: Sampling,
     seeds: Sequence[int],
-    ends: Collection[int],
+    ends: Collection[int | None],
 ) -> Iterator[Iterator[int]]:
     """Yield an iterator of tokens for each text; text i continues prompts[i] and has seeds[i]."""
     long = [len(prompt) for prompt in prompts if len(prompt) > model.T]

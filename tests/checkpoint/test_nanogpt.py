@@ -14,7 +14,8 @@ from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
-from gpt2_triton.errors import CheckpointError
+from gpt2_triton.data.shards import write_shard
+from gpt2_triton.errors import CheckpointError, DataError
 from tests.support.foreign import (
     config_of,
     nanogpt_checkpoint,
@@ -71,33 +72,93 @@ def test_nanogpt_reader_takes_the_biases_that_are_there(params, tmp_path):
     assert torch.equal(imported(tmp_path, saved), params)
 
 
-def test_character_level_models_are_exported_and_else_refused_in_one_line(tmp_path, capsys):
-    """nanoGPT keeps their 65 characters in meta.pkl, which is not read: it would execute code."""
-    config = config_of(vocab_size=300)
-    saved = nanogpt_content(random_params(config))
+CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # Shakespeare's
+
+
+def meta_pkl(directory, content):
+    (directory / "meta.pkl").write_bytes(pickle.dumps(content))
+
+
+@pytest.fixture
+def of_characters(tmp_path):
+    """The source of a model of 65 characters."""
+    saved = nanogpt_content(random_params(config_of(vocab_size=300)))
     saved["model"]["transformer.wte.weight"] = saved["model"]["transformer.wte.weight"][:65].clone()
     saved["model"]["lm_head.weight"] = saved["model"]["transformer.wte.weight"]
     saved["model_args"]["vocab_size"] = 65
-    source = f"nanogpt:{nanogpt_checkpoint(tmp_path, saved)}"
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Malice()))
-    (tmp_path / "val.bin").write_bytes(np.arange(64, dtype=np.uint16).tobytes())
-    assert main(tools, ["export", source, "--out", str(tmp_path / "out")]) == 0
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(exported["transformer.wte.weight"], saved["model"]["transformer.wte.weight"])
+    return f"nanogpt:{nanogpt_checkpoint(tmp_path, saved)}"
+
+
+def test_models_of_characters_run_with_the_meta_pkl_beside_them(of_characters, tmp_path, capsys):
+    itos = dict(enumerate(CHARACTERS))
+    meta_pkl(tmp_path, {"vocab_size": 65, "itos": itos, "stoi": {c: i for i, c in itos.items()}})
+    words = ["--prompt", "ROMEO:", "--tokens", "9", "--temperature", "0"]
+    assert main(tools, ["sample", of_characters, *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ROMEO:") and len(text) == len("ROMEO:") + 9 + 1
+    assert main(tools, ["sample", of_characters, "--tokens", "30"]) == 0
+    assert len(capsys.readouterr().out) == 30 + 1  # no character ends it, not even \n
+    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
+    assert main(tools, ["sample", str(tmp_path / "out"), *words]) == 0
     told = capsys.readouterr()
-    assert told.out.startswith(f"wrote {tmp_path}/out, ")
-    assert "65 of 65 tokens" in told.err
-    told = "its 65 tokens have no known tokenizer; .* its weights can only be exported$"
+    assert told.out.endswith(text) and "no text" not in told.err
+    tokenizer = str(tmp_path / "meta.pkl")
+    config = config_of(vocab_size=65, init_from=of_characters, data=dict(tokenizer=tokenizer))
+    assert initial_weights(config).tokenizer == tokenizer
+    write_shard(tmp_path / "val.bin", np.arange(64, dtype=np.uint16))
+    assert main(tools, ["perplexity", of_characters, str(tmp_path / "val.bin")]) == 0
+
+
+def test_an_exported_model_of_characters_has_the_same_tokens_in_transformers(
+    of_characters, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    meta_pkl(tmp_path, {"itos": dict(enumerate(CHARACTERS))})
+    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.encode(CHARACTERS) == [*range(65)] and len(theirs) == 65
+    assert theirs.decode([*range(65)]) == CHARACTERS
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.eos_token_id, config.bos_token_id) == (None, 0)
+
+
+def test_models_of_characters_alone_are_exported_and_else_refused(of_characters, tmp_path, capsys):
+    meta_pkl(tmp_path, {"itos": {0: "a"}})  # of another model
+    write_shard(tmp_path / "val.bin", np.arange(64, dtype=np.uint16))
+    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported["transformer.wte.weight"].shape == (65, 64)
+    told = capsys.readouterr()
+    assert told.out.startswith(f"wrote {tmp_path}/out, ") and "65 of 65 tokens" in told.err
+    told = "its 65 tokens have no known tokenizer; put its meta.pkl beside it, .* exported$"
     for command in (
-        ["sample", source],
-        ["hellaswag", source],
-        ["perplexity", source, str(tmp_path / "val.bin")],
+        ["sample", of_characters],
+        ["hellaswag", of_characters],
+        ["perplexity", of_characters, str(tmp_path / "val.bin")],
     ):
         assert main(tools, command) == 4
         err = capsys.readouterr().err
         assert re.search(told, err) and len(err.splitlines()) == 1
+    run = config_of(vocab_size=256).replace(data=dict(tokenizer="bytes"))
     with pytest.raises(CheckpointError, match=told):
-        initial_weights(config_of(init_from=source))
+        initial_weights(run.model_copy(update=dict(init_from=of_characters)))
+
+
+@pytest.mark.parametrize(
+    "content", [{"itos": {0: "a", 1: "bc"}}, {"itos": {}}, {"itos": [0]}, {"stoi": {"a": 0}}, 3]
+)
+def test_other_meta_pkls_are_refused(of_characters, tmp_path, content):
+    meta_pkl(tmp_path, content)
+    with pytest.raises(DataError, match="meta.pkl: no meta.pkl of nanoGPT: .*; give another file"):
+        nanogpt.read(of_characters.removeprefix("nanogpt:"))
+
+
+def test_a_meta_pkl_executes_nothing(of_characters, tmp_path, capsys):
+    for content in (Malice(), System(), {"itos": Malice()}):
+        meta_pkl(tmp_path, content)
+        assert main(tools, ["sample", of_characters]) == 3
+        told = capsys.readouterr()
+        assert told.out == "" and "no meta.pkl of nanoGPT: it names " in told.err
 
 
 class Malice:

@@ -106,7 +106,7 @@ def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, w
 def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(random_params(config_of())))
     with pytest.raises(
-        CheckpointError, match="its 300 tokens have no known tokenizer; name its tokenizer"
+        CheckpointError, match="its 300 tokens have no known tokenizer; put its meta.pkl"
     ):
         load_weights(f"nanogpt:{path}")
     config = config_of(vocab_size=256, n_embd=192, n_head=3)

@@ -1,5 +1,5 @@
-"""nanoGPT's train.bin and val.bin, GPT-2's tokens as uint16 without a
-header, as a data directory.
+"""nanoGPT's train.bin and val.bin, tokens as uint16 without a header, as a
+data directory.
 """
 
 from collections.abc import Iterator
@@ -7,22 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_triton.console import Progress, command_line
+from gpt2_triton.console import Progress
 from gpt2_triton.data.prepare import build
 from gpt2_triton.data.prepare.build import Batch, Piece, ShardRecords
-from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import sha256
 
 
 def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
     """Write the tokens of folder/train.bin and folder/val.bin into out_dir."""
-    meta = folder / "meta.pkl"
-    if meta.exists():
-        raise DataError(
-            f"{meta}: the tokens beside it are characters, not GPT-2's; "
-            f"prepare the text, `{command_line('prepare text')} input.txt --tokenizer bytes`"
-        )
+    tokenizer = tokenizer_of(folder)
+    # the class: its merges may need a network
+    known = GPT2Tokenizer if tokenizer == "gpt2" else get_tokenizer(tokenizer)
     files = {split: folder / f"{split}.bin" for split in ("train", "val")}
     tokens = {split: _map(path) for split, path in files.items()}
     size = sum(map(len, tokens.values()))
@@ -30,13 +27,19 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
         rows = [
             {"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()
         ]
-    recipe = dict(tokenizer="gpt2", shard_tokens=build.SHARD_TOKENS, source=rows)
-    build.build(_Tokens(str(folder), size, tokens), recipe, out_dir, size, 1)
+    recipe = dict(tokenizer=tokenizer, shard_tokens=build.SHARD_TOKENS, source=rows)
+    build.build(_Tokens(str(folder), size, tokens, known.vocab_size), recipe, out_dir, size, 1)
     return out_dir
 
 
+def tokenizer_of(folder: Path) -> str:
+    """Return the tokenizer of nanoGPT's data: meta.pkl is there if the tokens are characters."""
+    characters = folder / "meta.pkl"
+    return str(characters) if characters.exists() else "gpt2"
+
+
 def _map(path: Path) -> np.ndarray:
-    """Return the tokens of a file, mapped; DataError unless they can be GPT-2's in 16 bits."""
+    """Return the tokens of a file, mapped; DataError unless they can have 16 bits."""
     try:
         tokens = np.memmap(path, "<u2", mode="r")
     except OSError as error:
@@ -59,10 +62,11 @@ class _Tokens:
 
     unit = "tokens"
 
-    def __init__(self, name: str, size: int | None, tokens: dict[str, np.ndarray]):
+    def __init__(self, name: str, size: int | None, tokens: dict[str, np.ndarray], vocab_size: int):
         self.name = name
         self.size = size
         self._tokens = tokens
+        self._vocab_size = vocab_size
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
         return build.numbered(split, shards), build.SHARD_TOKENS
@@ -78,9 +82,9 @@ class _Tokens:
         for number, (split, first) in enumerate(places[done:], done):
             tokens = self._tokens[split][first : first + step]
             largest = tokens.max()
-            if largest >= GPT2Tokenizer.vocab_size:
+            if largest >= self._vocab_size:
                 raise DataError(
                     f"{self.name}/{split}.bin: a token {largest} after the first {first:,}, "
-                    f"GPT-2 has {GPT2Tokenizer.vocab_size:,}; give other files"
+                    f"its tokenizer has {self._vocab_size:,}; give other files"
                 )
             yield Batch(split, number, [Piece(tokens)])

@@ -1,6 +1,7 @@
 """nanoGPT's train.bin and val.bin become shards of the same tokens; other files are refused."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build
 from gpt2_triton.data.prepare.nanogpt import prepare_nanogpt
 from gpt2_triton.data.shards import map_tokens, open_shards
-from gpt2_triton.data.tokenizer import GPT2Tokenizer
+from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
 
 
@@ -69,7 +70,7 @@ def test_other_files_than_nanogpts_are_refused(folder):
     ):
         open_shards(str(folder / "train.bin"), 50257, 8)
     np.array([3, 50257], "<u2").tofile(folder / "val.bin")
-    assert "val.bin: a token 50257 after the first 0, GPT-2 has 50,257;" in refusal()
+    assert "val.bin: a token 50257 after the first 0, its tokenizer has 50,257;" in refusal()
     np.array([3, 4, 5], "<u4").tofile(folder / "val.bin")
     assert "val.bin: every second token is 0, " in refusal()
     (folder / "val.bin").write_bytes(b"odd")
@@ -77,4 +78,15 @@ def test_other_files_than_nanogpts_are_refused(folder):
     (folder / "val.bin").unlink()
     assert "val.bin: cannot read: No such file" in refusal()
     (folder / "meta.pkl").touch()
-    assert "meta.pkl: the tokens beside it are characters" in refusal()
+    assert "no meta.pkl of nanoGPT: Ran out of input" in refusal()
+
+
+def test_characters_keep_the_tokens_of_nanogpt_and_their_names(folder, monkeypatch):
+    monkeypatch.undo()
+    characters = "\n aé🙂"
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(characters))}))
+    for split in ("train", "val"):
+        np.arange(5, dtype="<u2").tofile(folder / f"{split}.bin")
+    prepare_nanogpt(folder, folder / "out")
+    assert map_tokens(folder / "out" / "train_000000.bin").tolist() == [*range(5)]
+    assert get_tokenizer(str(folder / "out")).decode(range(5)) == characters
