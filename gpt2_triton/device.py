@@ -54,18 +54,27 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?G(?:i?B)?", re.IGNORECASE)
 UNKNOWN = "unknown"  # architecture of that
 
 
-def find_gpu(name: str) -> str:
-    """Return the key of a GPU given by key, as "rtx4090" too, or by torch's name, or a SIZE;
-    ConfigError lists the keys.
+def find_gpu(name: str, compiled: bool = False) -> str:
+    """Return the key of a GPU given by key, as "RTX4090" or "A100-80GB" too, or by torch's
+    name, or a SIZE; ConfigError lists the keys that `name` may mean, else all.
+
+    compiled   only a GPU for which kernels are compiled, and no SIZE
     """
-    if SIZE.fullmatch(name):
+    if SIZE.fullmatch(name) and not compiled:
         return name
-    short = name.lower().removeprefix("rtx").strip("_-")
-    for key, gpu in GPUS.items():
-        if short == key or is_called(name, *gpu.device_names):
+    keys = {_plain(key): key for key, gpu in GPUS.items() if gpu.multiprocessors or not compiled}
+    plain = _plain(name)
+    for short, key in keys.items():
+        if plain == short or is_called(name, *GPUS[key].device_names):
             return key
-    known = ", ".join(GPUS)
-    raise ConfigError(f"--gpu: unknown GPU {name}; known are {known}; or give its memory, as 24GiB")
+    near = [keys[short] for short in keys if plain.startswith(short) or short.startswith(plain)]
+    size = "" if compiled else ", or its memory, as 24GiB"
+    raise ConfigError(f"--gpu: expected {', '.join(near or keys.values())}{size}; got {name}")
+
+
+def _plain(name: str) -> str:
+    """Return a GPU's name without what people may leave out: case, separators, RTX and GB."""
+    return re.sub(r"^rt?x|gi?b?$|[ _-]", "", name.lower())
 
 
 def gpu_of(key: str) -> Gpu:

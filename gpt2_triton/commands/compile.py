@@ -13,7 +13,6 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.precision import choose_precision
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import print_line
-from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.start import require_fp8
 
 MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
@@ -44,10 +43,8 @@ def compile_kernels(
     shape = StepShape.of(settings, gpus)
     from gpt2_triton import device  # imports torch
 
-    gpu = device.find_gpu(gpu)
+    gpu = device.find_gpu(gpu, compiled=True)
     found = device.gpu_of(gpu)
-    if not found.multiprocessors:
-        raise ConfigError(f"--gpu: {gpu}: kernels are compiled for NVIDIA's GPUs, by their names")
     settings, notes = choose_precision(settings, found.architecture)
     if settings.train.precision == "fp8":
         require_fp8(gpu, found.architecture)

@@ -68,7 +68,7 @@ def test_a_cache_that_cannot_be_made_is_no_missing_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "why"), [
-    (dict(gpu="mi300x"), "--gpu: mi300x: kernels are compiled for NVIDIA's GPUs"),
+    (dict(gpu="24GiB"), "--gpu: expected a100-40, .*, 5090; got 24GiB"),
     (dict(gpu="a100-80", precision="fp8"), "fp8 needs a GPU that multiplies e4m3"),
     (dict(gpus=3), "no multiple of"),
 ])  # fmt: skip
