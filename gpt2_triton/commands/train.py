@@ -24,7 +24,7 @@ from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.console import command_line, discard_unwritten, print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.errors import ConfigError, OutOfMemoryError
-from gpt2_triton.files import read_json
+from gpt2_triton.files import expand, read_json
 from gpt2_triton.training.preemption import ShutdownSignals
 from gpt2_triton.training.start import Resume, check_run_dir, require_fp8, require_rows, starting
 
@@ -142,10 +142,17 @@ def _load(config: Path, given: dict[str, str], gpus: int, run_dir: Path | None) 
 
 def _check_weights(config: Config) -> None:
     """Refuse weights of other sizes, if they are here: nothing is downloaded for a plan."""
-    if Path(config.init_from.removeprefix("hf:")).is_dir():
-        from gpt2_triton.checkpoint.sources import initial_weights
+    if config.init_from == "scratch":
+        return
+    if not Path(expand(config.init_from.partition(":")[2])).exists():
+        print_line(
+            f"init_from: {config.init_from} is not here, so the plan is of the model in the "
+            "configuration; a run refuses weights of other sizes"
+        )
+        return
+    from gpt2_triton.checkpoint.sources import initial_weights
 
-        initial_weights(config)
+    initial_weights(config)
 
 
 def _with_precision_of(run_dir: Path, config: Config) -> Config:

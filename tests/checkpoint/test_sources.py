@@ -103,6 +103,21 @@ def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, w
     assert main(app, [words[0], "checkpoint:run", *words[1:]]) == 0
 
 
+def test_a_plan_refuses_weights_of_other_sizes_and_names_those_that_it_did_not_read(
+    sources, tmp_path, capsys
+):
+    """Of a run and of each project's files; the recipe's sizes are others."""
+    words = ["train", "quickstart", "--plan", "--gpu", "h100", "--init_from"]
+    for source in (*sources[2:3], *sources[-2:]):
+        assert main(app, [*words, source]) == 4
+        assert "init_from: " in capsys.readouterr().err, source
+    for source in (f"llmc:{tmp_path}/none.bin", "hf:openai-community/gpt2-xl"):
+        assert main(app, [*words, source]) == 0
+        note, verdict, *_ = capsys.readouterr().out.splitlines()
+        assert note.startswith(f"init_from: {source} is not here, so the plan is of the model in ")
+        assert verdict.startswith("fits ")
+
+
 def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     path = nanogpt_checkpoint(tmp_path, nanogpt_content(random_params(config_of())))
     with pytest.raises(
