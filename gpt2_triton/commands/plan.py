@@ -13,6 +13,7 @@ from gpt2_triton.model.memory_plan import (
     CONTEXT_BYTES,
     MODULE_BYTES,
     Forecast,
+    advice,
     bytes_by_kind,
     forecast,
 )
@@ -55,7 +56,7 @@ def plan_report(config: Config, K: Kernels, gpu: Gpu, shape: StepShape) -> Repor
     )
     machine = f"{gpu.name} of {format_bytes(gpu.nbytes)}"
     verdict = [
-        f"fits {machine}" if fits else f"does not fit {machine}; {found.todo}",
+        f"fits {machine}" if fits else f"does not fit {machine}; {advice(found, K)}",
         f"memory {format_bytes(found.plan.total)}{rest if gpu.architecture else ''}",
         *_work(config, shape),
         *_time(config, gpu, shape),

@@ -7,14 +7,14 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.config.step_shape import StepShape
+from gpt2_triton.config.step_shape import StepShape, step_conflicts
 from gpt2_triton.config.values import RECOMPUTE_LEVELS
 from gpt2_triton.console import format_bytes
 from gpt2_triton.data.packing import packed_size, scatter_bounds
@@ -46,6 +46,7 @@ CONTEXT_BYTES = int(0.6 * GIB)  # of the CUDA context: 0.514 GiB (H200, driver 5
 MODULE_BYTES = int(0.25 * GIB)
 # computed at once for one text; with at most 16 rows, their number does not change a row's bits
 LOGITS_ROWS = 16
+Cure = tuple[str, Config, StepShape]  # what it is, and the step with it
 # the level at which layers share all buffers that only a backward pass would read
 FORWARD_ONLY = "block"
 
@@ -228,9 +229,9 @@ class Forecast(NamedTuple):
         return max((batch for batch in range(1, most + 1) if rows % batch == 0), default=0)
 
     @property
-    def todo(self) -> str:
-        """What makes a step of the same tokens fit: the first that does of
-        recomputation, batch and stage.
+    def todo(self) -> str | None:
+        """What makes a step of the same tokens fit: the first that does of nothing,
+        recomputation, batch and stage; None if none does.
         """
         batch = self.usable_batch(self.config.memory.recompute)
         deepest = self.usable_batch(RECOMPUTE_LEVELS[-1])
@@ -239,13 +240,13 @@ class Forecast(NamedTuple):
         # which a smaller batch would change
         tokens = "" if given else f" and train.total_batch_tokens to {total}"
         choices = {
+            "": self.plan.total <= self.budget,
             "set memory.recompute to auto": deepest >= self.shape.micro_batch,
             f"set train.batch_size to {batch}{tokens}": batch,
             f"set parallel.zero to {stage}": stage,
             f"set memory.recompute to auto, train.batch_size to {deepest}{tokens}": deepest,
-            "take a smaller model, or more GPUs with parallel.zero 2: no batch fits": True,
         }
-        return next(choice for choice, fits in choices.items() if fits)
+        return next((choice for choice, fits in choices.items() if fits), None)
 
 
 def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forecast:
@@ -268,6 +269,44 @@ def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forec
     return Forecast(config, shape, plan, budget, levels, stages)
 
 
+def advice(found: Forecast, K: Kernels) -> str:
+    """Return what makes a step fit: `todo`; else, with a `todo` of its own, the first
+    storage of the optimizer and the fewest GPUs that do.
+    """
+    if found.todo is not None:
+        return found.todo
+    kinds = (_storages(found.config, found.shape), _more_gpus(found.config, found.shape))
+    cures = [next(_fitting(kind, K, found.budget), None) for kind in kinds]
+    return ", or ".join(filter(None, cures)) or "take a smaller model: no batch fits"
+
+
+def _fitting(cures: Iterator[Cure], K: Kernels, budget: int) -> Iterator[str]:
+    """Yield the cures that fit, each with what else it needs."""
+    for said, config, shape in cures:
+        todo = forecast(config, K, budget, shape).todo
+        if todo is not None:
+            yield f"{said} and {todo}" if todo else said
+
+
+def _storages(config: Config, shape: StepShape) -> Iterator[Cure]:
+    """Yield smaller storages of weights and moments."""
+    moments = dict(m="bf16", v="bf16")
+    for storage in (dict(master="none"), moments, dict(master="none", **moments)):
+        new = {key: to for key, to in storage.items() if getattr(config.optim, key) != to}
+        said = ", ".join(f"optim.{key} to {to}" for key, to in new.items())
+        if new:
+            yield f"set {said}", config.replace(optim=new), shape
+
+
+def _more_gpus(config: Config, shape: StepShape) -> Iterator[Cure]:
+    """Yield as many or more GPUs of a host that divide a step, at ZeRO stage 2."""
+    config = config.replace(parallel=dict(zero=2, gpus=None))
+    for gpus in (2, 4, 8):
+        divides = not any(step_conflicts(config.train, gpus))
+        if divides and gpus >= shape.gpus:
+            yield f"take {gpus} GPUs with parallel.zero 2", config, StepShape.of(config, gpus)
+
+
 def require_memory(
     plan: MemoryPlan, config: Config, K: Kernels, shape: StepShape, device: str, training: bool
 ) -> None:
@@ -288,6 +327,6 @@ def require_memory(
     if not training:
         todo = "free some memory, choose a smaller model, or lower --batch of `sample`"
         raise OutOfMemoryError(f"the model needs {has}: {todo}")
-    todo = forecast(config, K, budget, shape).todo
+    todo = advice(forecast(config, K, budget, shape), K)
     now = f"now batch {shape.micro_batch}, {config.memory.recompute}"
     raise OutOfMemoryError(f"the plan needs {has}; {todo} ({now}); --plan shows what fits")

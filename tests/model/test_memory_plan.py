@@ -20,6 +20,7 @@ from gpt2_triton.model.arena import GIB
 from gpt2_triton.model.memory_plan import (
     CONTEXT_BYTES,
     MODULE_BYTES,
+    advice,
     bytes_by_kind,
     choose_recompute,
     dimensions,
@@ -34,7 +35,7 @@ from gpt2_triton.model.rates import rates_line
 from tests.support import reference
 from tests.support.tiny import tiny_config
 
-NO_BATCH = "take a smaller model, or more GPUs with parallel.zero 2: no batch fits"
+NO_BATCH = "take a smaller model: no batch fits"
 
 
 def plan_of(config: Config, B: int | None = None, shape: StepShape | None = None, **options):
@@ -123,7 +124,7 @@ def test_out_of_memory_names_a_deeper_level_where_no_batch_fits(monkeypatch):
     assert deepest < plan_of(config, 1).total
     todo = "set memory.recompute to auto, train.batch_size to 1 and train.total_batch_tokens to 32"
     assert f"free; {todo} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest)
-    assert f"free; {NO_BATCH} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest - 1)
+    assert f"free; {NO_BATCH} (now batch 2, gelu)" in refusal(monkeypatch, config, deepest // 3)
 
 
 def test_out_of_memory_names_a_batch_that_divides_the_step(monkeypatch):
@@ -248,6 +249,38 @@ def test_plan_report_says_what_would_fit(gpus, stage, batch, level, end):
             config, reference, Gpu("a GPU", gpu_bytes, "9.0"), StepShape.of(config, gpus)
         )
         assert report.verdict[0].endswith(f" MiB{said}") and report.fits == (not said)
+
+
+@pytest.mark.parametrize(("cure", "gpus", "optim"), [
+    ("set optim.master to none", 1, dict(master="none")),
+    ("set optim.m to bf16, optim.v to bf16", 1, dict(m="bf16", v="bf16")),
+    ("set optim.master to none, optim.m to bf16, optim.v to bf16", 1,
+     dict(master="none", m="bf16", v="bf16")),
+    ("take 2 GPUs with parallel.zero 2", 2, {}),
+    ("take 8 GPUs with parallel.zero 2", 8, {}),
+])  # fmt: skip
+def test_a_plan_that_no_batch_fits_names_a_cure_that_makes_it_fit(cure, gpus, optim):
+    """The cure's own plan fits to the byte; with a byte less it is not named."""
+    config = tiny_config(
+        model=dict(vocab_size=8192), memory=dict(recompute="block"), parallel=dict(zero=2),
+        train=dict(batch_size=1, total_batch_tokens=256, dtype="bf16"), optim=dict(master="fp32"),
+    )  # fmt: skip
+    cured = config.replace(optim=optim)
+    budget = plan_of(cured, shape=StepShape.of(cured, gpus)).total
+    for less in (0, 1):
+        found = forecast(config, reference, budget - less, StepShape.of(config))
+        assert (cure in advice(found, reference).split(", or ")) == (less == 0)
+
+
+def test_a_cure_names_what_else_it_needs():
+    """Two GPUs fit a batch of 1, not of 4."""
+    sizes = dict(batch_size=4, total_batch_tokens=256)
+    config = tiny_config(train=sizes, memory=dict(recompute="block"), parallel=dict(zero=2))
+    budget = plan_of(config, 1, shape=StepShape.of(config, 2)).total
+    found = forecast(config, reference, budget, StepShape.of(config))
+    assert advice(found, reference).endswith(
+        "take 2 GPUs with parallel.zero 2 and set train.batch_size to 1"
+    )
 
 
 def test_recompute_auto_is_the_first_level_in_as_few_layers_as_fit():
