@@ -20,6 +20,8 @@ from gpt2_triton.model.memory_plan import (
 from gpt2_triton.model.rates import rates_line
 from gpt2_triton.model.recompute import meaning
 
+MOST_BATCH = 1024  # sequences: a GPU is busy with fewer
+
 
 class Gpu(NamedTuple):
     """The GPU, or CPU, of a plan."""
@@ -77,10 +79,12 @@ def _work(config: Config, shape: StepShape) -> list[str]:
 
 
 def _time(config: Config, gpu: Gpu, shape: StepShape) -> list[str]:
-    """Return a line about the time of all steps, if the model was measured on this GPU."""
-    hours = training_hours(config, figures_of(gpu.key)) if gpu.key else None
-    if hours is None:
+    """Return a line about the time of all steps on a GPU; it is known if the model was measured."""
+    if gpu.architecture is None:  # commands/own.py has a CPU's
         return []
+    hours = training_hours(config, figures_of(gpu.key or ""))
+    if hours is None:
+        return ["time unknown: not measured for this model on this GPU; a run prints it as eta"]
     gpus = f", an {gpu.key}'s divided by {shape.gpus}" if shape.gpus > 1 else ""
     about = duration(3600 * hours / shape.gpus)
     return [f"time about {about} by measured speed{gpus}, without validations"]
@@ -90,10 +94,16 @@ def _largest_batch(found: Forecast) -> list[str]:
     level = found.config.memory.recompute
     shape = found.shape
     largest = found.levels[level][1]
+    if largest > MOST_BATCH:
+        return []
     usable = found.usable_batch(level)
     limit = min(largest, shape.micro_batch * shape.accumulation)
     of_step = f"; {usable:,} is the largest that divides a step" if usable < limit else ""
     return [f"largest train.batch_size that fits {largest:,}{of_step}"]
+
+
+def _batch(size: int) -> str:
+    return f"{size:,}" if size <= MOST_BATCH else f"over {MOST_BATCH:,}"
 
 
 def _choices(found: Forecast) -> list[str]:
@@ -101,7 +111,7 @@ def _choices(found: Forecast) -> list[str]:
     lines = ["", f"{'recompute':<16}{'memory':>12}{'largest train.batch_size':>28}"]
     for level, (nbytes, most) in found.levels.items():
         arrow = f"  <- {meaning(level)}" if level == found.config.memory.recompute else ""
-        lines.append(f"{level:<16}{format_bytes(nbytes):>12}{most:>28,}{arrow}")
+        lines.append(f"{level:<16}{format_bytes(nbytes):>12}{_batch(most):>28}{arrow}")
     if found.stages:
         lines += ["", f"{'parallel.zero':<16}{'memory':>12}   on each of {found.shape.gpus} GPUs"]
     for stage, nbytes in found.stages.items():
