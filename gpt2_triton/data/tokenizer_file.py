@@ -65,6 +65,7 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
         self._of_characters = all(len(text) == 1 for text in vocabulary)
+        self._vocabulary = vocabulary
         named = token or _named_end(self.file.parent)
         self.end = named or ("" if self._of_characters else END_OF_TEXT)
         if self.end and self.end not in vocabulary:
@@ -95,6 +96,10 @@ class FileTokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         self._tokenizer.encode_special_tokens = not special
         whole = HALF.sub("?", text)
+        lacking = {*whole} - self._vocabulary.keys() if self._of_characters else None
+        if lacking:
+            listed = ", ".join(map(repr, sorted(lacking)))
+            raise DataError(f"{self.file}: has no {listed}; leave them out")
         [found] = self._tokenizer.encode_batch_fast([whole], add_special_tokens=False)
         return np.array(found.ids, np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 

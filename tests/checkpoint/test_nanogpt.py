@@ -96,6 +96,8 @@ def test_models_of_characters_run_with_the_meta_pkl_beside_them(of_characters, t
     assert main(tools, ["sample", of_characters, *words]) == 0
     text = capsys.readouterr().out
     assert text.startswith("ROMEO:") and len(text) == len("ROMEO:") + 9 + 1
+    assert main(tools, ["sample", of_characters, "--prompt", "ROMÉO: ñ"]) == 3
+    assert "meta.pkl: has no 'É', 'ñ'; leave them out" in capsys.readouterr().err
     assert main(tools, ["sample", of_characters, "--tokens", "30"]) == 0
     assert len(capsys.readouterr().out) == 30 + 1  # no character ends it, not even \n
     assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
