@@ -21,10 +21,10 @@ from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.mixture import Mixture, Source, Validation, sources
 from gpt2_triton.data.prepare.builtin import pattern_of
 from gpt2_triton.data.shards import Shard, open_shards
-from gpt2_triton.data.tokenizer import get_tokenizer, look_in
+from gpt2_triton.data.tokenizer import Tokenizer, encode_prompt, get_tokenizer, look_in
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
-from gpt2_triton.errors import same_on_all_ranks
+from gpt2_triton.errors import ConfigError, DataError, same_on_all_ranks
 from gpt2_triton.files import expand
 from gpt2_triton.inference import hellaswag, sample
 from gpt2_triton.kernels import table_file
@@ -209,12 +209,23 @@ def _require_tasks(model: Model, run_dir: Path, data: Data, state: RunState) -> 
     """Let samples, evaluations and checkpoints that cannot be made fail now, not hours later."""
     config = model.config
     if config.sample.every:
-        sample.limit(model, get_tokenizer(config.data.tokenizer))
+        tokenizer = get_tokenizer(config.data.tokenizer)
+        _require_prompt(config.sample.prompt, tokenizer)
+        sample.limit(model, tokenizer)
     if data.hellaswag:
         hellaswag.require_fitting(model, data.hellaswag)
     if model.rank == 0:
         spec = model.saved.spec()
         require_space(run_dir / "checkpoints", spec, state.step, state.best_step, config)
+
+
+@same_on_all_ranks()
+def _require_prompt(prompt: str, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a prompt whose characters a tokenizer of characters lacks."""
+    try:
+        encode_prompt(tokenizer, prompt)
+    except DataError as error:
+        raise ConfigError(f"sample.prompt: {error}") from None
 
 
 def _fill(model: Model, start: Start) -> None:

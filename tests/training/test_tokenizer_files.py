@@ -1,5 +1,6 @@
 """A run on any tokenizer.json: from text to an export, also on a machine without the file."""
 
+import pickle
 import shutil
 
 import pytest
@@ -134,3 +135,14 @@ def test_another_tokenizer_is_no_resume_and_no_start(here):
     small = config.replace(model={"vocab_size": 256})
     with pytest.raises(ConfigError, match="has 345 tokens, got 256; set model.vocab_size to 345"):
         gpt2_triton.train(small, here / "new")
+
+
+def test_a_prompt_that_the_characters_lack_is_refused_at_the_start(here):
+    characters = here / "meta.pkl"
+    characters.write_bytes(pickle.dumps({"itos": dict(enumerate(sorted({*PROSE})))}))
+    (here / "my.txt").write_text(PROSE * 12)
+    shards = prepared(here, characters)
+    sections = dict(model={"vocab_size": 256}, sample={"every": 2, "prompt": "#"})
+    with pytest.raises(ConfigError, match="sample.prompt: .*meta.pkl: has no .#.; leave"):
+        gpt2_triton.train(config_of(shards, characters, **sections), here / "run")
+    assert not (here / "run").exists()
