@@ -17,7 +17,8 @@ app = make_app("prepare", "Make token shards for training.")
 Tokenizer = Annotated[
     str,
     Parameter(
-        help="gpt2, llama3, bytes, or a tokenizer.json or its folder, as data.tokenizer of the run",
+        help="gpt2, llama3, bytes, a tokenizer.json or its folder, or meta.pkl, as data.tokenizer "
+        "of the run",
         validator=lambda _, value: check_tokenizer(value),
     ),
 ]
