@@ -244,7 +244,8 @@ class DataConfig(ConfigSection):
     tokenizer: TokenizerName = kept(
         "gpt2",
         "tokenizer of the shards and of samples: gpt2, llama3, bytes, a Hugging Face "
-        "tokenizer.json or its folder, or nanoGPT's meta.pkl; FOLDER#TOKEN names the token that ends a text",
+        "tokenizer.json or its folder, or nanoGPT's meta.pkl; FOLDER#TOKEN names the token that "
+        "ends a text",
     )
     seed: int = kept(42, "seed of the order of samples", ge=0, lt=2**62)
     windows: Literal["fixed", "shifted"] = kept(
