@@ -84,7 +84,9 @@ class ControlGroup:
                 result["value"] = function()
             except OSError as raised:
                 error = raised
-                result |= {"errno": raised.errno, "error": str(raised)}
+                reason = raised.strerror or str(raised)
+                file = raised.filename and str(raised.filename)
+                result["of_system"] = raised.errno, reason, file
             except UserError as raised:
                 error = raised
                 result |= {"class": type(raised).__name__, "error": str(raised)}
@@ -92,8 +94,8 @@ class ControlGroup:
         if "class" in found:
             self.leave()
             raise error or getattr(errors, found["class"])(found["error"])
-        if "error" in found:
-            raise error or OSError(found["errno"], found["error"])
+        if "of_system" in found:
+            raise error or OSError(*found["of_system"])
         return found["value"]
 
     def leave(self) -> None:
