@@ -28,7 +28,8 @@ def prepare_nanogpt(folder: Path, out_dir: Path) -> Path:
             {"file": path.name, "sha256": sha256(path, progress.advance)} for path in files.values()
         ]
     recipe = dict(tokenizer=tokenizer, shard_tokens=build.SHARD_TOKENS, source=rows)
-    build.build(_Tokens(str(folder), size, tokens, known.vocab_size), recipe, out_dir, size, 1)
+    source = _Tokens(str(folder), size, tokens, tokenizer, known.vocab_size)
+    build.build(source, recipe, out_dir, size, 1)
     return out_dir
 
 
@@ -62,10 +63,18 @@ class _Tokens:
 
     unit = "tokens"
 
-    def __init__(self, name: str, size: int | None, tokens: dict[str, np.ndarray], vocab_size: int):
+    def __init__(
+        self,
+        name: str,
+        size: int | None,
+        tokens: dict[str, np.ndarray],
+        tokenizer: str,
+        vocab_size: int,
+    ):
         self.name = name
         self.size = size
         self._tokens = tokens
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int]:
@@ -85,6 +94,8 @@ class _Tokens:
             if largest >= self._vocab_size:
                 raise DataError(
                     f"{self.name}/{split}.bin: a token {largest} after the first {first:,}, "
-                    f"its tokenizer has {self._vocab_size:,}; give other files"
+                    f"but "
+                    f"{self._tokenizer} has {self._vocab_size:,}; give files that belong together: "
+                    "GPT-2's tokens have no meta.pkl"
                 )
             yield Batch(split, number, [Piece(tokens)])

@@ -70,7 +70,7 @@ def test_other_files_than_nanogpts_are_refused(folder):
     ):
         open_shards(str(folder / "train.bin"), 50257, 8)
     np.array([3, 50257], "<u2").tofile(folder / "val.bin")
-    assert "val.bin: a token 50257 after the first 0, its tokenizer has 50,257;" in refusal()
+    assert "val.bin: a token 50257 after the first 0, but gpt2 has 50,257; " in refusal()
     np.array([3, 4, 5], "<u4").tofile(folder / "val.bin")
     assert "val.bin: every second token is 0, " in refusal()
     (folder / "val.bin").write_bytes(b"odd")
