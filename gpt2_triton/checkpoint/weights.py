@@ -149,7 +149,7 @@ def no_tokenizer(weights: Weights) -> CheckpointError:
     """Return the error about weights with another tokenizer, or without one."""
     todo = "name its tokenizer as data.tokenizer of a run"
     if weights.where.startswith("nanogpt:"):
-        todo = f"put its meta.pkl beside it, or {todo}"
+        todo = f"put its meta.pkl, with as many tokens, beside it, or {todo}"
     if weights.beside:
         todo = f"put its tokenizer.json into {weights.beside}"
     return CheckpointError(

@@ -132,7 +132,7 @@ def test_models_of_characters_alone_are_exported_and_else_refused(of_characters,
     assert exported["transformer.wte.weight"].shape == (65, 64)
     told = capsys.readouterr()
     assert told.out.startswith(f"wrote {tmp_path}/out, ") and "65 of 65 tokens" in told.err
-    told = "its 65 tokens have no known tokenizer; put its meta.pkl beside it, .* exported$"
+    told = "its 65 tokens have no known tokenizer; put its meta.pkl, with as many .* exported$"
     for command in (
         ["sample", of_characters],
         ["hellaswag", of_characters],
