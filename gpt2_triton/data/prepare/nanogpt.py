@@ -93,8 +93,7 @@ class _Tokens:
             largest = tokens.max()
             if largest >= self._vocab_size:
                 raise DataError(
-                    f"{self.name}/{split}.bin: a token {largest} after the first {first:,}, "
-                    f"but "
+                    f"{self.name}/{split}.bin: a token {largest} after the first {first:,}, but "
                     f"{self._tokenizer} has {self._vocab_size:,}; give files that belong together: "
                     "GPT-2's tokens have no meta.pkl"
                 )
