@@ -64,10 +64,10 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
-        self._of_characters = all(len(text) == 1 for text in vocabulary)
-        self._vocabulary = vocabulary
+        of_characters = all(len(text) == 1 for text in vocabulary)
+        self._characters = {*vocabulary} if of_characters else set[str]()
         named = token or _named_end(self.file.parent)
-        self.end = named or ("" if self._of_characters else END_OF_TEXT)
+        self.end = named or ("" if of_characters else END_OF_TEXT)
         if self.end and self.end not in vocabulary:
             raise DataError(
                 f"{self.file}: no token {self.end}, which would end a text; "
@@ -96,7 +96,7 @@ class FileTokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         self._tokenizer.encode_special_tokens = not special
         whole = HALF.sub("?", text)
-        lacking = {*whole} - self._vocabulary.keys() if self._of_characters else None
+        lacking = {*whole} - self._characters if self._characters else None
         if lacking:
             listed = ", ".join(map(repr, sorted(lacking)))
             raise DataError(f"{self.file}: has no {listed}; leave them out")
@@ -109,7 +109,7 @@ class FileTokenizer:
 
     def token_bytes(self) -> list[bytes]:
         steps = json.dumps(self.content.get("decoder"), ensure_ascii=False)
-        if not ("ByteLevel" in steps or SPACE in steps or self._of_characters):
+        if not ("ByteLevel" in steps or SPACE in steps or self._characters):
             raise DataError(f"{self.file}: its tokens have no bytes of their own")
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
