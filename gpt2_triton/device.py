@@ -67,7 +67,8 @@ def find_gpu(name: str, compiled: bool = False) -> str:
     for short, key in keys.items():
         if plain == short or is_called(name, *GPUS[key].device_names):
             return key
-    near = [keys[short] for short in keys if plain.startswith(short) or short.startswith(plain)]
+    # of its family, as of A100 or H100 NVL; an A10 is of no family here
+    near = [key for key in keys.values() if plain.startswith(key.partition("-")[0])]
     size = "" if compiled else ", or its memory, as 24GiB"
     raise ConfigError(f"--gpu: expected {', '.join(near or keys.values())}{size}; got {name}")
 

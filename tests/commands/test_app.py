@@ -92,6 +92,7 @@ MISTAKES = [  # arguments of train.py, part of the message
     (["x.yaml", "--run_dir", "old", "--resume=may"], 'Invalid value "may" for --resume'),
     (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
     (["x.yaml", "--plan", "--gpu", "gh200"], "mi355x, 7900xtx, or its memory, as 24GiB; got gh200"),
+    (["x.yaml", "--plan", "--gpu", "A10G"], "mi355x, 7900xtx, or its memory, as 24GiB; got A10G"),
     (["x.yaml", "--plan", "--gpu", "A100"], "--gpu: expected a100-40, a100-80, or its memory, "),
     (["x.yaml", "--resume"], "--resume: needs --run_dir"),
     (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
