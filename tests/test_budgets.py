@@ -38,7 +38,7 @@ CEILINGS = {
     "tests/benchmarks": 3_350,
     "tests/benchmarks/accuracy": 550,
     "tests/benchmarks/losses": 3_850,
-    "tests/benchmarks/speed": 5_100,
+    "tests/benchmarks/speed": 5_150,
     "tests/benchmarks/tune": 1_300,
     "tests/chaos": 5_150,
     "tests/checkpoint": 26_550,

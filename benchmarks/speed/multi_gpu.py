@@ -43,7 +43,7 @@ from gpt2_triton import device
 from gpt2_triton import kernels as K  # after our_gpt2, which selects the device
 from gpt2_triton.commands.app import AT_LEAST_1, main, make_app
 from gpt2_triton.config.config import Config
-from gpt2_triton.distributed.launcher_env import set_env_from_slurm
+from gpt2_triton.distributed.launcher_env import rank_and_size, set_env_from_slurm
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.model.arena import GIB
@@ -171,10 +171,10 @@ def measure(
         steps: Timed steps per stretch.
         json_: File for the milliseconds of all steps.
     """
-    if not device.present():
-        raise ConfigError("multi_gpu: needs CUDA GPUs, found none")
-    config = work_of(size, None, recompute, precision, optim, keys).config()
     set_env_from_slurm()
+    if not device.present() or rank_and_size()[1] == 1:
+        raise ConfigError("multi_gpu: needs CUDA GPUs, and two ranks or more of torchrun or srun")
+    config = work_of(size, None, recompute, precision, optim, keys).config()
     group = Ranks("cuda", 300)
     control = group.control("multi_gpu")
     pair = None if torch_ else Pair(group, config)

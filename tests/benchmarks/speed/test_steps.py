@@ -15,6 +15,7 @@ from benchmarks.speed import energy, multi_gpu, steps, torch_gpt2, torch_llama
 from benchmarks.speed.our_gpt2 import run_steps
 from benchmarks.speed.sizes import Work, work_of
 from gpt2_triton import device
+from gpt2_triton.commands.app import main
 from gpt2_triton.config.schema import ModelConfig
 from tests.support import ranks
 from tests.support.tiny import packed_batch, tiny_config, tiny_model
@@ -148,6 +149,12 @@ def test_the_speed_of_joint_steps_is_of_each_gpu_and_beside_the_slowest_and_the_
     assert (first.split(), second.split()) == (["0", "10.00", "12.50"], ["1", "11.00", "12.50"])
     speed = "together 5,242,880 tokens/s on each GPU"
     assert found == f"{speed}: 88.0% of the slowest alone, 83.8% of the mean alone"
+
+
+def test_a_gpu_alone_has_no_steps_together(monkeypatch, capsys):
+    monkeypatch.setattr(device, "present", lambda: True)
+    assert main(multi_gpu.app, ["d12"]) == 2
+    assert "multi_gpu: needs CUDA GPUs, and two ranks or more" in capsys.readouterr().err
 
 
 def losses_by_turns(config):
