@@ -106,15 +106,22 @@ def second_writer(i: Injection) -> None:
         raise AssertionError(f"a second writer was not refused: exit code {code}, {second.log}")
 
 
+def ended_by(number: int) -> set[int]:
+    """Return the exit codes of a job that gets a signal: its own, Python's without a handler, which
+    it has none of while it exits, and torchrun's.
+    """
+    return {128 + number, -number, 1}
+
+
 FULL = Fault(lambda i: i.hold("full"), REFUSED)
 DEAD_WANDB = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
 TABLE = {
     "kill a rank": Fault(kill_rank, ENDED_BY_SIGNAL),
     "kill all": Fault(kill_all, ENDED_BY_SIGNAL),
     "suspend a rank": Fault(suspend, {1}),
-    "SIGTERM": Fault(terminate, {143, -15, 1}),
-    "SIGINT": Fault(interrupt, {130, 1}),
-    "SIGTERM to one rank": Fault(terminate_one_rank, {143, -15, 1}),
+    "SIGTERM": Fault(terminate, ended_by(signal.SIGTERM)),
+    "SIGINT": Fault(interrupt, ended_by(signal.SIGINT)),
+    "SIGTERM to one rank": Fault(terminate_one_rank, ended_by(signal.SIGTERM)),
     "disk full": FULL,
     "read-only": Fault(lambda i: i.hold("read_only"), REFUSED),
     "slow storage": Fault(lambda i: i.hold("slow", 50_000), set()),
