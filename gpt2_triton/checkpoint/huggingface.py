@@ -85,12 +85,12 @@ def read(name: str) -> Weights:
 
     path = directory / source_files.CONFIG
     config = read_object(path)
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{path}: the weights are quantized; take the model that is not")
     # a list: a false model_type may have no hash
     is_llama = config.get("model_type") in list(huggingface_llama.CLASSES)
     reader = huggingface_llama.model if is_llama else _model
     model = reader(path, config)
+    if config.get("quantization_config"):  # another file of this model can run
+        raise CheckpointError(f"{path}: the weights are quantized; take the model that is not")
     tied = config.get("tie_word_embeddings", model.tied)
     weights = find_weights(f"hf:{name}", model, places, load, tied=tied)
     tokenizer = hf_tokenizer.tokenizer_in(directory, model)
@@ -142,15 +142,11 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _model(path: Path, config: dict[str, Any]) -> ModelConfig:
     """Return the sizes in config.json; CheckpointError for a model that computes something else."""
-    require_supported(path, config, REQUIRED)
+    inner = 4 * (config.get("n_embd") or 0)
+    require_supported(path, config, REQUIRED | {"n_inner": (None, inner)})
     sizes = {ours: config.get(theirs) for ours, theirs in CONFIG_KEYS.items()}
     activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
-    model = model_config_from_sizes(str(path), **sizes, activation=activation)
-    if config.get("n_inner") not in (None, model.inner):
-        raise CheckpointError(
-            f"{path}: n_inner is {config['n_inner']}, and only 4 * n_embd is supported"
-        )
-    return model
+    return model_config_from_sizes(str(path), **sizes, activation=activation)
 
 
 # ---- writing ----

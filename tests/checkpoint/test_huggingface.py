@@ -254,12 +254,13 @@ REFUSED_CONFIGS = [
         "scale_attn_by_inverse_layer_idx is True, and only False is supported$",
     ),
     (
-        dict(model_type="mistral"),
-        "model_type is 'mistral', and only 'gpt2' or 'llama' or 'qwen3' is supported",
+        dict(model_type="mistral", n_inner=100, quantization_config=dict(quant_method="gptq")),
+        "model_type is 'mistral', and only 'gpt2' or 'llama' or 'qwen3' is supported; "
+        "n_inner is 100, and only None or 256 is supported$",
     ),
     (dict(model_type="llama"), "has no num_hidden_layers"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
-    (dict(n_inner=100), "n_inner is 100"),
+    (dict(n_embd=None), "not a model that fits here: n_layer 2, n_head 1, n_embd None"),
     (dict(n_embd=63), "not a model that fits here: n_layer 2, n_head 1, n_embd 63"),
     (
         dict(n_layer=3),
