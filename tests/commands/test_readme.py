@@ -397,9 +397,12 @@ def test_python_on_the_pages_runs(page, workplace, monkeypatch, capsys):
     """
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(gpt2_triton, "train", lambda *_, **__: gpt2_triton.Run("runs/mine"))
-    (block,) = blocks(text_of(page), "python")
-    exec(
-        block.replace("tokens=48", "tokens=2").replace(" letter a with tilde", ""),
-        {},
-    )
-    assert capsys.readouterr().out
+    scope = {}
+    for block in blocks(text_of(page), "python"):
+        exec(block.replace("tokens=48", "tokens=2").replace(" letter a with tilde", ""), scope)
+        assert capsys.readouterr().out
+    if "losses" in scope:
+        with gpt2_triton.load("runs/mine") as model:
+            of_tokens = scope["losses"](model, "T", "he cat")
+            want = model.loss(model.encode("The cat"))
+        assert of_tokens.shape == (6,) and float(of_tokens.mean()) == pytest.approx(want, rel=1e-5)
