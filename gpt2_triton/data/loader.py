@@ -15,7 +15,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from gpt2_triton.errors import DataError
 
 
 class Samples(Protocol):
-    """What a Prefetcher reads: a TrainLoader, or a mixture of several."""
+    """What MicroBatches reads: a TrainLoader, or a mixture of several."""
 
     seq_len: int
 
@@ -174,40 +174,66 @@ class ValidationLoader:
         }
 
 
+# ---- micro-batches ----
+
+
+class MicroBatches(NamedTuple):
+    """The packed micro-batches of one rank, in any order.
+
+    Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r
+    takes b samples, from sample s + (k * ranks + r) * b on.
+    """
+
+    samples: Samples
+    micro_batch: int  # sequences
+    accumulation: int  # micro-batches of a step
+    vocab_size: int
+    head_row: int = 0  # where an untied head's rows begin: packing.py
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def packed_size(self) -> int:
+        """The int32 elements of a micro-batch."""
+        rows = self.vocab_size + self.head_row
+        return packed_size(self.micro_batch * self.samples.seq_len, rows)
+
+    def first_samples(self, start: int) -> Iterator[int]:
+        """Yield where each micro-batch begins, without end, from the step that begins with global
+        sample `start` on.
+        """
+        together = self.ranks * self.micro_batch
+        return itertools.count(start + self.rank * self.micro_batch, together)
+
+    def first_samples_of_step(self, start: int) -> Iterator[int]:
+        """Yield where the micro-batches of the step begin, whose first global sample is `start`."""
+        return itertools.islice(self.first_samples(start), self.accumulation)
+
+    def step(self, start: int) -> Iterator[torch.Tensor]:
+        """Yield the micro-batches of the step that begins with global sample `start`."""
+        return map(self.packed, self.first_samples_of_step(start))
+
+    def packed(self, first: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the micro-batch that begins with global sample `first`, in `buffer` if given."""
+        tokens = self.samples.batch(first, self.micro_batch)
+        return pack_batch(buffer, tokens[:, :-1], tokens[:, 1:], self.vocab_size, self.head_row)
+
+
 DEPTH = 3  # the caller reads a buffer, the device copies another, the thread fills the third
 
 
 class Prefetcher:
-    """Iterator over packed micro-batches that a thread prepares ahead in
-    a ring of DEPTH host buffers.
-
-    Let b = micro_batch, and let a step begin with global sample s.  In its micro-step k, rank r
-    takes b samples, from sample s + (k * ranks + r) * b on.
+    """Iterator over micro-batches, int32 [packed_size], that a thread prepares ahead in a ring of
+    DEPTH host buffers; the first one's step begins with global sample `start`.
 
     A buffer is valid until the next call of next().  By then its copy to the device is issued, but
     perhaps not done.  So next() records an event, and the thread waits for the event before it
     fills the buffer again.
     """
 
-    def __init__(
-        self,
-        loader: Samples,
-        micro_batch: int,
-        accumulation: int,
-        vocab_size: int,
-        first_sample: int = 0,
-        pinned: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-        head_row: int = 0,
-    ):
-        self._loader = loader
-        self._rows = (vocab_size, head_row)
-        self._micro_batch = micro_batch
-        self._accumulation = accumulation
-        self._rank = rank
-        self._ranks = ranks
-        size = packed_size(micro_batch * loader.seq_len, vocab_size + head_row)
+    def __init__(self, batches: MicroBatches, start: int, pinned: bool = False):
+        self._batches = batches
+        size = batches.packed_size
         self._buffers = [
             torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)
         ]
@@ -220,7 +246,7 @@ class Prefetcher:
         for slot in range(DEPTH):
             self._free.put(slot)
         self._thread = threading.Thread(
-            target=self._run, args=(first_sample,), name="prefetch", daemon=True
+            target=self._run, args=(start,), name="prefetch", daemon=True
         )
         self._thread.start()
 
@@ -241,46 +267,26 @@ class Prefetcher:
         self._returned = item
         return self._buffers[item]
 
-    def step(self, first_sample: int) -> Iterator[torch.Tensor]:
-        """Yield the micro-batches of the step that begins with this sample, without the thread."""
-        for first in self.first_samples_of_step(first_sample):
-            yield self._packed(first)
-
-    def first_samples_of_step(self, first_sample: int) -> Iterator[int]:
-        """Yield where each micro-batch of this rank begins, in the step that begins with
-        global sample first_sample.
-        """
-        return itertools.islice(self._first_samples(first_sample), self._accumulation)
-
     def close(self) -> None:
         """Stop the thread and wait for its end."""
         self._closed = True
         self._free.put(0)  # wakes it
         self._thread.join()
 
-    def _first_samples(self, first_sample: int) -> Iterator[int]:
-        together = self._ranks * self._micro_batch
-        for first in itertools.count(first_sample, together):
-            yield first + self._rank * self._micro_batch
-
-    def _packed(self, first: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the micro-batch that begins with global sample `first`, in `buffer` if given."""
-        tokens = self._loader.batch(first, self._micro_batch)
-        return pack_batch(buffer, tokens[:, :-1], tokens[:, 1:], *self._rows)
-
-    def _run(self, first_sample: int) -> None:
+    def _run(self, start: int) -> None:
         """Fill the buffers that are free, until `close`; an error goes to the reader."""
         try:
             if self._gpu is not None:
                 # a new thread is on GPU 0, and would make a context there
                 torch.cuda.set_device(self._gpu)
-            for first in self._first_samples(first_sample):
+            for first in self._batches.first_samples(start):
                 slot = self._free.get()
                 if self._closed:
-                    return self._ready.put(StopIteration())
+                    break
                 if self._copied:
                     self._copied[slot].synchronize()
-                self._packed(first, self._buffers[slot])
+                self._batches.packed(first, self._buffers[slot])
                 self._ready.put(slot)
+            self._ready.put(StopIteration())
         except BaseException as error:
             self._ready.put(error)

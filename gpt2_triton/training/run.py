@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpt2_triton.config.config import Config
-from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.loader import MicroBatches
 from gpt2_triton.distributed.control import ControlGroup
 from gpt2_triton.distributed.process_group import ProcessGroup
 from gpt2_triton.distributed.watchdog import Watchdog
@@ -21,7 +21,7 @@ class Run(Protocol):
     config: Config
     run_dir: Path
     data: Data
-    batches: Prefetcher
+    batches: MicroBatches
     model: Model
     state: RunState
     log: Logger | NullLogger

@@ -19,7 +19,7 @@ from gpt2_triton.checkpoint.async_save import AsyncCheckpointer
 from gpt2_triton.checkpoint.save import Retention, try_to_save
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import command_line
-from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.loader import MicroBatches, Prefetcher
 from gpt2_triton.data.tokenizer import located
 from gpt2_triton.device import device_name
 from gpt2_triton.distributed.process_group import ProcessGroup
@@ -105,21 +105,21 @@ class Trainer:
         self.signals = signals
         self.ends_at = self.signals.made_at + 60 * (self.config.train.max_minutes or math.inf)
         self.queue = StepQueue(self.model, self.watchdog)
-        self.batches = self._prefetch()
+        shape = self.model.shape
+        self.batches = MicroBatches(
+            self.data.train,
+            shape.micro_batch,
+            shape.accumulation,
+            config.model.vocab_size,
+            config.model.head_row,
+            self.group.rank,
+            self.group.size,
+        )
+        self.prefetcher = self._prefetch()
 
     def _prefetch(self) -> Prefetcher:
         """Return this rank's batches from the present sample on."""
-        return Prefetcher(
-            self.data.train,
-            self.model.shape.micro_batch,
-            self.model.shape.accumulation,
-            self.config.model.vocab_size,
-            self.state.sample,
-            pinned=self.group.device != "cpu",
-            rank=self.group.rank,
-            ranks=self.group.size,
-            head_row=self.config.model.head_row,
-        )
+        return Prefetcher(self.batches, self.state.sample, pinned=self.group.device != "cpu")
 
     # ---- the loop ----
 
@@ -209,7 +209,7 @@ class Trainer:
         self.signals.time_is_up |= time.monotonic() > self.ends_at
         inputs[step_io.STOP] = self.signals.is_requested()
         self.queue.launch(
-            step, inputs, self.batches, self._due(step + 1, self.config.log.stats_every)
+            step, inputs, self.prefetcher, self._due(step + 1, self.config.log.stats_every)
         )
 
     def _read_step(self, running: int = 0) -> bool:
@@ -242,8 +242,8 @@ class Trainer:
             target, best = recovery.restore_model(self, target)
             self.state.rewind_to(target, best)
             self.control.from_rank0(lambda: self.log.rewind(failed, target, self.state.sample))
-        self.batches.close()
-        self.batches = self._prefetch()
+        self.prefetcher.close()
+        self.prefetcher = self._prefetch()
         tasks.calibrate(self)
         return target
 
@@ -295,6 +295,6 @@ class Trainer:
             if self.group.size > 1:  # CUDA graphs must go before the communicator that they use
                 closing.callback(self.model.release_graphs)
             closing.callback(self.log.close, failed)
-            closing.callback(self.batches.close)
+            closing.callback(self.prefetcher.close)
             closing.callback(self.watchdog.stop)
             closing.callback(self.wait_for_save)

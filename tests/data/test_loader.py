@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_triton.data.loader import Prefetcher, TrainLoader, ValidationLoader, Windows, permute
+from gpt2_triton.data.loader import (
+    MicroBatches,
+    Prefetcher,
+    TrainLoader,
+    ValidationLoader,
+    Windows,
+    permute,
+)
 from gpt2_triton.data.packing import pack_batch, packed_size
 from gpt2_triton.errors import DataError
 
@@ -150,15 +157,16 @@ def test_validation_loader_refuses_too_little_data(tokens):
 # ---- prefetch ----
 
 
+def micro_batches(loader=None, **ranks):
+    return MicroBatches(loader or TrainLoader(SHARDS, SEQ_LEN, seed=1), 3, 2, VOCAB, **ranks)
+
+
 @pytest.fixture
 def prefetch():
     made = []
 
-    def make(loader=None, **kw):
-        loader = loader or TrainLoader(SHARDS, SEQ_LEN, seed=1)
-        made.append(
-            Prefetcher(loader, **{"micro_batch": 3, "accumulation": 2, "vocab_size": VOCAB} | kw)
-        )
+    def make(batches=None, start=0):
+        made.append(Prefetcher(batches or micro_batches(), start))
         return made[-1]
 
     yield make
@@ -172,7 +180,7 @@ def expected_batch(first, count=3):
 
 
 def test_prefetcher_yields_batches_in_order(prefetch):
-    batches = prefetch(first_sample=6)
+    batches = prefetch(start=6)
     for k in range(12):
         assert torch.equal(next(batches), expected_batch(6 + 3 * k))
 
@@ -182,10 +190,11 @@ def test_prefetcher_ranks_divide_the_micro_batches(prefetch):
     and 6-8, and 3-5 and 9-11.
     """
     for rank in (0, 1):
-        batches = prefetch(first_sample=24, rank=rank, ranks=2)
+        ours = micro_batches(rank=rank, ranks=2)
+        batches = prefetch(ours, start=24)
         for k in range(4):
             assert torch.equal(next(batches), expected_batch(24 + 6 * k + 3 * rank))
-        assert [b.tolist() for b in batches.step(24)] == [
+        assert [b.tolist() for b in ours.step(24)] == [
             expected_batch(24 + 6 * k + 3 * rank).tolist() for k in (0, 1)
         ]
 
@@ -209,7 +218,7 @@ def test_prefetcher_raises_an_error_at_its_batch(prefetch):
                 raise DataError("disk gone")
             return super().batch(first_sample, count)
 
-    batches = prefetch(Loader(SHARDS, SEQ_LEN, seed=1))
+    batches = prefetch(micro_batches(Loader(SHARDS, SEQ_LEN, seed=1)))
     assert torch.equal(next(batches), expected_batch(0)) and torch.equal(
         next(batches), expected_batch(3)
     )
@@ -232,7 +241,7 @@ def test_prefetcher_close_stops_the_thread(prefetch):
 @pytest.mark.gpu
 def test_prefetcher_pinned_buffer_waits_for_its_copy():
     """Every copy is issued behind a slow kernel, so the host is far ahead of the device."""
-    batches = Prefetcher(TrainLoader(SHARDS, SEQ_LEN, seed=1), 3, 2, VOCAB, pinned=True)
+    batches = Prefetcher(micro_batches(), 0, pinned=True)
     copies = [
         torch.empty(packed_size(12, VOCAB), dtype=torch.int32, device="cuda") for _ in range(10)
     ]

@@ -10,7 +10,7 @@ import pytest
 from gpt2_triton.commands import tools
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app
-from gpt2_triton.data.loader import Prefetcher
+from gpt2_triton.data.loader import MicroBatches
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training import setup
@@ -50,12 +50,11 @@ def samples(config, size, first, steps):
     for step in range(steps):
         rows = {}
         for rank in range(size):
-            batches = Prefetcher(reader, micro, accumulation, 256, first, rank=rank, ranks=size)
+            batches = MicroBatches(reader, micro, accumulation, 256, rank=rank, ranks=size)
             at = first + 4 * step
             numbers = batches.first_samples_of_step(at)
             for number, packed in zip(numbers, batches.step(at), strict=True):
                 rows[number] = packed[: micro * 16].numpy().copy()
-            batches.close()
         found.append(np.concatenate([rows[number] for number in sorted(rows)]))
     return np.stack(found)
 
