@@ -74,13 +74,14 @@ def dimensions(m: ModelConfig) -> dict[str, int]:
     """Return the symbols of tables.py that the shapes of parameters use, and
     the numbers of parameters.
     """
-    L, C = m.n_layer, m.n_embd
-    d = dict(NH=m.n_head, HS=m.head_size, C=C, Cq=m.q_channels, Ckv=m.kv_channels)
+    L = m.n_layer
+    d = dict(NH=m.n_head, HS=m.head_size, C=m.n_embd, Cq=m.q_channels, Ckv=m.kv_channels)
     d["D"] = d["Cq"] + 2 * d["Ckv"]
     normed = (d["Cq"] + d["Ckv"]) // d["HS"] if m.qk_norm else 0
     d |= dict(Qn=normed, Hn=d["HS"] if normed else 0)
     d |= dict(F=m.inner, G=m.inner * (2 if m.arch == "llama" else 1))
     d |= dict(L=L, S=2 * L + 1, V=m.vocab_size, Vp=m.padded_vocab, Tmax=m.block_size)
-    entries = list(param_entries(of(m).Params, d))
-    counts = [sum(math.prod(e.shape) for e in entries if e.bucket == bucket) for bucket in (0, 1)]
-    return d | dict(N=entries[-1].offset + math.prod(entries[-1].shape), Ne=counts[0], Nl=counts[1])
+    counts = [0] * (L + 2)  # of each bucket
+    for e in param_entries(of(m).Params, d):
+        counts[e.bucket] += math.prod(e.shape)
+    return d | dict(N=sum(counts), Ne=counts[0], Nl=counts[1])
