@@ -84,19 +84,20 @@ def matrix_classes(
     layer = sharding.buckets(dims)[1]
     before = 0
     share = layer.padded // ranks if zero else layer.length
+    starts = [r * share if zero else 0 for r in range(ranks)]  # of what each rank updates, there
+    stride = share if zero else layer.padded
+    g_stride = share if zero == 2 else layer.padded
     low = state.master_low
     grads = sharding.owned_shards(dims, rank)[1].grad if zero else layer.start
     for rows, columns, count in matrix_shapes(table, dims):
         size = rows * columns * count
         c = min(rows, columns)
-        parts = [_common(r * share if zero else 0, share, before, size) for r in range(ranks)]
+        parts = [_common(start, share, before, size) for start in starts]
         part = parts[rank]
         whole = state.orth[L * before : L * (before + size)].view(-1, rows, columns)
         n = len(part)
         at = before + part.start  # in the layer's bucket
-        within = at - (rank * share if zero else 0)  # in this rank's shard of it
-        stride = share if zero else layer.padded
-        g_stride = share if zero == 2 else layer.padded
+        within = at - starts[rank]  # in this rank's shard of it
         owned = whole[rank::ranks]
         k = len(owned)
         updated = Matrices(

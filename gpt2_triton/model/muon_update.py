@@ -16,7 +16,9 @@ def update_matrices(K: Kernels, m: ModelView[object, HeadActs]) -> None:
         if c.part.x.numel():
             K.muon_momentum(c.part, m.step)
     m.comm.collect_matrices(m.matrices)
-    for c in (c for c in m.matrices if len(c.owned)):
+    for c in m.matrices:
+        if not len(c.owned):
+            continue
         K.muon_normalise(c.next, m.a.scratch, c.owned)
         x, y = c.next, c.owned
         # y = p[0] x + (p[1] gram + p[2] gram gram) x with gram = x x^T; the last y is c.owned
