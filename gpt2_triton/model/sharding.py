@@ -100,19 +100,21 @@ def flat_buffer_sizes(dims: dict[str, int], training: bool, master: bool) -> dic
     zero = dims["zero"]
     full = sum(b.padded for b in all_buckets)
     layer = all_buckets[1].padded
-    own = full // dims["ranks"]
     share = dims["ranks"] if zero else 1  # of the optimizer's states
     grads = (
         full
         if zero < 2
         else all_buckets[0].padded + all_buckets[-1].padded + min(dims["L"], 2) * layer
     )
-    out = dict(Nf=full, Nm=full // share * master, Ng=grads, Nr=own * (zero == 2))
+    out = dict(Nm=full // share if master else 0, Ng=grads)
+    out["Nr"] = full // dims["ranks"] if zero == 2 else 0
     for size, state in (("Nt", "m"), ("Nv", "v")):
         out[size] = sum(b.padded for b in all_buckets if state in b.optimizer.states) // share
     out["Nx"] = max(b.padded for b in all_buckets) // dims["ranks"] * (dims["ranks"] - 1)
     out["No"] = sum(b.length for b in all_buckets if b.optimizer.matrices)
-    return {name: n * (training or name == "Nf") for name, n in out.items()}
+    if not training:
+        out = dict.fromkeys(out, 0)
+    return out | dict(Nf=full)
 
 
 def owned_shards(dims: dict[str, int], rank: int) -> list[Shard]:
