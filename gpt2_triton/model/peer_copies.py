@@ -12,8 +12,7 @@ after 50 ms without work.  Awake, NVLink takes about 29 W from the computation, 
 its power limit of 700 W.  A transfer after each layer would keep NVLink awake for the whole step.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -68,19 +67,17 @@ class PeerCopyCommunicator(BucketedCommunicator):
 
     def _reduce(self, buckets: Sequence[int]) -> None:
         self._barrier()
-        queue = deque(buckets)
-        while queue:
-            offset = 0
-            received = list[tuple[int, Tensor]]()
-            while queue and offset + self._shard_length(queue[0]) * len(self._peers) <= len(
-                self._s.received
-            ):
-                received.append((queue[0], self._receive(queue.popleft(), offset)))
-                offset += received[-1][1].numel()
-            assert received, "a bucket has more than `received` has room for"
-            # after all copies, since a sum may have to wait for a multiprocessor
-            for bucket, parts in received:
-                self._add(bucket, parts)
+        received: dict[int, Tensor] = {}
+        offset = 0
+        for bucket in buckets:
+            size = self._shard_length(bucket) * len(self._peers)
+            if offset + size > len(self._s.received):
+                self._add(received)
+                received = {}
+                offset = 0
+            received[bucket] = self._receive(bucket, offset)
+            offset += size
+        self._add(received)
         if self._zero != 1:
             self._barrier()
         if self._zero == 0:
@@ -95,14 +92,18 @@ class PeerCopyCommunicator(BucketedCommunicator):
             part.copy_(self._of_peer(rank, own))
         return parts
 
-    def _add(self, bucket: int, parts: Tensor) -> None:
-        target = self._reduced_shard(bucket)
-        own = self._own_shard(self._grads(bucket))
-        self._K.add_partials(own, parts)
-        if self._accumulates(bucket):
-            self._K.add_partials(target, own.view(1, -1))
-        elif self._zero == 2:
-            target.copy_(own)
+    def _add(self, received: Mapping[int, Tensor]) -> None:
+        """Sum what was received, by bucket: after all copies, since a sum may have to wait for a
+        multiprocessor.
+        """
+        for bucket, parts in received.items():
+            target = self._reduced_shard(bucket)
+            own = self._own_shard(self._grads(bucket))
+            self._K.add_partials(own, parts)
+            if self._accumulates(bucket):
+                self._K.add_partials(target, own.view(1, -1))
+            elif self._zero == 2:
+                target.copy_(own)
 
     def collect_matrices(self, classes: Sequence[MatrixClass]) -> None:
         if self._zero:  # else each rank has computed all parts
