@@ -97,10 +97,12 @@ def send_schedule(n_layer: int, zero: int, last: bool, send_from: int) -> dict[i
     schedule: dict[int, list[int]] = {}
     queued: list[int] = []
     for layer in [*range(n_layer - 1, 0, -1), NOT_A_LAYER, 0]:
-        if last or zero == 2 and layer != NOT_A_LAYER:
-            queued += [0, n_layer + 1] if layer == NOT_A_LAYER else [1 + layer]
+        is_layer = layer != NOT_A_LAYER
+        if last or (zero == 2 and is_layer):
+            queued += [1 + layer] if is_layer else [0, n_layer + 1]
         if queued and (zero == 2 or layer <= send_from):
-            schedule[layer], queued = queued, []
+            schedule[layer] = queued
+            queued = []
     return schedule
 
 
@@ -128,7 +130,8 @@ class BucketedCommunicator(Communicator):
         self._grads_sent: dict[int, Any] = {}
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
-        self._first, self._send_after = first, self._schedules[last]
+        self._first = first
+        self._send_after = self._schedules[last]
         if self._zero and first:
             with self._side.after_current():
                 self._barrier()
