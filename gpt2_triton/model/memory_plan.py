@@ -5,10 +5,8 @@ The plan needs no GPU; only the functions about free or used bytes query a GPU.
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -65,10 +63,10 @@ def dimensions(
         config.model
     )
     d["Tr"] = min(d["R"], d["Tmax"])
-    d["Rc"] = min(
-        d["R"],
-        config.head_rows if config.train.precision == "bf16" else -(-config.head_rows // 16) * 16,
-    )
+    head_rows = config.head_rows
+    if config.train.precision != "bf16":
+        head_rows = -(-head_rows // 16) * 16
+    d["Rc"] = min(d["R"], head_rows)
     rows = config.model.head_row + d["V"]
     d["Ns"], d["Nh"], d["slots"] = scatter_bounds(d["R"], rows)
     d["Np"] = packed_size(d["R"], rows)
@@ -127,7 +125,7 @@ def _plan_between_steps(
 ) -> MemoryPlan:
     """Return the plan of a bf16 forward pass between two fp8 steps, in free bytes."""
     forward = {"embed", "block", "head"}
-    names = {f.name for table in (State, Decoding) for f in fields(table)}
+    names = {f.name for table in (State, Decoding) for f in dataclasses.fields(table)}
     # the latter: rope
     fixed = {b.name: b for b in plan.buffers.values() if b.name in names or "between" in b.phases}
     levels = [FORWARD_ONLY] * dims["L"]
@@ -152,23 +150,26 @@ def recompute_levels(config: Config, training: bool) -> list[str]:
     return layer_levels(level, config.model.n_layer)
 
 
-def _plan_bytes(config: Config, K: Kernels, shape: StepShape, B: int | None = None) -> int:
-    """Return the bytes of the plan with micro-batch B, by default the shape's."""
-    return plan_memory(config, K, dataclasses.replace(shape, micro_batch=B or shape.micro_batch))[
-        0
-    ].total
+def _plan_bytes(config: Config, K: Kernels, shape: StepShape) -> int:
+    plan, _ = plan_memory(config, K, shape)
+    return plan.total
 
 
 def largest_batch(total_bytes: Callable[[int], int], budget: int) -> int:
     """Return the largest B with total_bytes(B) of at most `budget`, or 0;
     total_bytes grows with B.
     """
-    low, high = 0, 1
+    low = 0
+    high = 1
     while total_bytes(high) <= budget:
-        low, high = high, high * 2
+        low = high
+        high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
+        if total_bytes(middle) <= budget:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -254,19 +255,28 @@ def forecast(config: Config, K: Kernels, budget: int, shape: StepShape) -> Forec
     config = choose_recompute(config, K, budget, shape)
     plan, _ = plan_memory(config, K, shape)
     taken = config.memory.recompute
-    levels = dict[str, tuple[int, int]]()
     at = RECOMPUTE_LEVELS.index(taken.partition(":")[0])
-    for level in dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:])):
-        total = functools.partial(
-            _plan_bytes, config.replace(memory={"recompute": level}), K, shape
-        )
-        levels[level] = total(), largest_batch(total, budget)
+    # once each: a level of some layers comes before the level of all
+    shown = dict.fromkeys((*RECOMPUTE_LEVELS[:at], taken, *RECOMPUTE_LEVELS[at:]))
+    levels = {level: _at_level(level, config, K, budget, shape) for level in shown}
     stages = {
         z: _plan_bytes(config, K, dataclasses.replace(shape, zero=z))
         for z in (0, 1, 2)
         if shape.gpus > 1
     }
     return Forecast(config, shape, plan, budget, levels, stages)
+
+
+def _at_level(
+    level: str, config: Config, K: Kernels, budget: int, shape: StepShape
+) -> tuple[int, int]:
+    """Return the bytes of a recompute level's plan, and the largest micro-batch that fits."""
+    config = config.replace(memory={"recompute": level})
+
+    def total(B: int) -> int:
+        return _plan_bytes(config, K, dataclasses.replace(shape, micro_batch=B))
+
+    return total(shape.micro_batch), largest_batch(total, budget)
 
 
 def advice(found: Forecast, K: Kernels) -> str:
