@@ -72,18 +72,18 @@ def place_operands(
         forms = zip(rows, columns, values, strict=True)
         return [operand(name, l, *parts) for l, parts in enumerate(forms)]
 
-    a.ln = [
-        operand(("ln1", "ln2")[i % 2], i // 2, q.ln8[i], q.ln8t, late=True) for i in range(2 * L)
-    ]
+    a.ln = []
+    for l in range(L):
+        i = 2 * l
+        a.ln.append(operand("ln1", l, q.ln8[i], q.ln8t, late=True))
+        a.ln.append(operand("ln2", l, q.ln8[i + 1], q.ln8t, late=True))
+        a.dx[i + 1] = operand("datt", l, q.dmid8, q.dout8t, a.dx[i + 1], late=True)
+        a.dx[i + 2] = operand("dfcg", l, q.dx8, q.dout8t, a.dx[i + 2], late=True)
     a.fcg = [operand("fcg", l, q.fcg8[l], q.fcg8t[l]) for l in range(L)]
     a.dfch = [operand("dfch", l, q.dfch8, q.dfch8t) for l in range(L)]
     a.dqkv = [operand("dqkv", l, q.dqkv8, q.dqkv8t) for l in range(L)]
     # attention_bwd writes the columns
     a.att = [operand("att", l, q.att8[l], q.att8t, a.att[l]) for l in range(L)]
-    a.dx[1:] = [
-        operand(("datt", "dfcg")[i % 2], i // 2, (q.dmid8, q.dx8)[i % 2], q.dout8t, dx, late=True)
-        for i, dx in enumerate(a.dx[1:])
-    ]
     w.qkvw = weight("qkvw", q.qkvw8, q.qkvw8t, w.qkvw)
     w.attprojw = weight("attprojw", q.attprojw8, q.attprojw8t, w.attprojw)
     w.fcw = weight("fcw", q.fcw8, q.fcw8t, w.fcw)
