@@ -42,8 +42,8 @@ def _compile(model: Any, validated: Shapes, answered: Shapes) -> Any:
 
 def _make_calls(model: Any, validated: Shapes, answered: Shapes) -> None:
     model.initialise(model.config.train.seed)
-    for with_stats in (False, True) if model.stats_recorder else (False,):
-        for acc in (False, True)[: model.shape.accumulation]:
+    for with_stats in sorted({False, model.stats_recorder is not None}):
+        for acc in sorted({False, model.shape.accumulation > 1}):
             model.launch_forward_backward(acc, with_stats, last=True)
         model.launch_update(with_stats)
     model.comm.precompile()
@@ -52,7 +52,8 @@ def _make_calls(model: Any, validated: Shapes, answered: Shapes) -> None:
         model.evaluate(zeros, zeros)
         if model.has_fp8 and shape in validated:
             model.evaluate(zeros, zeros, fp8=True)
-    if (s := model.config.sample).every:
+    s = model.config.sample
+    if s.every:
         model.launch_prefill(model.T)
         model.launch_decode(s.temperature, s.top_k, 1.0)
 

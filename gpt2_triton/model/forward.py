@@ -82,8 +82,9 @@ class ForwardPasses(Planned):
 
     def prefill(self, window: Sequence[int], sequences: slice) -> None:
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
-        # on a CPU no more rows than the window needs: the interpreter is slow
-        T = min(-(-len(window) // 32) * 32, self.T) if self.arena.is_cpu else self.T
+        T = self.T
+        if self.arena.is_cpu:  # no more rows than the window needs: the interpreter is slow
+            T = min(-(-len(window) // 32) * 32, T)
         v = self.view(1, T)
         # rows after the window: decoding overwrites each before reading it
         ids = np.zeros((1, T), np.int32)

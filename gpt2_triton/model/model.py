@@ -70,7 +70,8 @@ class Model(ForwardPasses):
             if batch is None
             else forward_shape(batch)
         )
-        self.B, self.T = self.shape.micro_batch, config.train.seq_len
+        self.B = self.shape.micro_batch
+        self.T = config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)
         self.has_fp8 = self.dims["Q"] > 0
         self.recompute = [
@@ -108,11 +109,11 @@ class Model(ForwardPasses):
         steps = [InFlightStep(device, K.step_io, stats) for _ in range(STEPS)]
         self._step = steps[-1]
         self._steps = itertools.cycle(steps)
-        # whether this step takes statistics; index of the micro-step
-        self.with_stats, self._micro = False, 0
-        rows = (np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank) * self.dims[
-            "R"
-        ]
+        self.with_stats = False  # whether this step takes statistics
+        self._micro = 0  # index of the micro-step
+        # the first row of each micro-batch among the rows of the step
+        places = np.arange(self.shape.accumulation) * self.dims["ranks"] + self.rank
+        rows = places * self.dims["R"]
         self._first_rows = torch.empty(len(rows), dtype=torch.int32, pin_memory=device != "cpu")
         self._first_rows.numpy()[:] = rows
 
@@ -187,7 +188,8 @@ class Model(ForwardPasses):
         """Launch a micro-step, as a graph captures it: with `acc` it adds to the
         gradients, the `last` one sends them.
         """
-        K, view = self.K, self.train_view
+        K = self.K
+        view = self.train_view
         self._observe(with_stats, acc)
         view.comm.begin_micro_step(not acc, last)
         self.A.schedule.embed(K, view)

@@ -90,8 +90,9 @@ def copies(n: int, drop: str, levels: Sequence[str]) -> tuple[int, ...]:
     """
     dropped = _dropped(drop, levels)
     odd_only = drop.endswith(":odd")
-    # the first entry with a copy that others use
-    shared = dropped * (n // len(levels)) + odd_only if dropped else 0
+    shared = 0
+    if dropped:  # the first entry with a copy that others use
+        shared = dropped * (n // len(levels)) + odd_only
     users = [shared if i < shared and (i % 2 or not odd_only) else i for i in range(n)]
     kept = {entry: copy for copy, entry in enumerate(sorted({*users}))}
     return tuple(kept[entry] for entry in users)

@@ -163,12 +163,12 @@ class StatsRecorder(Observer):
         bits = control.all_gather(self._view.s.amax.cpu().numpy().max(1).tolist())
         amax = np.max(np.array(bits, np.int32), axis=0).view(np.float32)
         clear(self._view.s.amax)
-        bad = (
-            fp8_name(*scale)
-            for scale, most in zip(self._scales, amax, strict=True)
-            if not np.isfinite(most)
-        )
-        return found or next((f"{name} (before it is rounded to e4m3)" for name in bad), "")
+        if found:
+            return found
+        for scale, most in zip(self._scales, amax, strict=True):
+            if not np.isfinite(most):
+                return f"{fp8_name(*scale)} (before it is rounded to e4m3)"
+        return ""
 
 
 def _combine_parts(partials: Tensor) -> np.ndarray:

@@ -44,7 +44,7 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
     optim = config.optim
     plan = model.plan if fp8 else model.plan.between or model.plan
     d = model.dims | dict(B=B, T=T, R=B * T, Rc=min(model.dims["Rc"], B * T))
-    training = state.grads is not None
+    has_grads = state.grads is not None
     starts = [b.start for b in sharding.buckets(d)]
     grads, grad_starts = _gradients(state, d, starts)
     w = param_views(A.Params, state.params, d, starts)
@@ -96,8 +96,8 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         betas=Betas(optim.beta1, optim.beta2, optim.eps),
         comm=model.comm,
         grads_sharded=d["zero"] == 2,
-        norm_grads=spans.norm_grads(state, d, rank) if training else [],
-        updates=list(spans.update_spans(state, d, rank, config)) if training else [],
+        norm_grads=spans.norm_grads(state, d, rank) if has_grads else [],
+        updates=list(spans.update_spans(state, d, rank, config)) if has_grads else [],
         matrices=list(muon.matrix_classes(A.Params, state, d, rank, optim.momentum, layers.decay)),
     )
 
