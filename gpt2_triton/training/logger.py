@@ -103,11 +103,15 @@ class Logger:
             f"{self._at(step)} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.4f} "
             f"| {ms:.1f} ms | {tok_s:,.0f} tok/s"
         )
-        line += f" | mfu {mfu:.1%}" if mfu else ""
+        if mfu:
+            line += f" | mfu {mfu:.1%}"
         line += f" | eta {duration((self._mean_seconds or seconds) * (self.steps - step))}"
-        not_finite = f"not finite{cause and ', first: '}{cause}"
-        why = f"outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}" if result.outlier else not_finite
-        self.info(line + ("" if applied else f" | skipped: {why}"))
+        if result.outlier:
+            line += f" | skipped: outlier, loss z {z[0]:.1f}, norm z {z[1]:.1f}"
+        elif not applied:
+            line += " | skipped: not finite"
+            line += f", first: {cause}" if cause else ""
+        self.info(line)
 
     def rewind(self, step: int, target: int, sample: int) -> None:
         """Drop the records after `target`, to which the run returns from `step`;

@@ -128,15 +128,14 @@ def creating_run_dir(name: str, run_dir: Path | None) -> Iterator[Path]:
     at the end if it is empty.
     """
     named = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain(
-        [named], (named.with_name(f"{named.name}-{n}") for n in itertools.count(2))
-    )
-    for path in names:
+    path = named
+    for n in itertools.count(2):
         new = not path.exists()
         with contextlib.suppress(FileExistsError):  # another start in the same second
             # a link may name no directory yet
             path.resolve().mkdir(parents=True, exist_ok=run_dir is not None)
             break
+        path = named.with_name(f"{named.name}-{n}")
     try:
         yield path
     finally:
