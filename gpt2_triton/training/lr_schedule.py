@@ -24,19 +24,21 @@ from gpt2_triton.kernels import step_io as io
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     """Return the learning rate of a step, 0 <= step < steps."""
     assert 0 <= step < steps
+    lr = optim.lr
     if step < optim.warmup:
-        return optim.lr * (step + 1) / optim.warmup
-    low = optim.final_frac * optim.lr
+        return lr * (step + 1) / optim.warmup
+    low = optim.final_frac * lr
     r = (step - optim.warmup) / (steps - optim.warmup)
     if optim.schedule == "cosine":
-        return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * r))
+        return low + (lr - low) * 0.5 * (1 + math.cos(math.pi * r))
     if optim.schedule == "linear":
-        return optim.lr - (optim.lr - low) * r
+        return lr - (lr - low) * r
     decay_start = (1 - optim.wsd_decay_frac) * steps
     if optim.schedule == "constant" or step < decay_start:
-        return optim.lr
+        return lr
     q = (step - decay_start) / (steps - decay_start)
-    return low + (optim.lr - low) * (1 - {"wsd": math.sqrt(q), "trapezoid": q}[optim.schedule])
+    fallen = math.sqrt(q) if optim.schedule == "wsd" else q
+    return low + (lr - low) * (1 - fallen)
 
 
 def changes_on_resume(step: int, saved: dict[str, Any], config: Config) -> list[str]:
