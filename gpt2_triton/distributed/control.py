@@ -103,7 +103,8 @@ class ControlGroup:
         before an exit with an error.
         """
         if self.rank > 0:
-            return self._store.set(f"{self._name}/left/{self.rank}", "null")
+            self._store.set(f"{self._name}/left/{self.rank}", "null")
+            return
         for rank in range(1, self.size):
             self._take(f"{self._name}/left/{rank}")
 
@@ -154,7 +155,7 @@ def agree_on_session(store: Any, rank: int, size: int, seconds: float) -> str:
                 store.set(f"accept/{rank}", json.dumps(session[0]))
                 return session[0]
         time.sleep(POLL_SECONDS)
-    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     raise TimeoutError(f"{names} did not join within {seconds:.0f} s")
 
 

@@ -19,7 +19,8 @@ def set_env_from_slurm() -> None:
     size = _number("SLURM_STEP_NUM_TASKS", "1")
     if size == 1:
         return
-    rank, local_rank = map(_number, ("SLURM_PROCID", "SLURM_LOCALID"))
+    rank = _number("SLURM_PROCID")
+    local_rank = _number("SLURM_LOCALID")
     # job steps may overlap
     port = 20000 + (_number("SLURM_JOB_ID") + 101 * _number("SLURM_STEP_ID")) % 20000
     values = (rank, size, local_rank, first_host(env.get("SLURM_STEP_NODELIST", "")), port)
@@ -38,8 +39,8 @@ def rank_and_size() -> tuple[int, int]:
     """Return (rank, number of ranks), or (0, 1) without a launcher; ConfigError for a missing
     variable, and for mpirun, each of whose processes would be a run of its own.
     """
-    for name in OF_MPI if "WORLD_SIZE" not in os.environ else ():
-        if _number(name, "1") > 1:
+    for name in OF_MPI:
+        if "WORLD_SIZE" not in os.environ and _number(name, "1") > 1:
             raise ConfigError(
                 f"mpirun sets {name}, but no RANK: start with torchrun or srun, or unset {name}"
             )
