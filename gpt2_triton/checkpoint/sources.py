@@ -129,12 +129,15 @@ def _open_run(path: str) -> tuple[Path, Config, dict[str, StoredTensor]]:
 def _with_tokenizer(config: Config, step_dir: Path) -> Config:
     """Return a configuration with its tokenizer's path here; CheckpointError if it is lost."""
     name = config.data.tokenizer
-    places = (step_dir, step_dir.parent.parent)
-    found = next((there for place in places if (there := located(name, place)) != name), name)
-    if found != name and identity(found) != name or found == name and name not in NAMES:
+    run_dir = step_dir.parent.parent
+    for place in (step_dir, run_dir):
+        found = located(name, place)
+        if found != name:
+            break
+    if name not in NAMES and (found == name or identity(found) != name):
         raise CheckpointError(
             f"{step_dir}: its tokenizer ({name[:15]}...) is not there; "
-            f"restore the run's {FILE}, which lies in {step_dir.parent.parent / 'source'}"
+            f"restore the run's {FILE}, which lies in {run_dir / 'source'}"
         )
     return config.replace(data={"tokenizer": found})
 
