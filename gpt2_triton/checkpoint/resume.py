@@ -62,8 +62,7 @@ def read(
     }
     for key, where in places.items():
         if key in saved and key in shards:
-            rows = zip(shards[key], saved[key] + [{}] * len(shards[key]))
-            now = [s.fingerprint_of_ends() if "sha256" in row else s.fingerprint for s, row in rows]
+            now = _fingerprints(shards[key], saved[key])
             other = check_data(found, saved[key], now, where, config.data.allow_changed)
             files |= other
             best = best_step(saved)
@@ -83,6 +82,15 @@ def read(
             for k, (v, now) in changes.items()
         ]
     return checkpoint, notes
+
+
+def _fingerprints(shards: Sequence[Any], saved: Rows) -> Rows:
+    """Return the fingerprints of shards, each of the kind that `saved` has in its place."""
+    of_ends = {i for i, row in enumerate(saved) if "sha256" in row}
+    return [
+        shard.fingerprint_of_ends() if i in of_ends else shard.fingerprint
+        for i, shard in enumerate(shards)
+    ]
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
