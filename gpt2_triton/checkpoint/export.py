@@ -30,9 +30,8 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             todo = f"take {' or '.join(choice.formats)}"
             raise ConfigError(f"format: {format} has no {choice.key} {choice.value}; {todo}")
     is_there = format == "hf" and source_files.has_tokenizer(weights.beside)
-    own = weights.tokenizer in NAMES
     tokenizer = None
-    if weights.tokenizer and not (is_there and own):
+    if weights.tokenizer and not (is_there and weights.tokenizer in NAMES):
         tokenizer = get_tokenizer(weights.tokenizer)
     try:
         with new_directory(out) as directory:

@@ -37,19 +37,21 @@ def tokenizer_in(directory: Path, model: ModelConfig) -> str | None:
     """Return the name of the tokenizer in a model's directory, which may lack its files: the
     directory itself, unless the tokens are known; None for a kind of file that is not read.
     """
-    vocabulary = _vocabulary(directory)
-    known = [name for name, (token, number) in KNOWN_BY.items() if vocabulary.get(token) == number]
     if has_llama3(directory):
         known = ["llama3"]
-    elif not has_tokenizer(directory):
+    elif has_tokenizer(directory):
+        numbers = _vocabulary(directory)
+        known = [name for name, (token, number) in KNOWN_BY.items() if numbers.get(token) == number]
+    else:
         return tokenizer_of(model)
     added = object_in(directory / FILE).get("added_tokens", [])
     most = max((token["id"] for token in added), default=0)
-    name = next((name for name in known if most < TOKENIZER_SIZES[name] <= model.vocab_size), None)
-    if name or not has_file(directory):
-        return name
+    for name in known:
+        if most < TOKENIZER_SIZES[name] <= model.vocab_size:
+            return name
     there = str(directory)
-    return there if get_tokenizer(there).vocab_size <= model.vocab_size else None
+    is_own = has_file(directory) and get_tokenizer(there).vocab_size <= model.vocab_size
+    return there if is_own else None
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:
@@ -62,7 +64,8 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 def write(directory: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Write a tokenizer's files for transformers; block_size is its longest text in tokens."""
     if isinstance(tokenizer, FileTokenizer):
-        return tokenizer_file.copy(tokenizer, directory)
+        tokenizer_file.copy(tokenizer, directory)
+        return
     assert tokenizer.eot is not None
     tokens = tokenizer.token_bytes()
     special = {tokenizer.eot: END_OF_TEXT}

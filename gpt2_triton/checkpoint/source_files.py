@@ -46,9 +46,11 @@ def ends(directory: Path | None) -> set[int]:
     """Return the tokens that end a text, by generation_config.json, else by config.json."""
     if directory is None:
         return set()
-    named = [object_in(directory / name).get("eos_token_id") for name in (GENERATION, CONFIG)]
-    found: Any = next((ids for ids in named if ids is not None), [])
-    return {*found} if isinstance(found, list) else {found}
+    for name in (GENERATION, CONFIG):
+        found = object_in(directory / name).get("eos_token_id")
+        if found is not None:
+            return {*found} if isinstance(found, list) else {found}
+    return set()
 
 
 def copy(source: Path, directory: Path) -> None:
