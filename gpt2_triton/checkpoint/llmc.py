@@ -77,9 +77,9 @@ def read(path: str) -> Weights:
         start += rows * model.n_embd if name == "wte.weight" else math.prod(shapes[name])
 
     def read_rows(name: str, rows: slice) -> np.ndarray:
-        values = stored[starts[name] : starts[name] + math.prod(shapes[name])].reshape(
-            shapes[name]
-        )[rows]
+        shape = shapes[name]
+        start = starts[name]
+        values = stored[start : start + math.prod(shape)].reshape(shape)[rows]
         return values if storage == "<f4" else from_bf16(values)
 
     return Weights(where, model, tokenizer_of(model), read_rows)

@@ -93,7 +93,8 @@ def find_checkpoint(path: Path) -> Path:
         if problem:
             raise CheckpointError(f"{path}: {problem}; choose another step")
         return path
-    found = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    inside = path / "checkpoints"
+    found = latest_checkpoint(inside if inside.is_dir() else path)
     if found is None and (path / "config.yaml").is_file():
         todo = "wait for its next save, or if it ended, start it again"
         raise CheckpointError(f"{path}: this run has no checkpoint yet; {todo}")

@@ -61,9 +61,8 @@ def find_weights(
     _check_names(where, model, names, needed if tied else needed | {HEAD})
     if model.tied and HEAD in names:
         shape = (model.vocab_size, model.n_embd)
-        head, embedded = (
-            to_fp32(floats(where, names[name], load, shape)) for name in (HEAD, embedding)
-        )
+        head = to_fp32(floats(where, names[HEAD], load, shape))
+        embedded = to_fp32(floats(where, names[embedding], load, shape))
         if not np.array_equal(head, embedded):
             model = _untied(where, model)
     shapes = parameter_shapes(model)

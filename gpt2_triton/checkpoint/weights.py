@@ -87,9 +87,8 @@ class Weights:
     ) -> Iterator[tuple[str, int, np.ndarray]]:
         """Yield (name, first row, rows) of each name, PART elements at most, but a row or more."""
         names = list(self.shapes if names is None else names)
-        with Progress(
-            what, sum(math.prod(self.shapes[name]) for name in names), "parameters"
-        ) as progress:
+        total = sum(math.prod(self.shapes[name]) for name in names)
+        with Progress(what, total, "parameters") as progress:
             for name in names:
                 length, *width = self.shapes[name]
                 step = max(1, PART // math.prod(width))
@@ -225,7 +224,8 @@ def check_sizes(weights: Weights, config: Config) -> None:
     theirs["block_size"] = min(theirs["block_size"], ours["block_size"])  # later positions are cut
     wrong = [key for key in ours if theirs[key] != ours[key]]
     if wrong:
-        has, needs = (", ".join(f"{key} {of[key]}" for key in wrong) for of in (theirs, ours))
+        has = ", ".join(f"{key} {theirs[key]}" for key in wrong)
+        needs = ", ".join(f"{key} {ours[key]}" for key in wrong)
         todo = [f"model.{key} to {theirs[key]}" for key in wrong if key != "tokenizer"]
         if "tokenizer" in wrong:
             todo.append(f"data.tokenizer to {weights.tokenizer}")
