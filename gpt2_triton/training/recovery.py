@@ -41,8 +41,8 @@ def restore_model(run: Run, target: int) -> tuple[int, tuple[int, float] | None]
     run.control.all_gather(None)  # until every rank has loaded: later ones are deleted now
     state = checkpoint.state
     run.control.from_rank0(lambda: discard_after(directory, state["step"]))
-    steps = saved_steps(run)
-    return state["step"], (tuple(state["best"]) if best_step(state) in steps else None)
+    best = tuple(state["best"]) if best_step(state) in saved_steps(run) else None
+    return state["step"], best
 
 
 def saved_steps(run: Run) -> list[int]:

@@ -47,9 +47,10 @@ class RunState:
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> "RunState":
         """Return the state from a state.json; ignore other keys."""
-        best = saved.get("best")  # older checkpoints have none
-        own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved and f.name != "best"}
-        return cls(best=(best[0], best[1]) if best else None, **own)
+        own = {f.name: saved[f.name] for f in fields(cls) if f.name in saved}
+        if own.get("best"):  # older checkpoints have none
+            own["best"] = tuple(own["best"])
+        return cls(**own)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as state.json has them."""
@@ -62,8 +63,10 @@ class RunState:
         Step 0 and NaN do not count.
         """
         self.waited += 1
-        if step > 0 and loss < (self.best[1] if self.best else math.inf):
-            self._earlier_bests += [self.best] if self.best else []
+        lowest = self.best[1] if self.best else math.inf
+        if step > 0 and loss < lowest:
+            if self.best:
+                self._earlier_bests.append(self.best)
             self.best = step, loss
             self.waited = 0
 

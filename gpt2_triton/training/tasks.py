@@ -51,8 +51,9 @@ def call(run: Run, due: list[str], step: int) -> None:
         run.model.comm.gather_params()
     try:
         while run.state.left_out and not run.signals.stop:
-            tasks[run.state.left_out[0]](run, step)  # a task that fails stays in left_out
-            run.state.left_out.pop(0)
+            key = run.state.left_out[0]
+            tasks[key](run, step)
+            run.state.left_out.remove(key)  # a task that fails stays
     except Stopped:
         run.signals.all_ranks_agree = True
 
