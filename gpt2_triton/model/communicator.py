@@ -277,28 +277,27 @@ class NcclCommunicator(BucketedCommunicator):
                 for others in (layer[: part.start], layer[part.stop :]):
                     if len(others):
                         self._K.fill(others, 0.0)
-            for together in self._whole_groups(c):
+            groups, rest = self._groups(c)
+            for together in groups:
                 self._group.reduce_scatter(self._own_shard(together), together)
-            rest = self._rest_group(c)
             if rest.numel():
                 self._group.all_reduce(rest)
 
     def deliver_matrices(self, classes: Sequence[MatrixClass]) -> None:
         for c in classes:
-            for together in self._whole_groups(c):
+            groups, rest = self._groups(c)
+            for together in groups:
                 self._group.all_gather(together, self._own_shard(together))
-            rest = self._rest_group(c)
             if rest.numel():
                 for rank, matrix in enumerate(rest.split(c.whole[0].numel())):
                     if rank != self._group.rank:
                         self._K.fill(matrix, 0.0)
                 self._group.all_reduce(rest)
 
-    def _whole_groups(self, c: MatrixClass) -> Sequence[Tensor]:
-        """Return groups of one matrix per rank, as flat views; _rest_group has the others."""
-        size = c.whole[0].numel() * self._group.size
-        return c.whole.view(-1)[: len(c.whole) // self._group.size * size].split(size)
-
-    def _rest_group(self, c: MatrixClass) -> Tensor:
-        """Return the matrices that _whole_groups leaves over, as a flat view."""
-        return c.whole[len(c.whole) // self._group.size * self._group.size :].view(-1)
+    def _groups(self, c: MatrixClass) -> tuple[Sequence[Tensor], Tensor]:
+        """Return groups of one matrix per rank, and the matrices left over, as flat views."""
+        ranks = self._group.size
+        size = c.whole[0].numel() * ranks
+        grouped = len(c.whole) // ranks * size
+        flat = c.whole.view(-1)
+        return flat[:grouped].split(size), flat[grouped:]
