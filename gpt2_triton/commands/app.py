@@ -44,7 +44,8 @@ from gpt2_triton.errors import ConfigError, UserError
 from gpt2_triton.files import FULL
 from gpt2_triton.version import version_text
 
-AT_LEAST_0, AT_LEAST_1 = (Parameter(validator=Number(gte=least)) for least in (0, 1))
+AT_LEAST_0 = Parameter(validator=Number(gte=0))
+AT_LEAST_1 = Parameter(validator=Number(gte=1))
 Checkpoint = Annotated[
     str,
     Parameter(

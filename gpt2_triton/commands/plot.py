@@ -275,13 +275,15 @@ def plot(
         beside: Published curves, with commas between: gpt2_124m_llmc,
             modded_nanogpt_adamw, modded_nanogpt_muon.
     """
-    for run in runs if openai or beside else ():
-        config = run / "config.yaml"
-        is_gpt2 = not config.is_file() or "tokenizer: gpt2\n" in config.read_text()
-        if not is_gpt2:
-            print_line(
-                f"note: {run}: its tokens are not GPT-2's; do not compare its losses with theirs"
-            )
+    if openai or beside:
+        for run in runs:
+            config = run / "config.yaml"
+            is_gpt2 = not config.is_file() or "tokenizer: gpt2\n" in config.read_text()
+            if not is_gpt2:
+                print_line(
+                    f"note: {run}: its tokens are not GPT-2's; "
+                    "do not compare its losses with theirs"
+                )
     for line in draw_runs(runs, out, openai, beside.replace(",", " ").split()):
         print_line(line)
     print_line(f"wrote {out}")

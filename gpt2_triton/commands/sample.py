@@ -49,7 +49,10 @@ def sample(
     """
     sampling = Sampling(temperature, top_k, top_p)
     sampling.check("--", tokens, seed)
-    prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])] or [""]
+    prompts = list(prompt or [])
+    if prompt_file:
+        prompts += _lines(prompt_file)
+    prompts = prompts or [""]
     select_device(silent=True)  # stdout is the text
     from gpt2_triton.checkpoint.sources import load_weights
     from gpt2_triton.data.tokenizer import encode_prompt, get_tokenizer, special_names
