@@ -50,7 +50,9 @@ class Config(Counts):
     def weight_decay(self) -> float:
         """Decoupled weight decay, as optim.weight_decay or optim.tau gives it."""
         o = self.optim
-        return o.weight_decay or 0.0 if o.tau is None else o.tau / (o.lr * self.train.steps)
+        if o.tau is None:
+            return o.weight_decay or 0.0
+        return o.tau / (o.lr * self.train.steps)
 
     @property
     def embed_decay(self) -> float:

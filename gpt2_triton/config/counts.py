@@ -12,14 +12,19 @@ class Counts(Sections):
         and a tied head count once.
         """
         m = self.model
-        c = self.model.n_embd
-        # in rows of c: the MLP's matrices; norms of a layer, with GPT-2 also biases 3 + 1
-        # + 4 + 1; last norm, positions
-        mlp, rows, last = (3, 2, 1) if m.arch == "llama" else (2, 13, 2 + m.block_size)
+        # all in rows of n_embd
+        if m.arch == "llama":
+            mlp = 3  # matrices
+            vectors = 2  # of a layer: norms
+            last = 1  # norm
+        else:
+            mlp = 2
+            vectors = 13  # norms 4, biases 3 + 1 + 4 + 1
+            last = 2 + m.block_size  # norm, positions
         # q and the attention's output, k and v
-        layer = 2 * m.q_channels + 2 * m.kv_channels + mlp * m.inner + rows
+        layer = 2 * m.q_channels + 2 * m.kv_channels + mlp * m.inner + vectors
         heads = 2 * m.head_size * m.n_layer if m.qk_norm else 0
-        return c * (m.head_row + m.padded_vocab + m.n_layer * layer + last) + heads
+        return m.n_embd * (m.head_row + m.padded_vocab + m.n_layer * layer + last) + heads
 
     @property
     def flops_per_token(self) -> int:

@@ -150,7 +150,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except OSError as error:
         hint = ""
         if os.path.isfile(path / "config.yaml"):
-            config, run_dir = (shlex.quote(str(p)) for p in (path / "config.yaml", path))
+            config = shlex.quote(str(path / "config.yaml"))
+            run_dir = shlex.quote(str(path))
             hint = f"; it is a run: continue it with {config} --run_dir {run_dir} --resume"
         raise ConfigError(
             f"{path}: cannot read the configuration: {error.strerror}{hint}"
@@ -175,7 +176,9 @@ def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
     lines: dict[str, int] = {}
 
     def collect(node: yaml.Node | None, prefix: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
             name = f"{prefix}{key.value}"
             line = key.start_mark.line + 1
             if name in lines:

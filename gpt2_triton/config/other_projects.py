@@ -82,7 +82,10 @@ def counterpart(name: str) -> str:
     """
     if name in USUAL:
         return f"; use {USUAL[name]}"
-    project, text = ("nanoGPT", NANOGPT[name]) if name in NANOGPT else ("llm.c", LLMC.get(name, ""))
-    if text.startswith("none: "):
-        return f"; {project}'s {name} has no counterpart here: {text.removeprefix('none: ')}"
-    return f"; for {project}'s {name} use {text}" if text else ""
+    for project, known in (("nanoGPT", NANOGPT), ("llm.c", LLMC)):
+        text = known.get(name, "")
+        if text.startswith("none: "):
+            return f"; {project}'s {name} has no counterpart here: {text.removeprefix('none: ')}"
+        if text:
+            return f"; for {project}'s {name} use {text}"
+    return ""

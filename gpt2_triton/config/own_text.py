@@ -198,12 +198,15 @@ def _batch(
 ) -> tuple[int, int]:
     """Return (train.batch_size, tokens of a step), of at least eight steps an epoch."""
     gpus, gpu_gib = machine
+    unit = T * gpus  # tokens of a sequence on each GPU
     most = recipe.train.step_tokens
-    step_rows = max(1, _power_of_2(min(most // T, sequences // 8)) // gpus)
-    step_rows = max(1, number("train.total_batch_tokens", step_rows * T * gpus) // (T * gpus))
-    limit = most if gpu_gib is None else next(n for gib, n in MICRO_BATCH_TOKENS if gpu_gib >= gib)
-    batch = number("train.batch_size", math.gcd(step_rows, _power_of_2(limit // T)))
-    return batch, batch * max(1, step_rows // batch) * gpus * T
+    rows = max(1, _power_of_2(min(most // T, sequences // 8)) // gpus)  # sequences on each GPU
+    rows = max(1, number("train.total_batch_tokens", rows * unit) // unit)
+    limit = most
+    if gpu_gib is not None:
+        limit = next(tokens for gib, tokens in MICRO_BATCH_TOKENS if gpu_gib >= gib)
+    batch = number("train.batch_size", math.gcd(rows, _power_of_2(limit // T)))
+    return batch, batch * max(1, rows // batch) * unit
 
 
 def _power_of_2(n: int) -> int:
