@@ -25,11 +25,9 @@ def scatter_bounds(R: int, vocab_size: int) -> tuple[int, int, int]:
     entries = 2 * R
     present = min(vocab_size, entries)
     split = min(vocab_size, entries // (SEGMENT + 1))
-    return (
-        present + (entries - present) // SEGMENT,
-        split,
-        split + (entries - split) // SEGMENT if split else 0,
-    )
+    segments = present + (entries - present) // SEGMENT
+    slots = split + (entries - split) // SEGMENT if split else 0
+    return segments, split, slots
 
 
 def scatter_table(
@@ -110,23 +108,24 @@ def pack_batch(
     vocab_size: int,
     head_row: int = 0,
 ) -> torch.Tensor:
-    """Write ids and targets [B, T] and their tables as packed_size says; an untied head's
-    rows begin at `head_row`.
+    """Write ids and targets, int32 [B, T], and their tables as packed_size says; an untied head's
+    rows begin at `head_row`.  Return the buffer, int32 [packed_size]; None makes one.
     """
     rows = head_row + vocab_size
     if buffer is None:
         buffer = torch.empty(packed_size(ids.size, rows), dtype=torch.int32)
     ids = ids.reshape(-1)
     targets = targets.reshape(-1)
-    tables = scatter_table(
-        ids, np.where(targets < 0, -1, targets + head_row) if head_row else targets, rows
-    )
+    head_rows = np.where(targets < 0, -1, targets + head_row)
+    tables = scatter_table(ids, head_rows, rows)
     np.concatenate([ids, targets, *(table.reshape(-1) for table in tables)], out=buffer.numpy())
     return buffer
 
 
 def unpack_batch(buffer: torch.Tensor, R: int, Ns: int, Nh: int) -> Parts:
-    """Return views of ids, targets, order, segments and split_tokens of a buffer."""
+    """Return views of a buffer, int32: ids and targets [R], order [2R], segments [Ns, 4] and
+    split_tokens [Nh, 4].
+    """
     sizes = R, R, 2 * R, 4 * Ns, 4 * Nh
     ids, targets, order, segments, split_tokens = buffer[: sum(sizes)].split(sizes)
     return ids, targets, order, segments.view(Ns, 4), split_tokens.view(Nh, 4)
