@@ -127,38 +127,39 @@ class Mixture:
         self._before = np.cumsum(self._turns[:, None] == numbers, axis=0)  # [L, sources]
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        of, number = self._places(first_sample, count)
+        which, number = self._places(first_sample, count)
         out = np.empty((count, self.seq_len + 1), np.int32)
         for i, loader in enumerate(self.loaders):
-            mine = of == i
+            mine = which == i
             if mine.any():
                 out[mine] = loader.samples(number[mine])
         return out
 
     def place(self, sample: int) -> str:
-        [of], [number] = self._places(sample, 1)
-        return self.loaders[of].place(int(number))
+        [which], [number] = self._places(sample, 1)
+        return self.loaders[which].place(int(number))
 
     def _places(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample, and the number of samples that it had before."""
         at = np.arange(first_sample, first_sample + count) + self._first
         period, slot = np.divmod(at, len(self._turns))
-        of = self._turns[slot]
-        had = period * np.array(self._parts)[of] + self._before[slot, of] - 1
-        skipped = self._before[self._first, of] - (self._turns[self._first] == of)
-        return of, had - skipped
+        which = self._turns[slot]
+        had = period * np.array(self._parts)[which] + self._before[slot, which] - 1
+        skipped = self._before[self._first, which] - (self._turns[self._first] == which)
+        return which, had - skipped
 
     def describe(self, samples: int) -> Iterator[str]:
         """Yield a line for each source of several: tokens, and epochs of `samples` in all."""
+        if len(self.sources) == 1:
+            return
         for name, part, loader in zip(names(self.sources), self._parts, self.loaders, strict=True):
             share = part / sum(self._parts)
             tokens = sum(shard.count for shard in loader.windows.shards)
             epochs = samples * share / loader.windows.n
-            if len(self.sources) > 1:
-                yield (
-                    f"data.train {name}: {100 * share:.4g}% of the sequences, "
-                    f"{epochs:.3g} epochs of {tokens:,} tokens"
-                )
+            yield (
+                f"data.train {name}: {100 * share:.4g}% of the sequences, "
+                f"{epochs:.3g} epochs of {tokens:,} tokens"
+            )
 
 
 def label(parts: Sequence[tuple[Source, Sequence[Shard]]]) -> list[Shard]:
@@ -215,9 +216,7 @@ class Validation:
 
     def describe(self) -> Iterator[str]:
         """Yield a line for each source of several."""
+        if len(self.loaders) == 1:
+            return
         for name, share, loader in zip(self.names, self.shares, self.loaders, strict=True):
-            if len(self.loaders) > 1:
-                yield (
-                    f"data.val {name}: {100 * share:.4g}% of the loss, "
-                    f"from {loader.tokens:,} tokens"
-                )
+            yield f"data.val {name}: {100 * share:.4g}% of the loss, from {loader.tokens:,} tokens"
