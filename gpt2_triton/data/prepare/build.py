@@ -113,9 +113,11 @@ def _saying_how_to_go_on() -> Iterator[None]:
 
 def _report(out_dir: Path) -> None:
     shards = object_in(out_dir / RECORD)["shards"]
-    train, val = (f"{count_tokens(shards, split):,} tokens" for split in ("train", "val"))
+    train = count_tokens(shards, "train")
+    val = count_tokens(shards, "val")
     print_line(
-        f"prepared {out_dir}: {len(shards)} shards, {train} to train on, {val} for validation"
+        f"prepared {out_dir}: {len(shards)} shards, "
+        f"{train:,} tokens to train on, {val:,} tokens for validation"
     )
 
 
@@ -134,7 +136,9 @@ def _build(
     require_space(out_dir, max(0, expected_tokens - done) * dtype.itemsize)
     _record_progress(out_dir, recipe, shards, places)
     start = places[-1] or {"state": None, "skip": 0}
-    before = start["state"] or 0 if source.unit == "characters" else done
+    before = done
+    if source.unit == "characters":
+        before = start["state"] or 0
     title = f"preparing {source.name}"
     with paired_map(workers) as run, Progress(title, source.size, source.unit, before) as progress:
         encode = functools.partial(tokenize, tokenizer, recipe.get("endoftext", False))
@@ -219,7 +223,8 @@ def _resume(recipe: dict[str, Any], out_dir: Path) -> tuple[ShardRecords, list[P
     found = record.pop("shards")
     places = record.pop("places")
     for key in sorted(key for key in recipe if record.get(key) != recipe[key]):
-        then, now = (textwrap.shorten(str(value), 300) for value in (record.get(key), recipe[key]))
+        then = textwrap.shorten(str(record.get(key)), 300)
+        now = textwrap.shorten(str(recipe[key]), 300)
         raise DataError(
             f"{out_dir}: begun with another {key}: {then}, now {now}; "
             "give that again, remove the directory, or choose another --out"

@@ -27,6 +27,7 @@ from gpt2_triton.data.shards import RECORD
 from gpt2_triton.errors import DataError
 from gpt2_triton.files import object_in
 
+ENDLESS = 1 << 62  # tokens
 OFFLINE = "check the name in --source and the network, or use `prepare text` for its files"
 
 
@@ -55,7 +56,7 @@ def prepare_dataset(
     DataError if `strict` and anything is left out.
     """
     dataset = dataset._replace(revision=_commit(dataset, out_dir))
-    val_tokens = min(shard_tokens, (tokens or 1 << 62) // 10)
+    val_tokens = min(shard_tokens, (tokens or ENDLESS) // 10)
     recipe: dict[str, Any] = dict(
         tokenizer=tokenizer, tokens=tokens, shard_tokens=shard_tokens, val_tokens=val_tokens
     )
@@ -100,10 +101,12 @@ class _Documents:
         self.notes: documents.Notes = {}
 
     def next_shard(self, split: str, shards: ShardRecords) -> tuple[str, int] | None:
+        left = (self._recipe["tokens"] or ENDLESS) - count_tokens(shards)
+        if not left:
+            return None
         number = len(shards)
-        left = (self._recipe["tokens"] or 1 << 62) - count_tokens(shards)
         name, size = ("train", "shard_tokens") if number else ("val", "val_tokens")
-        return (f"{name}_{number:06d}.bin", min(left, self._recipe[size])) if left else None
+        return f"{name}_{number:06d}.bin", min(left, self._recipe[size])
 
     def batches(self, state: Any) -> Iterator[Batch]:
         """Yield batches of documents with BATCH_CHARS characters or more."""

@@ -68,8 +68,11 @@ def note(notes: Notes, what: str, where: object, count: int = 1) -> None:
 
 def left_out(notes: Notes) -> str:
     """Return what was left out, for a message; "" for nothing."""
-    rows = ((what, row) for what, row in notes.items() if not MARKUP.fullmatch(what))
-    return "; ".join(f"{what}: {count:,}, first {where}" for what, (count, where) in rows)
+    return "; ".join(
+        f"{what}: {count:,}, first {where}"
+        for what, (count, where) in notes.items()
+        if not MARKUP.fullmatch(what)
+    )
 
 
 def markup(notes: Notes) -> dict[str, int]:
@@ -339,7 +342,9 @@ def _text_of(row: Any, field: str) -> Any:
     """Return the field of a row; a row that is a text has no fields."""
     if isinstance(row, str):
         return row
-    for key in [field] if isinstance(row, dict) and field in row else field.split("."):
+    if isinstance(row, dict) and field in row:
+        return row[field]
+    for key in field.split("."):
         row = row.get(key) if isinstance(row, dict) else None
     return row
 

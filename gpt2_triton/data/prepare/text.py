@@ -105,14 +105,17 @@ def measure_text(
                 documents.note(notes, what, where, times)
             progress.advance(1)
     faults = [fault for one in measured for fault in one.faults]
-    sizes = [one.characters for one in measured]
+    characters = [one.characters for one in measured]
+    if len(faults) > 20:
+        faults[20:] = ["..."]
     if faults:
-        raise DataError("\n".join(faults[:20] + ["..."] * (len(faults) > 20)))
-    if not any(sizes):
+        raise DataError("\n".join(faults))
+    if not any(characters):
         raise documents.no_text(", ".join(map(str, inputs)), notes)
     documents.require_all(notes, strict)
     sample = [piece for one in measured for piece in one.sample]
-    return MeasuredText(files, [one.digest for one in measured], sizes, sample, notes, how)
+    digests = [one.digest for one in measured]
+    return MeasuredText(files, digests, characters, sample, notes, how)
 
 
 def prepare_text(
@@ -124,8 +127,8 @@ def prepare_text(
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
     """Tokenise measured text into out_dir; its last val_fraction of characters is validation."""
-    files, digests, sizes, _, notes, how = measured
-    characters = sum(sizes)
+    files, digests, *_, notes, how = measured
+    characters = measured.characters
     documents.report(notes, tokenizer)
     lost = measured.lost_samples(tokenizer)
     if lost:
