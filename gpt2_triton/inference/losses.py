@@ -97,8 +97,8 @@ def mean_loss(model: Model, tokens: np.ndarray) -> float:
     ids = tokens[:, :-1]
     targets = tokens[:, 1:]
     whole = ids.shape[1] // model.T * model.T
-    windows, wanted = (part[:, :whole].reshape(-1, model.T) for part in (ids, targets))
-    total = _summed_loss(model, windows, wanted)
+    windows = ids[:, :whole].reshape(-1, model.T)
+    total = _summed_loss(model, windows, targets[:, :whole].reshape(-1, model.T))
     total += _summed_loss(model, ids[:, whole:], targets[:, whole:])
     return total / ids.size
 
@@ -128,9 +128,11 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
     T]); T is at most model.T.
     """
     n = ids.shape[1]
+    if n == 0:
+        return
     T = min(-(-n // 32) * 32, model.T)  # multiples of 32: few kernels are compiled
-    most = model.B * model.T // max(T, 1)
-    for first in range(0, len(ids) if n else 0, most):
+    most = model.B * model.T // T
+    for first in range(0, len(ids), most):
         rows = slice(first, first + most)
         padded = np.zeros((len(ids[rows]), T), np.int32)
         padded[:, :n] = ids[rows]

@@ -51,13 +51,14 @@ def draw(
             error=True,
         )
     batch = len(model.decoding.seq)
+    last = len(prompts) - 1
     for first in range(0, len(prompts), batch):
-        wanted = range(first, min(first + batch, len(prompts)))
         # the last batch is full too: the shapes of a step never change
-        at = [*wanted, *[wanted[-1]] * (batch - len(wanted))]
+        at = [min(i, last) for i in range(first, first + batch)]
         steps = generate(model, [prompts[i] for i in at], tokens, [seeds[i] for i in at], sampling)
+        wanted = min(batch, len(prompts) - first)
         # each text takes as many steps as it needs, and finds those that others took
-        for b, rows in enumerate(itertools.tee(steps, len(wanted))):
+        for b, rows in enumerate(itertools.tee(steps, wanted)):
             text = map(operator.itemgetter(b), rows)
             yield itertools.takewhile(lambda token: token not in ends, text)
 
