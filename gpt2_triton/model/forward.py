@@ -47,8 +47,8 @@ class ForwardPasses(Planned):
         return self._views[B, T, fp8]
 
     def evaluate(self, ids: np.ndarray, targets: np.ndarray, fp8: bool = False) -> Tensor:
-        """Return the losses [B*T], 0 where the target is -1, on the host; with `fp8`
-        from a step's fp8 operands.
+        """Return the losses in nats, fp32 [B*T] on the host, 0 where the target is -1; with `fp8`
+        from a step's fp8 operands.  `ids` and `targets` are int32 [B, T].
         """
         B, T = ids.shape
         v = self.view(B, T, fp8)

@@ -127,8 +127,8 @@ class Model(ForwardPasses):
     def begin_step(
         self, step_in: np.ndarray, step: int, seed: int, with_stats: bool = False
     ) -> None:
-        """Copy a step's inputs and the key of its noise to the device; `with_stats`:
-        end_step returns statistics.
+        """Copy a step's inputs, `step_in` fp32 [STEP_IN], and the key of its noise to the device;
+        `with_stats`: end_step returns statistics.
         """
         self.with_stats = with_stats
         previous = self._step
@@ -142,7 +142,7 @@ class Model(ForwardPasses):
         self.state.step_key.copy_(self._step.step_key, non_blocking=True)
 
     def micro_step(self, packed: Tensor, first: bool, last: bool = True) -> None:
-        """Run a packed micro-batch: the `first` replaces the gradients, others
+        """Run a packed micro-batch, int32 [Np]: the `first` replaces the gradients, others
         add, the `last` sends them.
         """
         self._micro = 0 if first else self._micro + 1

@@ -120,7 +120,7 @@ class StatsRecorder(Observer):
 
     def _parts(self, first: int, n: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield each parameter's row of par_stats and its slice of n elements from `first` on."""
-        for out, (start, stop) in zip(self.buffers[1], self._spans, strict=True):
+        for out, (start, stop) in zip(self._view.s.par_stats, self._spans, strict=True):
             r = slice(max(start, first) - first, min(stop, first + n) - first)
             if r.start < r.stop:
                 yield out, r
@@ -128,8 +128,10 @@ class StatsRecorder(Observer):
     def read(
         self, partials: Sequence[Tensor], micro_steps: int, control: ControlGroup
     ) -> Statistics:
-        """Return a step's record from host copies of `buffers`, or of the first:
-        activations.  All ranks call it.
+        """Return a step's record.  All ranks call it.
+
+        partials    host copies of `buffers`: fp32 [tensors, 3, P] of activations, and, unless only
+                    these are asked for, [tensors, 5, P] of parameters, [tensors, 2, P] of fp8
         """
         record: Statistics = {"activations": {}, "parameters": {}}
         own = [_combine_parts(part) for part in partials[:2]]
@@ -157,7 +159,8 @@ class StatsRecorder(Observer):
         there is none, return the fp8 tensor of the lowest layer with a non-finite amax, or "".
         Clears amax.  All ranks call it.
         """
-        found = first_non_finite(self.read([self.buffers[0].cpu()], micro_steps, control))
+        acts = self._view.s.act_stats.cpu()
+        found = first_non_finite(self.read([acts], micro_steps, control))
         if not self._scales:
             return found
         bits = control.all_gather(self._view.s.amax.cpu().numpy().max(1).tolist())
