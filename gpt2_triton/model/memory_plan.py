@@ -237,9 +237,10 @@ class Forecast(NamedTuple):
         batch = self.usable_batch(self.config.memory.recompute)
         deepest = self.usable_batch(RECOMPUTE_LEVELS[-1])
         stage = next((stage for stage, nbytes in self.stages.items() if nbytes <= self.budget), 0)
-        given, total = self.config.train.total_batch_tokens, self.config.train.step_tokens
-        # which a smaller batch would change
-        tokens = "" if given else f" and train.total_batch_tokens to {total}"
+        train = self.config.train
+        tokens = ""
+        if not train.total_batch_tokens:  # which a smaller batch would change
+            tokens = f" and train.total_batch_tokens to {train.step_tokens}"
         choices = {
             "": self.plan.total <= self.budget,
             "set memory.recompute to auto": deepest >= self.shape.micro_batch,
@@ -327,9 +328,11 @@ def require_memory(
     if plan.total <= budget:
         return
     free, total = free_and_total_bytes(device)
-    owner, rest = (
-        ("machine", "the interpreter") if device == "cpu" else ("GPU", "kernels and graphs")
-    )
+    owner = "GPU"
+    rest = "kernels and graphs"
+    if device == "cpu":
+        owner = "machine"
+        rest = "the interpreter"
     has = (
         f"{format_bytes(plan.total)} and {format_bytes(MODULE_BYTES)} for {rest}, "
         f"the {owner} has {format_bytes(free)} of {format_bytes(total)} free"
