@@ -237,11 +237,14 @@ def _in_order(layers: int, hidden: str) -> Iterator[tuple[str, int]]:
 
 def activation_name(name: str, i: int) -> str:
     """Return an activation's place in the model in words: "x after layer 3's attention"."""
-    if name in ("x", "dx"):
-        layer = f"layer {(i - 1) // 2}"
-        where = "the embedding" if i == 0 else f"{layer}'s attention" if i % 2 else layer
-        return f"x after {where}" if name == "x" else f"gradient at x after {where}"
-    return f"{name} of layer {i}"
+    if name not in ("x", "dx"):
+        return f"{name} of layer {i}"
+    where = f"layer {(i - 1) // 2}"
+    if i == 0:
+        where = "the embedding"
+    elif i % 2:
+        where += "'s attention"
+    return f"x after {where}" if name == "x" else f"gradient at x after {where}"
 
 
 def parameter_name(name: str, i: int, columns: dict[str, list[Any]]) -> str:
@@ -287,7 +290,9 @@ def format_summary(record: Statistics) -> str:
         saturated = f"most saturated fp8 tensor {fp8_name(name, i)}, {share:.2%}"
         parts.append(saturated if share else "no fp8 tensor saturated")
     bad = first_non_finite(record)
-    return " | ".join(parts + ([f"not finite: {bad}"] if bad else []))
+    if bad:
+        parts.append(f"not finite: {bad}")
+    return " | ".join(parts)
 
 
 def format_table(record: Statistics) -> str:
@@ -308,5 +313,9 @@ def format_table(record: Statistics) -> str:
 
 
 def _cell(number: int | float | None) -> str:
-    shown = "-" if number is None else format(number, ".4g" if isinstance(number, float) else ",")
+    shown = "-"
+    if isinstance(number, float):
+        shown = f"{number:.4g}"
+    elif number is not None:
+        shown = f"{number:,}"
     return f"{shown:>14}"
