@@ -40,7 +40,8 @@ def scale_count(n_layer: int, precision: str, keep_bf16: str) -> int:
 def scales(dims: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return (tensor, layer) of each scale, in the order of State.scale."""
     layers = [(name, l) for l in range(dims["L"]) for name in SCALES]
-    return [*layers, *((name, dims["L"]) for name in HEAD_SCALES)][: dims["Q"]]
+    head = [(name, dims["L"]) for name in HEAD_SCALES]
+    return [*layers, *head][: dims["Q"]]  # a head in bf16 has none
 
 
 def place(name: str, layer: int) -> tuple[str, int]:

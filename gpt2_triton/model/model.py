@@ -65,11 +65,10 @@ class Model(ForwardPasses):
         self.K = K
         self.A = architecture.of(config.model)
         training = batch is None
-        self.shape = (
-            StepShape.of(config, group.size if group else None)
-            if batch is None
-            else forward_shape(batch)
-        )
+        if batch is None:
+            self.shape = StepShape.of(config, group.size if group else None)
+        else:
+            self.shape = forward_shape(batch)
         self.B = self.shape.micro_batch
         self.T = config.train.seq_len
         self.plan, self.dims = plan_memory(config, K, self.shape, training, dtypes, sequences)

@@ -140,7 +140,10 @@ class SavedState:
         """
         digest = hashlib.sha256()
         held = self.held()
-        for name in ["params"] if self._dims["zero"] else ["params", "m", "v", "low"]:
+        names = ["params"]
+        if not self._dims["zero"]:
+            names += ["m", "v", "low"]
+        for name in names:
             for h in held.get(name, ()):
                 part = self._buffers[name][h.start : h.start + h.length]
                 digest.update(part.cpu().view(torch.uint8).numpy().data)

@@ -28,9 +28,10 @@ def add_branch(K: Kernels, m: View, i: int, inp: Operand, layer: Linear) -> None
     x = m.a.x
     dropout = m.net.dropouts[i]
     if dropout is None:
-        return K.matmul_add(x[i], x[i - 1], inp, layer)
-    K.matmul(x[i], inp, layer)
-    K.dropout(x[i], x[i - 1], dropout)
+        K.matmul_add(x[i], x[i - 1], inp, layer)
+    else:
+        K.matmul(x[i], inp, layer)
+        K.dropout(x[i], x[i - 1], dropout)
 
 
 def qkv(K: Kernels, m: View, l: int) -> None:
@@ -137,7 +138,8 @@ def embed_bwd(K: Kernels, m: View, acc: bool) -> None:
     # g.wte[id] += dx and g.wte[target] += ks * lnf (the head's weights are wte too);
     # g.wpe = sum over the batch of dx
     a = m.a
-    embedding, dropout = m.net.embedding, m.net.dropouts[0]
+    embedding = m.net.embedding
+    dropout = m.net.dropouts[0]
     if dropout:
         K.dropout(a.dx[0], None, dropout)
     K.embedding_bwd(embedding.dwte, embedding.dwpe, a.scratch, a.dx[0], a.lnf, a.ks, m.tokens, acc)

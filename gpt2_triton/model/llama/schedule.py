@@ -47,7 +47,8 @@ def layer(K: Kernels, m: View, l: int) -> None:
 
 def last_product(K: Kernels, m: View, l: int) -> None:
     # x[2l+2] = x[2l+1] + fcproj(fcg)
-    a, i = m.a, 2 * l
+    a = m.a
+    i = 2 * l
     K.matmul_add(a.x[i + 2], a.x[i + 1], a.fcg[l], m.net.layers[l].fcproj)
 
 
