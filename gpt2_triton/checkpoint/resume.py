@@ -126,7 +126,8 @@ def decides_weights(key: str) -> bool:
     """Return whether init_from takes weights only from a run with an equal
     value of this dotted key.
     """
-    return key.startswith("model.") and key != "model.dropout" or key == "data.tokenizer"
+    of_model = key.startswith("model.") and key != "model.dropout"
+    return of_model or key == "data.tokenizer"
 
 
 def check_config(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Change]:

@@ -211,7 +211,7 @@ def _spelled_out(argv: Iterable[str]) -> list[str]:
     before = "the command"
     for word in argv:
         is_path = not before.startswith("-") or before in PATHS
-        if not word and is_path or word.endswith("=") and word.removesuffix("=") in PATHS:
+        if (not word and is_path) or word in [f"{path}=" for path in PATHS]:
             raise ConfigError(
                 f"{word or f'after {before}'}: empty, perhaps from an unset variable; give a path"
             )

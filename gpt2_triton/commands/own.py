@@ -222,7 +222,7 @@ def _weights(given: Mapping[str, str], download: bool) -> "Weights | None":
     init_from = given.get("init_from", "")
     kind, _, where = init_from.partition(":")
     named = kind == "hf" and where.rpartition("/")[2] in HUB_SIZES and not Path(where).is_dir()
-    if kind not in INIT_SOURCES or named and not download:
+    if kind not in INIT_SOURCES or (named and not download):
         return None
     weights = open_weights(init_from)
     require_runnable(weights, weights.tokenizer or given.get("data.tokenizer"))

@@ -99,7 +99,7 @@ def _fp8_conflicts(config: Sections) -> Iterator[Problem]:
 
 def _source_conflicts(init_from: str) -> Iterator[Problem]:
     source, _, path = init_from.partition(":")
-    if init_from == "scratch" or source in INIT_SOURCES and path:
+    if init_from == "scratch" or (source in INIT_SOURCES and path):
         return
     todo = "; use --resume" if source == "resume" else ""
     if source in HUB_SIZES:

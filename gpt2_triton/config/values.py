@@ -71,7 +71,7 @@ def check_recompute(value: str) -> str:
     value = value.replace("act", "gelu").replace("norm", "ln")
     level, _, layers = value.partition(":")
     is_number = re.fullmatch("[1-9][0-9]{,8}", layers)
-    if value in ("auto", *RECOMPUTE_LEVELS) or level in RECOMPUTE_LEVELS[1:] and is_number:
+    if value in ("auto", *RECOMPUTE_LEVELS) or (level in RECOMPUTE_LEVELS[1:] and is_number):
         return value
     raise ValueError(
         f"must be auto, {', '.join(RECOMPUTE_LEVELS)}, or {RECOMPUTE_LEVELS[2]}:4 for 4 layers"

@@ -172,7 +172,7 @@ class Watchdog:
         silent = watch.silent(now - SILENT_AFTER * self._interval)
         is_stalled = now - max(self._last_progress, watch.last_progress) >= self._timeout * factor
         has_watched = now - watch.began >= SILENT_AFTER * self._interval
-        if is_stalled and has_watched or watch.silent(now - self._timeout):
+        if (is_stalled and has_watched) or watch.silent(now - self._timeout):
             self._report_and_exit(diagnose(states, silent))
 
     def _report_and_exit(self, diagnosis: str) -> None:
