@@ -171,17 +171,22 @@ def _read(file: Path) -> dict[str, Any]:
         data = file.read_bytes()
         content = _of_nanogpt(file, data) if file.suffix == PICKLE else json.loads(data)
     except OSError as error:
-        todo = f"give gpt2, llama3, bytes, or a {FILE} or its folder"
-        if (file.parent / "tokenizer.model").is_file():
-            folder = str(file.parent)
-            save = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
-            todo = f"transformers makes it of tokenizer.model: {save}"
-        raise DataError(f"tokenizer {file}: cannot read: {error.strerror}; {todo}") from None
+        raise _unreadable(file, f"cannot read: {error.strerror}") from None
     except ValueError as error:
-        raise DataError(f"{file}: not JSON: {error}; copy it again") from None
+        raise _unreadable(file, f"not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{file}: no {FILE} of Hugging Face: it has no model; give another file")
     return content
+
+
+def _unreadable(file: Path, why: str) -> DataError:
+    """Return the error about a file that is no tokenizer.json."""
+    todo = f"give gpt2, llama3, bytes, or a {FILE} or its folder"
+    if (file.parent / "tokenizer.model").is_file():
+        folder = str(file.parent)
+        save = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+        todo = f"transformers makes a {FILE} of tokenizer.model: {save}"
+    return DataError(f"tokenizer {file}: {why}; {todo}")
 
 
 def _named_end(folder: Path) -> str:

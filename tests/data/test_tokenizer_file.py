@@ -140,7 +140,7 @@ def test_a_copy_is_found_where_the_file_is_not(tmp_path):
     ("content", "told"),
     [
         (None, "cannot read: No such file or directory; give gpt2, llama3, bytes, or a tokeni"),
-        ("{", "tokenizer.json: not JSON: .*; copy it again"),
+        ("{", "tokenizer.json: not JSON: .*; give gpt2, llama3, bytes, or a tokenizer.json"),
         ("[]", "no tokenizer.json of Hugging Face: it has no model; give another file"),
         ('{"model": {"type": "New"}}', "library tokenizers refuses it: .*; update the package"),
     ],
@@ -153,8 +153,9 @@ def test_a_bad_file_is_one_line(tmp_path, content, told):
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_model_alone_is_told_what_makes_the_file(tmp_path):
-    (tmp_path / "tokenizer.model").touch()
-    made = "transformers makes it of tokenizer.model: AutoTokenizer.from_pretrained"
+@pytest.mark.parametrize("name", ["", "tokenizer.model"])
+def test_a_tokenizer_model_alone_is_told_what_makes_the_file(tmp_path, name):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x80")
+    made = "transformers makes a tokenizer.json of tokenizer.model: AutoTokenizer.from_pretrained"
     with pytest.raises(DataError, match=made):
-        FileTokenizer(str(tmp_path))
+        FileTokenizer(str(tmp_path / name))
