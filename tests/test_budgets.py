@@ -42,7 +42,7 @@ CEILINGS = {
     "tests/benchmarks/tune": 1_300,
     "tests/chaos": 5_150,
     "tests/checkpoint": 26_550,
-    "tests/commands": 16_600,
+    "tests/commands": 16_700,
     "tests/config": 7_900,
     "tests/data": 11_650,
     "tests/data/prepare": 13_400,

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tomllib
 from inspect import signature
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -133,8 +134,11 @@ def workplace(tmp_path_factory):
             "", whole_tensors("", {"params": model.state.params.cpu()}), config
         )
         export(weights, directory / name, "hf", "bf16")
-    for name in ("models/SmolLM2-135M", "tok"):
+    for name in ("models/SmolLM2-135M", "models/SmolLM2-135M-Instruct", "tok"):
         byte_level(directory / name)
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    (directory / "models" / "SmolLM2-135M-Instruct" / "chat_template.jinja").write_text(template)
+    (directory / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     nanogpt_checkpoint(directory, nanogpt_content(random_params(config_of())))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -389,7 +393,9 @@ def test_a_recipe_with_muon_has_the_keys_of_its_search_but_the_rates(name, serie
 
 
 @pytest.mark.parametrize(
-    "page", [README, ROOT / "docs" / "guide" / "api.md"], ids=lambda page: page.stem
+    "page",
+    [README, *(ROOT / "docs" / "guide" / name for name in ("api.md", "data.md"))],
+    ids=lambda page: page.stem,
 )
 def test_python_on_the_pages_runs(page, workplace, monkeypatch, capsys):
     """`train` returns a run of the workplace here: the quickstart takes minutes,
@@ -401,7 +407,9 @@ def test_python_on_the_pages_runs(page, workplace, monkeypatch, capsys):
     for block in blocks(text_of(page), "python"):
         exec(block.replace("tokens=48", "tokens=2").replace(" letter a with tilde", ""), scope)
         assert capsys.readouterr().out
-    if "losses" in scope:
+    if page.name == "data.md":
+        assert Path("chats_as_text.jsonl").read_text() == '{"text": "<|im_start|>Hi<|im_end|>"}\n'
+    if page.name == "api.md":
         with gpt2_triton.load("runs/mine") as model:
             of_tokens = scope["losses"](model, "T", "he cat")
             want = model.loss(model.encode("The cat"))
