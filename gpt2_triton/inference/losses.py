@@ -140,14 +140,15 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
 
 
 def _byte_lengths(config: Config) -> np.ndarray | None:
-    """Return each token's bytes, int64 [V], 0 for special ones; None without a tokenizer."""
+    """Return each token's bytes, int64 [V], 0 for special ones; None if they are not known."""
     try:
         tokenizer = get_tokenizer(config.data.tokenizer)
+        of_tokens = [len(token) for token in tokenizer.token_bytes()]
     except DataError as error:
         print_line(f"warning: no bits per byte: {error}", error=True)
         return None
     lengths = np.zeros(config.model.vocab_size, np.int64)
-    lengths[: tokenizer.vocab_size] = [len(token) for token in tokenizer.token_bytes()]
+    lengths[: tokenizer.vocab_size] = of_tokens
     special = (tokenizer.eot, *tokenizer.special.values())
     lengths[[i for i in special if i is not None]] = 0
     return lengths

@@ -4,6 +4,7 @@ batch; mistakes are one line.
 
 import json
 import math
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_special_tokens_have_no_bytes(tmp_path):
     config = tiny_config(model=dict(vocab_size=350), data=dict(tokenizer=str(byte_level(tmp_path))))
     has_bytes = losses._byte_lengths(config) > 0
     assert np.flatnonzero(has_bytes).tolist() == [*range(3, 345)]
+
+
+def test_words_without_bytes_have_no_bits_per_byte(tmp_path, capsys):
+    """A tokenizer of words joins them with spaces that no token has."""
+    file = byte_level(tmp_path) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": None}))
+    assert losses._byte_lengths(tiny_config(data=dict(tokenizer=str(file)))) is None
+    assert re.match("warning: no bits per byte: .* tokens have no bytes", capsys.readouterr().err)
 
 
 def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypatch, capsys):
