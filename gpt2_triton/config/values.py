@@ -88,8 +88,9 @@ def check_tokenizer(value: str) -> str:
     if os.path.exists(value.partition("#")[0]):
         return f"./{value}"
     guess = closest(value, TOKENIZER_SIZES)
+    names = ", ".join(TOKENIZER_SIZES)
     raise ValueError(
-        f"must be {', '.join(TOKENIZER_SIZES)}, or an existing tokenizer.json or its folder{guess}"
+        f"must be {names}, or an existing tokenizer.json or its folder, or meta.pkl{guess}"
     )
 
 
