@@ -12,7 +12,7 @@ from gpt2_triton.checkpoint import async_save
 from gpt2_triton.checkpoint.load import find_checkpoint
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training import tasks
-from tests.support.loop import before_steps, poison, stop_after, train
+from tests.support.loop import before_steps, poison, train, train_until
 from tests.training.test_trainer import run_config
 
 LOSSES = [0.5, 3.0, 1.0, 2.0, float("nan"), 1.0]  # after 0 ... 5 steps
@@ -46,12 +46,10 @@ def steps(run):
 @pytest.mark.parametrize(
     "interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"]
 )
-def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
+def test_best_checkpoint_is_kept(losses, tmp_path, interrupted):
     """It is that of step 2, although keep is 1; neither the one before training nor a later tie."""
     if interrupted:
-        with monkeypatch.context() as patch:
-            stop_after(patch, interrupted)
-            train(best_config(best="val_loss"), tmp_path, resume=False)
+        train_until(interrupted, best_config(best="val_loss"), tmp_path)
     assert train(best_config(best="val_loss"), tmp_path, resume=bool(interrupted)) == 0
     assert steps(tmp_path) == ["step_00000002", "step_00000005"]
     found = find_checkpoint(tmp_path / "best")
@@ -62,17 +60,13 @@ def test_best_checkpoint_is_kept(losses, tmp_path, monkeypatch, interrupted):
 @pytest.mark.parametrize(
     "interrupted", [None, 1, 3], ids=["unbroken", "before the best", "after it"]
 )
-def test_patience_ends_a_run_that_no_longer_improves(
-    losses, tmp_path, monkeypatch, interrupted, capsys
-):
+def test_patience_ends_a_run_that_no_longer_improves(losses, tmp_path, interrupted, capsys):
     """Steps 3 and 4 are not below step 2.  A resume ends at once, and with
     more patience it continues.
     """
     config = best_config(best="val_loss").replace(train=dict(patience=2))
     if interrupted:
-        with monkeypatch.context() as patch:
-            stop_after(patch, interrupted)
-            train(config, tmp_path, resume=False)
+        train_until(interrupted, config, tmp_path)
     for resume in (bool(interrupted), True):
         assert train(config, tmp_path, resume=resume) == 0
         assert steps(tmp_path) == ["step_00000002", "step_00000004"]
@@ -94,7 +88,7 @@ def test_best_that_cannot_be_written_leaves_the_one_before(losses, tmp_path, mon
 
     monkeypatch.setattr(async_save, "save_checkpoint", full_at_step_2)
     monkeypatch.setattr("tests.checkpoint.test_best.LOSSES", [9.0, 3.0, 1.0, 4.0, 4.0, 4.0])
-    assert train(best_config(best="val_loss", every=1), tmp_path, resume=False) == 0
+    assert train(best_config(best="val_loss", every=1), tmp_path) == 0
     assert "No space left" in capsys.readouterr().err
     state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
     assert state["best"] == [1, 3.0]
@@ -124,13 +118,13 @@ def test_rewind_restores_the_best_of_its_step(losses, tmp_path, monkeypatch, lat
         original(run, step)
 
     monkeypatch.setattr(tasks, "validate", validate)
-    assert train(config, tmp_path, resume=False) == 0
+    assert train(config, tmp_path) == 0
     state = json.loads((find_checkpoint(tmp_path / "best") / "state.json").read_text())
     assert state["best"] == best
 
 
 def test_best_of_a_run_without_one_names_the_option(losses, tmp_path):
-    assert train(best_config(), tmp_path, resume=False) == 0
+    assert train(best_config(), tmp_path) == 0
     assert steps(tmp_path) == ["step_00000005"]
     with pytest.raises(
         CheckpointError,

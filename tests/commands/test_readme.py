@@ -355,7 +355,7 @@ def test_every_page_is_in_the_index_and_every_picture_on_a_page():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("target", ["quickstart", "test", "verify"])
-def test_make_targets_run_commands_that_exist(target, capsys):
+def test_make_targets_run_commands_that_exist(target):
     """`make -n` prints what a target would run."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

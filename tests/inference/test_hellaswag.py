@@ -353,7 +353,7 @@ def test_training_evaluates_when_due_without_changing_a_bit(tmp_path, rows_file,
     asked = dict(every=0, hellaswag_every=1, hellaswag_data=str(rows_file), hellaswag_limit=2)
     sizes = dict(model=dict(block_size=192), train=dict(steps=2, batch_size=2, seq_len=128))
     for name, evaluation in (("with", asked), ("without", dict(every=0))):
-        assert train(tiny_config(eval=evaluation, **sizes), tmp_path / name, resume=False) == 0
+        assert train(tiny_config(eval=evaluation, **sizes), tmp_path / name) == 0
     found = [record for record in records(tmp_path / "with") if "hellaswag" in record]
     assert [record["step"] for record in found] == [1, 2]
     assert all(
@@ -372,4 +372,4 @@ def test_training_refuses_bad_rows_before_the_first_step(tmp_path):
     with pytest.raises(
         DataError, match=f"none.jsonl: cannot read or write: .*`curl -LO http.*`.* {todo}"
     ):
-        train(tiny_config(eval=asked), tmp_path / "run", resume=False)
+        train(tiny_config(eval=asked), tmp_path / "run")

@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
         data=dict(train=str(directory / "val_*.bin"), val=str(directory / "val_*.bin")),
         eval=dict(every=1, tokens=256), train=dict(steps=1), model=dict(block_size=192),
     )  # fmt: skip
-    assert train(config, directory / "run", resume=False) == 0
+    assert train(config, directory / "run") == 0
     return directory, records(directory / "run")
 
 

@@ -136,7 +136,7 @@ def test_reductions_give_the_same_bits_and_write_only_their_outputs():
 
 
 @pytest.mark.gpu
-def test_reductions_of_gpt2_on_gpu(rng):
+def test_reductions_of_gpt2_on_gpu():
     """The gradient norm of GPT-2 124M, and of one so long that element offsets pass 2^31."""
     for n in (124_475_904, (1 << 31) + 5):
         g, out = torch.ones(n, device=DEVICE), poisoned(1)

@@ -243,7 +243,7 @@ def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
     config = small_config(
         train=dict(steps=3), log=dict(stats_every=2), checkpoint=dict(every=2, keep=0)
     )
-    assert train(config, tmp_path, resume=False) == 0
+    assert train(config, tmp_path) == 0
     whole = (tmp_path / "stats.jsonl").read_text()
     assert [json.loads(line)["step"] for line in whole.splitlines()] == [2, 3]
     assert "step 2/3 | stats: largest activation" in capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
 
 
 def causes(config, run, capsys):
-    assert train(config, run, resume=False) == 0
+    assert train(config, run) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     return [line.partition("skipped: not finite, first: ")[2] for line in lines]
 

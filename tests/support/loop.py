@@ -64,12 +64,16 @@ def make_trainer(config: Config, run_dir: Path, found: Path | None = None) -> tr
     return trainer.Trainer(config, run_dir, found, watchdog, ShutdownSignals(1), K=_kernels(config))
 
 
-def stop_after(patch: pytest.MonkeyPatch, launches: int) -> None:
-    """Raise SIGTERM before the launch of this number, from 1; steps that a
+def train_until(launch: int, config: Config, run_dir: Path) -> int:
+    """Train with SIGTERM before the launch of this number, from 1; steps that a
     rewind undoes count as well.
     """
     count = itertools.count(1)
-    before_steps(lambda *_: next(count) == launches and signal.raise_signal(signal.SIGTERM), patch)
+    with pytest.MonkeyPatch.context() as patch:
+        before_steps(
+            lambda *_: next(count) == launch and signal.raise_signal(signal.SIGTERM), patch
+        )
+        return train(config, run_dir)
 
 
 def poison(made: trainer.Trainer) -> None:

@@ -84,7 +84,7 @@ def test_run_saves_and_ends_where_training_data_is_damaged(
     shutil.copytree(data, tmp_path / "kept")
     with monkeypatch.context() as patch, pytest.raises(DataError, match=message):
         before_steps(lambda _, step: step == 2 and change(data / "train_1.bin"), patch)
-        train(run_config(data), tmp_path / "run", resume=False)
+        train(run_config(data), tmp_path / "run")
     saved = load_checkpoint(find_checkpoint(tmp_path / "run"))[0]
     assert (
         2 <= saved["step"] < STEPS
@@ -100,7 +100,7 @@ def test_run_saves_and_ends_where_training_data_is_damaged(
     assert raised.value.on_every_rank == (change is not wrong_ids)
     shutil.copy(tmp_path / "kept" / "train_1.bin", data)
     assert train(run_config(data), tmp_path / "run", resume=True) == 0
-    assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken", resume=False) == 0
+    assert train(run_config(tmp_path / "kept"), tmp_path / "unbroken") == 0
     assert final_bytes(tmp_path / "run") == final_bytes(tmp_path / "unbroken")
 
 
@@ -113,7 +113,7 @@ def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, mon
         pytest.raises(DataError, match="val_0.bin: changed while") as raised,
     ):
         before_steps(lambda _, step: step == 3 and cut(data / "val_0.bin"), patch)
-        train(config, run, resume=False)
+        train(config, run)
     assert raised.value.on_every_rank and find_checkpoint(run).name == "step_00000004"
     shutil.copy(kept, data)
     assert train(config, run, resume=True) == 0
@@ -127,7 +127,7 @@ def test_run_saves_and_ends_where_validation_data_is_damaged(data, tmp_path, mon
 def stopped(data, tmp_path):
     """A run of two steps that can be resumed."""
     config = run_config(data, train=dict(steps=2), eval=dict(every=2, tokens=160))
-    assert train(config, tmp_path / "run", resume=False) == 0
+    assert train(config, tmp_path / "run") == 0
     return tmp_path / "run"
 
 

@@ -95,11 +95,6 @@ def test_a_mixture_resumes_with_its_bytes_and_its_weights(data, tmp_path):
     train(allowed, tmp_path / "run", resume=True)
 
 
-def job(config, run, resume=False):
-    """Train as train.py does on each rank."""
-    return train(config, run, resume)
-
-
 @pytest.mark.slow
 def test_a_run_resumes_on_other_ranks(data, tmp_path):
     """Its losses are those of an unbroken run on one rank."""
@@ -107,7 +102,7 @@ def test_a_run_resumes_on_other_ranks(data, tmp_path):
     train(longer, tmp_path / "whole")
     train(mixed(), tmp_path / "run")
     (tmp_path / "run").mkdir(exist_ok=True)
-    codes = ranks.run(2, tmp_path / "run" / "stderr", job, longer, tmp_path / "run", True)
+    codes = ranks.run(2, tmp_path / "run" / "stderr", train, longer, tmp_path / "run", True)
     assert [*codes] == [0, 0]
     for key in ("loss", "val_loss_a", "val_loss_b"):
         one, other = (

@@ -20,7 +20,7 @@ from gpt2_triton.training import tasks, trainer
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.support.checkpoints import load_checkpoint
-from tests.support.loop import before_steps, make_trainer, poison, records, stop_after, train
+from tests.support.loop import before_steps, make_trainer, poison, records, train, train_until
 from tests.support.tiny import merged, tiny_config
 
 SPIKE = 4  # the step, counted from 0, whose loss and gradient are ten times what they were
@@ -73,7 +73,7 @@ def spiked(spike, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "end_step", recorded)
-        assert train(outlier_config(), run, resume=False) == 0
+        assert train(outlier_config(), run) == 0
     return run, changed
 
 
@@ -98,10 +98,8 @@ def test_outlier_is_skipped_in_its_own_step_and_counted_separately(spiked):
     }
 
 
-def test_resume_continues_with_a_half_full_window(spiked, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        assert train(outlier_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+def test_resume_continues_with_a_half_full_window(spiked, tmp_path):
+    assert train_until(2, outlier_config(), tmp_path) == 128 + signal.SIGTERM
     assert final(tmp_path)[0]["step"] == 2
     assert train(outlier_config(), tmp_path, resume=True) == 0
     assert final(tmp_path) == final(spiked[0]) and records(tmp_path) == records(spiked[0])
@@ -139,7 +137,7 @@ def bad_data():
 @pytest.fixture(scope="module")
 def rewound(bad_data, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole")
-    assert train(rewind_config(), run, resume=False) == 0
+    assert train(rewind_config(), run) == 0
     return run
 
 
@@ -168,10 +166,8 @@ def test_rewind_continues_from_the_checkpoint_with_later_data(rewound, tmp_path)
 
 
 @pytest.mark.parametrize("launches", [3, 4, 5], ids=["at the failure", "at the rewind", "after it"])
-def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, monkeypatch, launches):
-    with monkeypatch.context() as patch:
-        stop_after(patch, launches)
-        assert train(rewind_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+def test_resume_around_a_rewind_gives_the_same_run(rewound, tmp_path, launches):
+    assert train_until(launches, rewind_config(), tmp_path) == 128 + signal.SIGTERM
     assert train(rewind_config(), tmp_path, resume=True) == 0
     assert final(tmp_path) == final(rewound) and records(tmp_path) == records(rewound)
 
@@ -187,7 +183,7 @@ def test_missing_data_after_a_failed_step_leaves_the_rewind_to_the_resume(
 
     with monkeypatch.context() as patch, pytest.raises(DataError):
         before_steps(lose_data, patch)
-        train(rewind_config(), tmp_path, resume=False)
+        train(rewind_config(), tmp_path)
     assert train(rewind_config(), tmp_path, resume=True) == 0
     assert final(tmp_path) == final(rewound) and records(tmp_path) == records(rewound)
 
@@ -198,7 +194,6 @@ def test_rewind_that_is_due_before_the_first_checkpoint_is_told(tmp_path, monkey
         train(
             run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=4)),
             tmp_path,
-            resume=False,
         )
         == 0
     )
@@ -216,7 +211,7 @@ def test_rewind_passes_over_damaged_checkpoints(bad_data, tmp_path, monkeypatch,
 
     monkeypatch.setattr(Trainer, "_rewind", after_damage)
     config = run_config(train=dict(steps=4, rewind_after=1), checkpoint=dict(every=1, keep=0))
-    assert train(config, tmp_path, resume=False) == 0
+    assert train(config, tmp_path) == 0
     assert [(r["step"], r["sample"]) for r in records(tmp_path) if "rewound_from" in r] == [(1, 6)]
     assert capsys.readouterr().err.count("warning: skipping damaged") == 1
 

@@ -33,8 +33,8 @@ from tests.support.loop import (
     make_trainer,
     poison,
     records,
-    stop_after,
     train,
+    train_until,
 )
 from tests.support.models import calibrate
 from tests.support.tiny import merged, packed_batch, tiny_config, tiny_model
@@ -60,17 +60,13 @@ def run_config(**sections):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     run = tmp_path_factory.mktemp("unbroken")
-    assert train(run_config(), run, resume=False) == 0
+    assert train(run_config(), run) == 0
     return run
 
 
 @pytest.mark.parametrize("k", range(1, STEPS))
-def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(
-    unbroken, tmp_path, monkeypatch, k
-):
-    with monkeypatch.context() as patch:
-        stop_after(patch, k)
-        assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp_path, k):
+    assert train_until(k, run_config(), tmp_path) == 128 + signal.SIGTERM
     assert final_bytes(tmp_path)[0] == f"step_{k:08d}"
     assert train(run_config(), tmp_path, resume=True) == 0
     assert final_bytes(tmp_path) == final_bytes(unbroken)
@@ -85,9 +81,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
     """The signal comes in step 2, before a validation and a save; the first
     resume fails before it saves.
     """
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        train(run_config(checkpoint=dict(every=2)), tmp_path, resume=False)
+    train_until(2, run_config(checkpoint=dict(every=2)), tmp_path)
     assert [record["step"] for record in records(tmp_path) if "val_loss" in record] == [0]
     assert load_checkpoint(find_checkpoint(tmp_path))[0]["left_out"] == ["eval.every"]
     line = "stopping after this step; a second signal after 1 s ends at once without a checkpoint"
@@ -106,7 +100,7 @@ def test_signal_within_a_validation_breaks_it_off_and_the_resumed_run_repeats_it
     """Step 0 is not saved; after the last step only the validation is left."""
     with monkeypatch.context() as patch:
         signal_within_validation(patch, validated)
-        assert train(run_config(), tmp_path, resume=False) == 128 + signal.SIGTERM
+        assert train(run_config(), tmp_path) == 128 + signal.SIGTERM
     assert (tmp_path / PREEMPTED).exists()
     assert (validated, "val_loss") not in [
         (record["step"], key) for record in records(tmp_path) for key in record
@@ -150,7 +144,7 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
 
     with monkeypatch.context() as patch:
         before_steps(pass_limit, patch)
-        assert train(run_config(train=dict(max_minutes=1)), tmp_path, resume=False) == 0
+        assert train(run_config(train=dict(max_minutes=1)), tmp_path) == 0
     assert limits[0] == pytest.approx(60)
     assert final_bytes(tmp_path)[0] == "step_00000002" and (tmp_path / PREEMPTED).exists()
     assert train(run_config(), tmp_path, resume=True) == 0
@@ -159,18 +153,14 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert records(tmp_path) == records(unbroken)
 
 
-def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(
-    unbroken, tmp_path, monkeypatch
-):
+def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbroken, tmp_path):
     fixed, config = (
         losses(unbroken),
         run_config(data=dict(windows="shifted"), optim=dict(weight_decay=None, tau=2.0)),
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert train(config, whole, resume=False) == 0 and losses(whole)[0] != fixed[0]
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        train(config, broken, resume=False)
+    assert train(config, whole) == 0 and losses(whole)[0] != fixed[0]
+    train_until(2, config, broken)
     assert train(config, broken, resume=True) == 0
     assert final_bytes(broken) == final_bytes(whole) and records(broken) == records(whole)
 
@@ -185,15 +175,13 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(
     ],
     ids=str,
 )
-def test_resume_is_exact_in_bf16(tmp_path, monkeypatch, optim, model):
+def test_resume_is_exact_in_bf16(tmp_path, optim, model):
     """Noise and masks are keyed by (seed, step, element), so a resumed run draws the same."""
     sections = dict(model=dict(n_layer=1) | model, optim=optim)
     config = run_config(train=dict(dtype="bf16", steps=2, total_batch_tokens=32), **sections)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert train(config, whole, resume=False) == 0
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        train(config, broken, resume=False)
+    assert train(config, whole) == 0
+    train_until(1, config, broken)
     assert train(config, broken, resume=True) == 0
     assert final_bytes(broken) == final_bytes(whole)
 
@@ -278,8 +266,7 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(
 ):
     with monkeypatch.context() as patch:
         events = record_syncs(patch)
-        stop_after(patch, 2)
-        train(run_config(checkpoint=dict(every=1)), tmp_path, resume=False)
+        train_until(2, run_config(checkpoint=dict(every=1)), tmp_path)
     assert events.count(str(tmp_path / METRICS)) == 2  # no checkpoint is ahead of the log
     lines = capsys.readouterr().out.splitlines()
     assert f"run directory {tmp_path}" in lines[:2]  # on a GPU after the kernels' line
@@ -314,7 +301,7 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(unbroken, tmp_path):
     """4 sequences at once, or 2 and 2: the same samples, with sums that differ in fp32
     rounding (measured 1e-7).
     """
-    assert train(run_config(train=dict(batch_size=4)), tmp_path, resume=False) == 0
+    assert train(run_config(train=dict(batch_size=4)), tmp_path) == 0
     whole = losses(tmp_path)
     halves = losses(unbroken)
     assert whole == pytest.approx(halves, rel=2e-6)
@@ -326,7 +313,7 @@ def test_non_finite_steps_are_skipped_and_end_the_run_at_skip_limit(tmp_path, mo
     with pytest.raises(
         NonFiniteError, match="step 3: .* not finite for 2 steps in a row"
     ) as raised:
-        train(config, tmp_path, resume=False)
+        train(config, tmp_path)
     assert re.search(
         r"losses of 4 of its 4 sequences .* first on rank 0 at \S+train_\d+\.bin:\d+; ",
         str(raised.value),
@@ -385,7 +372,7 @@ def test_steps_are_read_after_the_next_is_launched_or_before_other_work(tmp_path
     config = run_config(
         train=train_section, eval=dict(every=4, tokens=64), checkpoint=dict(every=2, keep=0)
     )
-    train(config, tmp_path, resume=False)
+    train(config, tmp_path)
     assert seen == [
         "validation 0", "end_step", "end_step", "step 1", "step 2", "save 2", "end_step", "step 3",
         "sample 3", "end_step", "step 4", "validation 4", "sample 4", "save 4",
@@ -429,7 +416,7 @@ def test_train_refuses_to_start_without_space_for_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(
         CheckpointError, match="no room for a checkpoint: .* bytes needed, 1,000 free; make"
     ):
-        train(run_config(), tmp_path / "run", resume=False)
+        train(run_config(), tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -443,7 +430,7 @@ def test_train_refuses_to_start_where_no_checkpoint_can_be_kept(tmp_path, monkey
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(CheckpointError, match="no checkpoint can be saved there"):
-        train(run_config(), tmp_path / "run", resume=False)
+        train(run_config(), tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 

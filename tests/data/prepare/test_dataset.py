@@ -327,7 +327,7 @@ def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("command", ["fineweb", "fineweb-edu"])
-def test_dataset_commands_name_their_dataset(command, tmp_path, monkeypatch, capsys):
+def test_dataset_commands_name_their_dataset(command, monkeypatch):
     calls = []
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
     assert (
