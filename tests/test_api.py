@@ -20,9 +20,6 @@ from gpt2_triton import api, device, kernels
 from gpt2_triton.checkpoint import save
 from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.checkpoint.sources import load_weights
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app as train_app
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.prepare.builtin import builtin_shards
 from gpt2_triton.data.shards import open_shards
@@ -32,6 +29,7 @@ from gpt2_triton.inference.load import load_for_losses
 from gpt2_triton.training import preemption, trainer
 from gpt2_triton.training.logger import Logger
 from tests.support import loop, reference
+from tests.support.commands import run_tool, run_train
 from tests.support.tiny import tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +118,7 @@ def test_config_takes_a_file_a_dictionary_and_overrides(tmp_path):
 
 def test_train_writes_the_bytes_of_the_command(run, tmp_path):
     (tmp_path / "a.yaml").write_text(small_config().to_yaml())
-    assert main(train_app, [str(tmp_path / "a.yaml"), "--run_dir", str(tmp_path / "run")]) == 0
+    assert run_train(f"{tmp_path}/a.yaml --run_dir {tmp_path}/run") == 0
     assert content(run.directory) == content(tmp_path / "run")
 
 
@@ -375,8 +373,8 @@ def test_text_is_that_of_the_command_whole_and_streamed(run, kernel_model, capfd
     text = kernel_model.generate("The ", 6, **how)
     pieces = list(kernel_model.stream("The ", 6, **how))
     assert "".join(pieces) == text and len(pieces) > 1 and all(pieces)
-    words = "--tokens 6 --temperature 0.9 --top_k 40 --top_p 0.95 --seed 3".split()
-    assert main(tools, ["sample", str(run.directory), "--prompt", "The ", *words]) == 0
+    words = "--prompt 'The ' --tokens 6 --temperature 0.9 --top_k 40 --top_p 0.95 --seed 3"
+    assert run_tool(f"sample {run.directory} {words}") == 0
     assert capfd.readouterr().out.endswith(f"The {text}\n")
 
 
@@ -437,17 +435,8 @@ def test_export_writes_the_files_of_the_command(run, model, tmp_path):
     for kind, dtype in (("hf", "fp32"), ("llmc", "bf16")):
         ours, theirs = tmp_path / f"{kind}1", tmp_path / f"{kind}2"
         assert model.export(ours, format=kind, dtype=dtype) == ours
-        words = [
-            "export",
-            str(run.directory),
-            "--out",
-            str(theirs),
-            "--format",
-            kind,
-            "--dtype",
-            dtype,
-        ]
-        assert main(tools, words) == 0
+        words = f"export {run.directory} --out {theirs} --format {kind} --dtype {dtype}"
+        assert run_tool(words) == 0
         assert {f.name: f.read_bytes() for f in ours.iterdir()} == {
             f.name: f.read_bytes() for f in theirs.iterdir()
         }

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from gpt2_triton.checkpoint import safetensors_files
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
+from tests.support.commands import run_tool
 from tests.support.foreign import checkpoint_of, config_of, random_params
 
 
@@ -19,7 +18,7 @@ def run(tmp_path):
 
 def test_export_command_writes_the_files_and_prints_their_place(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()  # an empty directory is allowed
-    assert main(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert run_tool(f"export {run} --out {tmp_path}/out --dtype bf16") == 0
     size = r"\d\.\d MiB"
     told = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"wrote {tmp_path}/out, {size}; next: .*\(\"{tmp_path}/out\"\)", told)
@@ -34,7 +33,7 @@ def test_export_command_writes_the_files_and_prints_their_place(run, tmp_path, c
 def test_export_refuses_a_directory_with_files(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
-    assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert run_tool(f"export {run} --out {tmp_path}/out") == 2
     assert "is there already; choose another" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -45,6 +44,6 @@ def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(safetensors_files, "write", full)
     before = sorted(tmp_path.iterdir())
-    assert main(app, ["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert run_tool(f"export {run} --out {tmp_path}/out") == 2
     assert "No space left on device; make room\n" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before

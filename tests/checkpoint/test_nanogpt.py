@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from gpt2_triton.checkpoint import nanogpt
 from gpt2_triton.checkpoint.sources import initial_weights
 from gpt2_triton.checkpoint.weights import by_name, to_flat_buffers
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import CheckpointError, DataError
+from tests.support.commands import run_tool
 from tests.support.foreign import (
     config_of,
     nanogpt_checkpoint,
@@ -92,23 +91,23 @@ def of_characters(tmp_path):
 def test_models_of_characters_run_with_the_meta_pkl_beside_them(of_characters, tmp_path, capsys):
     itos = dict(enumerate(CHARACTERS))
     meta_pkl(tmp_path, {"vocab_size": 65, "itos": itos, "stoi": {c: i for i, c in itos.items()}})
-    words = ["--prompt", "ROMEO:", "--tokens", "9", "--temperature", "0"]
-    assert main(tools, ["sample", of_characters, *words]) == 0
+    words = "--prompt ROMEO: --tokens 9 --temperature 0"
+    assert run_tool(f"sample {of_characters} {words}") == 0
     text = capsys.readouterr().out
     assert text.startswith("ROMEO:") and len(text) == len("ROMEO:") + 9 + 1
-    assert main(tools, ["sample", of_characters, "--prompt", "ROMÉO: ñ"]) == 3
+    assert run_tool(f"sample {of_characters} --prompt 'ROMÉO: ñ'") == 3
     assert "meta.pkl: has no 'É', 'ñ'; leave them out" in capsys.readouterr().err
-    assert main(tools, ["sample", of_characters, "--tokens", "30"]) == 0
+    assert run_tool(f"sample {of_characters} --tokens 30") == 0
     assert len(capsys.readouterr().out) == 30 + 1  # no character ends it, not even \n
-    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
-    assert main(tools, ["sample", str(tmp_path / "out"), *words]) == 0
+    assert run_tool(f"export {of_characters} --out {tmp_path}/out") == 0
+    assert run_tool(f"sample {tmp_path}/out {words}") == 0
     told = capsys.readouterr()
     assert told.out.endswith(text) and "no text" not in told.err
     tokenizer = str(tmp_path / "meta.pkl")
     config = config_of(vocab_size=65, init_from=of_characters, data=dict(tokenizer=tokenizer))
     assert initial_weights(config).tokenizer == tokenizer
     write_shard(tmp_path / "val.bin", np.arange(64, dtype=np.uint16))
-    assert main(tools, ["perplexity", of_characters, str(tmp_path / "val.bin")]) == 0
+    assert run_tool(f"perplexity {of_characters} {tmp_path}/val.bin") == 0
 
 
 def test_an_exported_model_of_characters_has_the_same_tokens_in_transformers(
@@ -116,7 +115,7 @@ def test_an_exported_model_of_characters_has_the_same_tokens_in_transformers(
 ):
     transformers = pytest.importorskip("transformers")
     meta_pkl(tmp_path, {"itos": dict(enumerate(CHARACTERS))})
-    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
+    assert run_tool(f"export {of_characters} --out {tmp_path}/out") == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.encode(CHARACTERS) == [*range(65)] and len(theirs) == 65
     assert theirs.decode([*range(65)]) == CHARACTERS
@@ -127,19 +126,15 @@ def test_an_exported_model_of_characters_has_the_same_tokens_in_transformers(
 def test_models_of_characters_alone_are_exported_and_else_refused(of_characters, tmp_path, capsys):
     meta_pkl(tmp_path, {"itos": {0: "a"}})  # of another model
     write_shard(tmp_path / "val.bin", np.arange(64, dtype=np.uint16))
-    assert main(tools, ["export", of_characters, "--out", str(tmp_path / "out")]) == 0
+    assert run_tool(f"export {of_characters} --out {tmp_path}/out") == 0
     exported = load_file(tmp_path / "out" / "model.safetensors")
     saved = torch.load(of_characters.removeprefix("nanogpt:"))["model"]
     assert torch.equal(exported["transformer.wte.weight"], saved["transformer.wte.weight"])
     told = capsys.readouterr()
     assert told.out.startswith(f"wrote {tmp_path}/out, ") and "65 of 65 tokens" in told.err
     told = "its 65 tokens have no known tokenizer; put its meta.pkl, with as many .* exported$"
-    for command in (
-        ["sample", of_characters],
-        ["hellaswag", of_characters],
-        ["perplexity", of_characters, str(tmp_path / "val.bin")],
-    ):
-        assert main(tools, command) == 4
+    for command in ("sample {}", "hellaswag {}", f"perplexity {{}} {tmp_path}/val.bin"):
+        assert run_tool(command.format(of_characters)) == 4
         err = capsys.readouterr().err
         assert re.search(told, err) and len(err.splitlines()) == 1
     run = config_of(vocab_size=256).replace(data=dict(tokenizer="bytes"))
@@ -159,7 +154,7 @@ def test_other_meta_pkls_are_refused(of_characters, tmp_path, content):
 def test_a_meta_pkl_executes_nothing(of_characters, tmp_path, capsys):
     for content in (Malice(), System(), {"itos": Malice()}):
         meta_pkl(tmp_path, content)
-        assert main(tools, ["sample", of_characters]) == 3
+        assert run_tool(f"sample {of_characters}") == 3
         told = capsys.readouterr()
         assert told.out == "" and "no meta.pkl of nanoGPT: it names " in told.err
 

@@ -10,13 +10,12 @@ import torch
 from gpt2_triton.checkpoint import huggingface, safetensors_files, weights
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import initial_weights, load_weights, open_weights
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training.logger import Logger
 from tests.data.prepare.test_text import llama3
 from tests.support.checkpoints import whole
+from tests.support.commands import run_tool
 from tests.support.foreign import (
     checkpoint_of,
     config_of,
@@ -94,25 +93,25 @@ def test_a_run_starts_from_weights_without_a_copy_of_them_on_the_host(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "words", [["export", "--out", "out"], ["perplexity", "val.bin", "--tokens", "32"]]
+    "line", ["export checkpoint:run --out out", "perplexity checkpoint:run val.bin --tokens 32"]
 )
-def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, words):
+def test_commands_take_a_run_as_init_from_does(tmp_path, monkeypatch, request, line):
     for name in "run", "val.bin":
         (tmp_path / name).symlink_to(request.config.rootpath / "tests" / "fixtures" / name)
     monkeypatch.chdir(tmp_path)
-    assert main(app, [words[0], "checkpoint:run", *words[1:]]) == 0
+    assert run_tool(line) == 0
 
 
 def test_a_plan_refuses_weights_of_other_sizes_and_names_those_that_it_did_not_read(
     sources, tmp_path, capsys
 ):
     """Of a run and of each project's files; the recipe's sizes are others."""
-    words = ["train", "quickstart", "--plan", "--gpu", "h100", "--init_from"]
+    plan = "train quickstart --plan --gpu h100 --init_from"
     for source in (*sources[2:3], *sources[-2:]):
-        assert main(app, [*words, source]) == 4
+        assert run_tool(f"{plan} {source}") == 4
         assert "init_from: " in capsys.readouterr().err, source
     for source in (f"llmc:{tmp_path}/none.bin", "hf:openai-community/gpt2-xl"):
-        assert main(app, [*words, source]) == 0
+        assert run_tool(f"{plan} {source}") == 0
         note, verdict, *_ = capsys.readouterr().out.splitlines()
         assert note.startswith(f"init_from: {source} is not here, so the plan is of the model in ")
         assert verdict.startswith("fits ")

@@ -24,88 +24,89 @@ from gpt2_triton.commands.train import parse_overrides
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import ConfigError
 from gpt2_triton.training import preemption, trainer
+from tests.support.commands import run_tool, run_train
 from tests.support.tokenizer_files import byte_level
 
 ROOT = Path(__file__).parents[2]
 
-MISTAKES = [  # arguments of train.py, part of the message
-    ([], "CONFIG requires an argument; see --help"),
-    (["--data", "my.txt"], "CONFIG requires an argument"),
-    (["nope"], "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
-    (["onw", "--data", "my.txt"], "onw: neither a file nor a recipe; did you mean own?"),
+MISTAKES = [  # words after train.py, part of the message
+    ("", "CONFIG requires an argument; see --help"),
+    ("--data my.txt", "CONFIG requires an argument"),
+    ("nope", "nope: neither a file nor a recipe; recipes: finetune_shakespeare, gpt2_124m,"),
+    ("onw --data my.txt", "onw: neither a file nor a recipe; did you mean own?"),
     (
-        ["my.txt"],
+        "my.txt",
         (
             "my.txt: text, no configuration; `python -m gpt2_triton train "
             "own --data my.txt` trains on it"
         ),
     ),
-    (["missing.yaml"], "missing.yaml: cannot read the configuration: No such file"),
+    ("missing.yaml", "missing.yaml: cannot read the configuration: No such file"),
     # JSON is YAML, and not only text
-    (["missing.json"], "missing.json: neither a file nor a recipe"),
-    (["x.yaml", "--lr=1"], "--lr: unknown option; did you mean --optim.lr?"),
+    ("missing.json", "missing.json: neither a file nor a recipe"),
+    ("x.yaml --lr=1", "--lr: unknown option; did you mean --optim.lr?"),
     (
-        ["x.yaml", "--learning_rate=1"],
+        "x.yaml --learning_rate=1",
         "--learning_rate: unknown option; for nanoGPT's learning_rate use optim.lr",
     ),
-    (["x.yaml", "--hidden_size=1"], "--hidden_size: unknown option; train --help lists them"),
+    ("x.yaml --hidden_size=1", "--hidden_size: unknown option; train --help lists them"),
     (
-        ["x.yaml", "--epochs=1"],
+        "x.yaml --epochs=1",
         "--epochs: unknown option; use train.steps; a run says at its start how many epochs",
     ),
-    (["x.yaml", "--n_layers=1"], "--n_layers: unknown option; did you mean --model.n_layer?"),
+    ("x.yaml --n_layers=1", "--n_layers: unknown option; did you mean --model.n_layer?"),
     (
-        ["-i", "train.bin", "-b", "4"],
+        "-i train.bin -b 4",
         "-i: unexpected; for llm.c's -i use data.train; the YAML file comes before all",
     ),
     (
-        ["--optim.lr=0.0003", "x.yaml"],
+        "--optim.lr=0.0003 x.yaml",
         "--optim.lr=0.0003: unexpected; the YAML file comes before all keys",
     ),
     (
-        ["x.yaml", "--run_dir", ""],
+        "x.yaml --run_dir ''",
         "after --run_dir: empty, perhaps from an unset variable; give a path",
     ),
-    (["x.yaml", "--run_dir="], "--run_dir=: empty, perhaps from an unset variable"),
-    (["x.yaml", "--paln"], "--paln: unknown option; did you mean --plan?"),
-    (["x.yaml", "--optim.lr", "--train.steps", "3"], "--optim.lr: expected a value after it"),
-    (["x.yaml", "--optim.lr", "1", "--optim.lr=2"], "--optim.lr: given twice"),
-    (["x.yaml", "optim.lr=3"], "optim.lr=3: unexpected; options are --section.key value"),
+    ("x.yaml --run_dir=", "--run_dir=: empty, perhaps from an unset variable"),
+    ("x.yaml --paln", "--paln: unknown option; did you mean --plan?"),
+    ("x.yaml --optim.lr --train.steps 3", "--optim.lr: expected a value after it"),
+    ("x.yaml --optim.lr 1 --optim.lr=2", "--optim.lr: given twice"),
+    ("x.yaml optim.lr=3", "optim.lr=3: unexpected; options are --section.key value"),
     (
-        ["x.yaml", "--data.train", "a.bin", "b.bin"],
+        "x.yaml --data.train a.bin b.bin",
         "lr 3e-4; quote a pattern, as in 'train_*.bin'\n",
     ),
     (
-        ["x.yaml", "--data.train", "a.bin", "-o", "b"],
+        "x.yaml --data.train a.bin -o b",
         "-o: unexpected; for llm.c's -o use --run_dir",
     ),
-    (["x.yaml", "--optim.lr", "-1"], "optim.lr: must be greater than 0, got '-1'"),
-    (["x.yaml", "--optim.weight-decay", "x"], "optim.weight_decay: must be a valid number"),
-    (["x.yaml", "--model.n_head", "5"], "model.n_head: 5 heads do not divide n_embd 128"),
+    ("x.yaml --optim.lr -1", "optim.lr: must be greater than 0, got '-1'"),
+    ("x.yaml --optim.weight-decay x", "optim.weight_decay: must be a valid number"),
+    ("x.yaml --model.n_head 5", "model.n_head: 5 heads do not divide n_embd 128"),
     (
-        ["x.yaml", "--train.batch_size=3", "--train.total_batch_tokens=1024"],
+        "x.yaml --train.batch_size=3 --train.total_batch_tokens=1024",
         "in a new run, total_batch_tokens to 768",
     ),
-    (["x.yaml", "--gpu", "h200"], "--gpu, --gpus, --buffers: go with --plan only"),
-    (["x.yaml", "--buffers"], "--gpu, --gpus, --buffers: go with --plan only"),
-    (["x.yaml", "--resume", "True"], "; --resume takes nothing, or must"),
-    (["x.yaml", "--run_dir", "old", "--resume=may"], 'Invalid value "may" for --resume'),
-    (["x.yaml", "--plan", "--gpus", "0"], 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
-    (["x.yaml", "--plan", "--gpu", "gh200"], "mi355x, 7900xtx, or its memory, as 24GiB; got gh200"),
-    (["x.yaml", "--plan", "--gpu", "A10G"], "mi355x, 7900xtx, or its memory, as 24GiB; got A10G"),
-    (["x.yaml", "--plan", "--gpu", "A100"], "--gpu: expected a100-40, a100-80, or its memory, "),
-    (["x.yaml", "--resume"], "--resume: needs --run_dir"),
-    (["x.yaml", "--run_dir", "x.yaml"], "--run_dir: x.yaml is a file"),
+    ("x.yaml --gpu h200", "--gpu, --gpus, --buffers: go with --plan only"),
+    ("x.yaml --buffers", "--gpu, --gpus, --buffers: go with --plan only"),
+    ("x.yaml --resume True", "; --resume takes nothing, or must"),
+    ("x.yaml --run_dir old --resume=may", 'Invalid value "may" for --resume'),
+    ("x.yaml --plan --gpus 0", 'Invalid value "0" for --gpus. Must be >= 1; see --help'),
+    ("x.yaml --plan --gpu gh200", "mi355x, 7900xtx, or its memory, as 24GiB; got gh200"),
+    ("x.yaml --plan --gpu A10G", "mi355x, 7900xtx, or its memory, as 24GiB; got A10G"),
+    ("x.yaml --plan --gpu A100", "--gpu: expected a100-40, a100-80, or its memory, "),
+    ("x.yaml --resume", "--resume: needs --run_dir"),
+    ("x.yaml --run_dir x.yaml", "--run_dir: x.yaml is a file"),
     (
-        ["x.yaml", "--run_dir", "old"],
+        "x.yaml --run_dir old",
         "--run_dir: old has checkpoints up to step_00000020; add --resume",
     ),
     (
-        ["x.yaml", "--run_dir", "."],
+        "x.yaml --run_dir .",
         "--run_dir: a run would write over config.yaml; move it, or choose another",
     ),
-    (["x.yaml", "--run_dir"], "--run_dir requires an argument"),
-    (["x.yaml", "--plan=perhaps"], 'unable to convert "perhaps" into bool'),
+    ("x.yaml --run_dir", "--run_dir requires an argument"),
+    ("x.yaml --plan=perhaps", 'unable to convert "perhaps" into bool'),
 ]
 
 
@@ -150,25 +151,24 @@ def test_importing_the_commands_imports_no_torch_and_no_numpy():
     assert ran.stdout == "set()\n"
 
 
-@pytest.mark.parametrize(("argv", "message"), MISTAKES)
-def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
-    assert main(train_app, argv) == 2
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_train_reports_a_mistake_in_one_line_with_exit_code_2(here, capsys, line, message):
+    assert run_train(line) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
 def test_train_names_all_wrong_options_at_once(here, capsys):
-    argv = ["x.yaml", "-x", "9", "--max_iters", "9", "--lr=1", "--optim.lr"]
-    assert main(train_app, argv) == 2
+    assert run_train("x.yaml -x 9 --max_iters 9 --lr=1 --optim.lr") == 2
     err = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in err] == ["-x", "--max_iters", "--lr", "--optim.lr"]
 
 
 @pytest.mark.parametrize(
-    "argv", [["\x1b[2J.yaml"], ["x.yaml", "--\x9b2J=1"], ["x.yaml", "--data.val", "\udcff\x07"]]
+    "line", ["\x1b[2J.yaml", "x.yaml --\x9b2J=1", "x.yaml --data.val \udcff\x07"]
 )
-def test_errors_escape_control_characters(here, capsys, argv):
-    assert main(train_app, argv) in (2, 3)
+def test_errors_escape_control_characters(here, capsys, line):
+    assert run_train(line) in (2, 3)
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "\\x" in err and not set(err) & set("\x1b\x9b\x07\udcff")
 
@@ -186,13 +186,7 @@ def test_the_first_process_of_a_container_ends_by_sigterm():
 
 
 def test_train_passes_config_run_dir_and_resume(here, trained):
-    assert (
-        main(
-            train_app,
-            ["x.yaml", "--optim.lr=2e-4", "--run-dir", "old", "--resume", "--sample.prompt", "a-b"],
-        )
-        == 0
-    )
+    assert run_train("x.yaml --optim.lr=2e-4 --run-dir old --resume --sample.prompt a-b") == 0
     config, run_dir, resume, _ = trained.pop()
     assert (config.optim.lr, config.sample.prompt, run_dir, resume) == (
         2e-4,
@@ -200,27 +194,20 @@ def test_train_passes_config_run_dir_and_resume(here, trained):
         Path("old"),
         True,
     )
-    assert main(train_app, ["x.yaml"]) == 0
+    assert run_train("x.yaml") == 0
     [(_, run_dir, resume, _)] = trained
     assert re.fullmatch(r"runs/x-\d{8}-\d{6}", run_dir.as_posix()) and resume is False
 
 
 def test_home_is_expanded_where_the_shell_leaves_it(here, trained, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(here / "home"))
-    words = [
-        "--data.train=~/a_*.bin",
-        "--data.val",
-        "~/v.bin",
-        "--init_from",
-        "hf:~/m",
-        "--sample.prompt=~/b is",
-    ]
-    assert main(train_app, ["x.yaml", "--run-dir=~/r", *words]) == 0
+    words = "--data.train=~/a_*.bin --data.val ~/v.bin --init_from hf:~/m '--sample.prompt=~/b is'"
+    assert run_train(f"x.yaml --run-dir=~/r {words}") == 0
     [(config, run_dir, *_)] = trained
     found = (str(run_dir), config.data.train, config.data.val, config.init_from.removeprefix("hf:"))
     assert found == tuple(f"{here}/home/{name}" for name in ("r", "a_*.bin", "v.bin", "m"))
     assert config.sample.prompt == "~/b is"
-    assert main(tools_app, ["sample", "nanogpt:~/ckpt.pt"]) == 4
+    assert run_tool("sample nanogpt:~/ckpt.pt") == 4
     assert f"nanogpt:{here}/home/ckpt.pt: " in capsys.readouterr().err
 
 
@@ -263,11 +250,11 @@ def test_two_starts_in_one_second_have_a_directory_each(here, monkeypatch):
 
     def train(_, run_dir, *__):
         used.append(run_dir.name)
-        return main(train_app, ["x.yaml"]) if len(used) < 3 else 0
+        return run_train("x.yaml") if len(used) < 3 else 0
 
     monkeypatch.setattr(trainer, "train", train)
     monkeypatch.setattr(app.time, "strftime", lambda _: "20261122-150000")
-    assert main(train_app, ["x.yaml"]) == 0
+    assert run_train("x.yaml") == 0
     assert used == ["x-20261122-150000", "x-20261122-150000-2", "x-20261122-150000-3"]
     assert os.listdir("runs") == []
 
@@ -278,10 +265,10 @@ def test_train_refuses_shards_of_another_tokenizer(here, trained, capsys, split)
     (here / "others").mkdir()
     for path in {*keys.values()}:
         (here / path).touch()
-    argv = ["x.yaml", "--data.train", keys["train"], "--data.val", keys["val"]]
-    assert main(train_app, argv) == 0
+    line = f"x.yaml --data.train {keys['train']} --data.val {keys['val']}"
+    assert run_train(line) == 0
     (here / "others" / "shards.json").write_text('{"tokenizer": "gpt2"}')
-    assert main(train_app, argv) == 3 and len(trained) == 1
+    assert run_train(line) == 3 and len(trained) == 1
     assert "others/shards.json: made with another tokenizer, gpt2" in capsys.readouterr().err
 
 
@@ -297,7 +284,7 @@ def test_failed_start_removes_its_empty_run_dir(here, monkeypatch, run_dir, hold
 
     monkeypatch.setattr(trainer, "train", train)
     (here / "own").mkdir()
-    assert main(train_app, ["x.yaml", "--run_dir", run_dir]) == 3
+    assert run_train(f"x.yaml --run_dir {run_dir}") == 3
     assert (here / run_dir).exists() == stays
 
 
@@ -363,7 +350,7 @@ def test_a_recipe_in_place_of_a_command_names_what_to_use(monkeypatch, capsys):
 
 
 def test_print_config_prints_a_complete_config(here, capsys):
-    assert main(train_app, ["x.yaml", "--print-config", "--optim.lr", "5e-4"]) == 0
+    assert run_train("x.yaml --print-config --optim.lr 5e-4") == 0
     assert yaml.safe_load(text := capsys.readouterr().out)["optim"]["beta2"] == 0.95
     (here / "printed.yaml").write_text(text)
     assert Config.load("printed.yaml") == Config.load("x.yaml", {"optim.lr": "5e-4"})
@@ -372,15 +359,15 @@ def test_print_config_prints_a_complete_config(here, capsys):
 def test_help_fills_its_lines(capsys, monkeypatch):
     """Whatever lines an option has in its command's docstring."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(tools_app, ["sample", "--help"]) == 0
+    assert run_tool("sample --help") == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: ")
     assert "the fewest that together have probability p; 1 among all." in text
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-def test_help_lists_each_command_with_its_summary(capsys, argv):
-    assert main(tools_app, argv) == 0
+@pytest.mark.parametrize("line", ["", "--help", "-h"])
+def test_help_lists_each_command_with_its_summary(capsys, line):
+    assert run_tool(line) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (
         "│ perplexity Print a model's loss" in text
@@ -389,10 +376,10 @@ def test_help_lists_each_command_with_its_summary(capsys, argv):
 
 
 @pytest.mark.parametrize(
-    ("app", "argv"), [(tools_app, ["train", "--version"]), (train_app, ["--version"])]
+    ("run_command", "line"), [(run_tool, "train --version"), (run_train, "--version")]
 )
-def test_version_has_the_packages_below(capsys, app, argv):
-    assert main(app, argv) == 0
+def test_version_has_the_packages_below(capsys, run_command, line):
+    assert run_command(line) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"gpt2_triton {__version__}" and {"torch", "triton", "python"} <= {
         x.split()[0] for x in lines
@@ -406,20 +393,18 @@ def test_plan_needs_no_gpu_and_does_not_select_the_interpreter(here, monkeypatch
     monkeypatch.setattr(
         plan, "plan_report", lambda *arguments: seen.append(arguments[2].nbytes) or report
     )
-    assert main(train_app, ["x.yaml", "--plan", "--gpu", "A100-80"]) == 0
+    assert run_train("x.yaml --plan --gpu A100-80") == 0
     assert capsys.readouterr().out.startswith("the plan\n")
     assert seen == [device.memory_bytes("a100-80")] and 79 * 2**30 < seen[0] < 80 * 2**30
     assert "TRITON_INTERPRET" not in os.environ
 
 
 def test_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_its_run(here, capsys):
-    words = ["x.yaml", "--plan", "--gpu", "RTX 4090"]
-    assert (
-        main(train_app, [*words, "--train.batch_size", "65536"])
-        == errors.OutOfMemoryError.exit_code
-    )
+    plan_of = "x.yaml --plan --gpu 'RTX 4090'"
+    too_large = run_train(f"{plan_of} --train.batch_size 65536")
+    assert too_large == errors.OutOfMemoryError.exit_code
     assert capsys.readouterr().out.startswith("does not fit the GPU 4090 of 23.50 GiB; set ")
-    assert main(train_app, words) == 0
+    assert run_train(plan_of) == 0
     assert capsys.readouterr().out.startswith("fits the GPU 4090 of 23.50 GiB\nmemory ")
 
 
@@ -437,32 +422,32 @@ def test_a_gpu_or_its_memory_may_be_named_as_people_do(names):
 
 
 def test_plan_of_fp8_names_a_gpu_without_it(here, capsys):
-    words = ["x.yaml", "--plan", "--train.precision", "fp8", "--train.dtype", "bf16", "--gpu"]
-    assert main(train_app, [*words, "MI300X"]) == 2
+    plan_on = "x.yaml --plan --train.precision fp8 --train.dtype bf16 --gpu"
+    assert run_train(f"{plan_on} MI300X") == 2
     assert (
         "fp8 needs a GPU that multiplies e4m3" in (line := capsys.readouterr().err)
         and "mi300x is gfx942" in line
     )
-    assert main(train_app, [*words, "4090"]) == 0
+    assert run_train(f"{plan_on} 4090") == 0
+
+
+PLAN_OF_AUTO = "x.yaml --plan --buffers --train.precision auto --train.dtype bf16"
 
 
 def test_plan_says_what_the_precision_auto_is(here, capsys):
-    words = ["x.yaml", "--plan", "--buffers", "--train.precision", "auto", "--train.dtype", "bf16"]
-    for gpu, chosen in ((["--gpu", "h100"], "fp8"), ([], "fp8"), (["--gpu", "4090"], "bf16")):
-        assert main(train_app, [*words, *gpu]) == 0
+    for gpu, chosen in (("--gpu h100", "fp8"), ("", "fp8"), ("--gpu 4090", "bf16")):
+        assert run_train(f"{PLAN_OF_AUTO} {gpu}") == 0
         assert f"\ntrain.precision auto: {chosen} (" in (text := capsys.readouterr().out)
         assert ("amax" in text) == (chosen == "fp8")
 
 
 def test_plan_of_a_resume_keeps_the_runs_precision(here, capsys):
-    words = ["x.yaml", "--plan", "--buffers", "--train.precision", "auto", "--train.dtype", "bf16"]
     for had, gpu in (("fp8", "4090"), ("bf16", "h100"), ("", "h100")):
         step = here / f"run_{had}" / "checkpoints" / "step_00000007"
         if had:
             step.mkdir(parents=True)
             (step / "state.json").write_text(json.dumps({"config": {"train": {"precision": had}}}))
-        resume = ["--gpu", gpu, "--run_dir", f"run_{had}", "--resume"]
-        assert main(train_app, [*words, *resume]) == 0
+        assert run_train(f"{PLAN_OF_AUTO} --gpu {gpu} --run_dir run_{had} --resume") == 0
         text = capsys.readouterr().out
         note = f"train.precision auto: {had} (of the run so far)\n"
         assert text.startswith(note) == bool(had), had
@@ -471,17 +456,8 @@ def test_plan_of_a_resume_keeps_the_runs_precision(here, capsys):
 
 def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
     for precision in ("auto", "fp8"):
-        words = [
-            "x.yaml",
-            "--plan",
-            "--gpu",
-            "24gib",
-            "--train.precision",
-            precision,
-            "--train.dtype",
-            "bf16",
-        ]
-        assert main(train_app, words) == 0
+        words = f"x.yaml --plan --gpu 24gib --train.precision {precision} --train.dtype bf16"
+        assert run_train(words) == 0
         first, *rest = capsys.readouterr().out.splitlines()
         assert first == "fits the GPU 24gib of 24.00 GiB"
         assert any(line.startswith("train.precision auto: bf16") for line in rest) == (
@@ -491,14 +467,14 @@ def test_plan_takes_a_memory_for_any_other_gpu(here, capsys):
 
 def test_plan_refuses_fewer_rows_than_the_tokenizer_has_tokens(here, capsys):
     byte_level(here / "tok")
-    words = ["x.yaml", "--plan", "--model.vocab_size", "300", "--data.tokenizer"]
-    assert main(train_app, [*words, "tok"]) == 2
+    plan_with = "x.yaml --plan --model.vocab_size 300 --data.tokenizer"
+    assert run_train(f"{plan_with} tok") == 2
     assert capsys.readouterr() == (
         "",
         "error: model.vocab_size: the tokenizer ./tok has 345 tokens, got 300; "
         "set model.vocab_size to 345\n",
     )
-    assert main(train_app, [*words, "of/another/machine"]) == 0
+    assert run_train(f"{plan_with} of/another/machine") == 0
     assert capsys.readouterr().out.startswith("fits ")
 
 
@@ -545,64 +521,64 @@ def test_select_device_refuses_what_cannot_run(machine, gpu):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("line", "message"),
     [
-        (["sample"], "CHECKPOINT"),
-        (["sample", "a", "--tokens", "0", "--num", "1"], "--tokens: must be at least 1, got 0"),
+        ("sample", "CHECKPOINT"),
+        ("sample a --tokens 0 --num 1", "--tokens: must be at least 1, got 0"),
         (
-            ["sample", "a", "--num", "1.5"],
+            "sample a --num 1.5",
             "for --num: 1.5 is no whole number such as 1000, 1e9 or 10B; see --help",
         ),
         (
-            ["sample", "a", "--tokens", "1e3", "--top_p", "0"],
+            "sample a --tokens 1e3 --top_p 0",
             "--top_p: must be above 0 and at most 1, got 0.0; 1",
         ),
-        (["sample", "a", "--temperature", "nan"], "--temperature: must be at least 0, got nan"),
+        ("sample a --temperature nan", "--temperature: must be at least 0, got nan"),
         (
-            ["sample", "a", "--prompt_file", os.devnull],
+            "sample a --prompt_file /dev/null",
             "/dev/null: no prompt; write one on each line",
         ),
-        (["sample", "a", "--prompt"], "--prompt requires an argument; see --help"),
-        (["export", "a"], "--out requires an argument; see --help"),
+        ("sample a --prompt", "--prompt requires an argument; see --help"),
+        ("export a", "--out requires an argument; see --help"),
         (
-            ["sample", "a", "Once upon"],
+            "sample a 'Once upon'",
             "Once upon: unexpected; each value needs --prompt, or quotes; see --help",
         ),
         (
-            ["sample", "a", "--num_samples", "2"],
+            "sample a --num_samples 2",
             "--num_samples: unknown option; for nanoGPT's num_samples use sample",
         ),
         (
-            ["sample", "a", "--max-new-tokens=9"],
+            "sample a --max-new-tokens=9",
             "--max_new_tokens: unknown option; for nanoGPT's max_new_tokens use",
         ),
         (
-            ["sample", "a", "--device=cpu"],
+            "sample a --device=cpu",
             "nanoGPT's device has no counterpart here: a run uses the GPU",
         ),
-        (["sample", "a", "--out_dir", "b"], "--out_dir: unknown option; see --help"),
-        (["smaple", "a"], 'Unknown command "smaple"'),
-        (["sample", "a", "--top-pp", "9"], "--top_pp: unknown option; did you mean --top_p?\n"),
-        (["plot"], "RUNS requires an argument"),
-        (["plot", "nowhere"], "nowhere: no metrics.jsonl there; expected a run directory"),
+        ("sample a --out_dir b", "--out_dir: unknown option; see --help"),
+        ("smaple a", 'Unknown command "smaple"'),
+        ("sample a --top-pp 9", "--top_pp: unknown option; did you mean --top_p?\n"),
+        ("plot", "RUNS requires an argument"),
+        ("plot nowhere", "nowhere: no metrics.jsonl there; expected a run directory"),
         (
-            ["stats", "nowhere"],
+            "stats nowhere",
             "nowhere: no stats.jsonl there; name a run trained with --log.stats_every 100",
         ),
         (
-            ["prepare", "text", "a.txt", "--workers", "0"],
+            "prepare text a.txt --workers 0",
             'Invalid value "0" for --workers. Must be >= 1',
         ),
         (
-            ["prepare", "text", "a.txt", "--val_fraction", "1"],
+            "prepare text a.txt --val_fraction 1",
             '"1.0" for --val_fraction. Must be < 1',
         ),
-        (["prepare", "text"], "INPUTS requires an argument; see --help"),
-        (["prepare", "text", "a", "--tokenizer", "gpt5"], "--tokenizer"),
+        ("prepare text", "INPUTS requires an argument; see --help"),
+        ("prepare text a --tokenizer gpt5", "--tokenizer"),
     ],
 )
-def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, argv, message):
-    assert main(tools_app, argv) == 2
+def test_tools_report_a_mistake_in_one_line_with_exit_code_2(here, capsys, line, message):
+    assert run_tool(line) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
 

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.config import recipes
+from tests.support.commands import run_tool
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_list_has_a_line_for_each_recipe_by_size(capsys):
-    assert main(tools, ["configs"]) == 0
+    assert run_tool("configs") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["recipe", "parameters", "tokens"]
     listed = [line.split() for line in lines[: lines.index("")]]
@@ -28,10 +27,10 @@ def test_list_has_a_line_for_each_recipe_by_size(capsys):
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
 def test_print_gives_the_file(capfd, file):
-    assert main(tools, ["configs", file.name.removesuffix(".yaml")]) == 0
+    assert run_tool(f"configs {file.name.removesuffix('.yaml')}") == 0
     assert capfd.readouterr().out == re.sub("  # r: .*", "", file.read_text())
 
 
 def test_unknown_name_gets_the_list(capsys):
-    assert main(tools, ["configs", "gpt2-124"]) == 2
+    assert run_tool("configs gpt2-124") == 2
     assert "did you mean gpt2_124m?" in capsys.readouterr().err

@@ -2,13 +2,13 @@
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
+from tests.support.commands import run_tool
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -17,8 +17,8 @@ FIXTURES = ROOT / "tests" / "fixtures"
 def test_stdout_of_sample_is_the_text_alone(capsys):
     """A prompt is text: no option, and no path."""
     prompts = ["The ", "-", "- an item", "-- of a row-wise sum", "~/.bashrc sets"]
-    words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert main(tools, ["sample", str(FIXTURES / "run"), "--tokens", "2", *words]) == 0
+    words = " ".join(f"--prompt {shlex.quote(prompt)}" for prompt in prompts)
+    assert run_tool(f"sample {FIXTURES}/run --tokens 2 {words}") == 0
     out, err = capsys.readouterr()
     assert all(
         text.startswith(prompt) for text, prompt in zip(out.split("\n---\n"), prompts, strict=True)
@@ -41,7 +41,7 @@ def test_place_that_cannot_be_written_is_refused_before_the_work(
 ):
     # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, _: path != Path("/etc"))
-    assert main(tools, [name, str(FIXTURES / "run"), "--json", place]) == 2
+    assert run_tool(f"{name} {FIXTURES}/run --json {place}") == 2
     assert capsys.readouterr().err.startswith(f"error: --json: {fault}")
 
 

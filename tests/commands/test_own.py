@@ -19,12 +19,11 @@ from gpt2_triton.checkpoint.stored import whole_tensors
 from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import app as commands_app
 from gpt2_triton.commands import own
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 from gpt2_triton.training import trainer
 from tests.support.checkpoints import STEP_10, STEP_20, example, state, write
+from tests.support.commands import run_train
 from tests.support.tiny import tiny_model
 from tests.support.tokenizer_files import byte_level
 
@@ -74,31 +73,31 @@ def files(root):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("line", "message"),
     [
-        (["own"], "own: needs --data and one or more text files"),
-        (["own", "--data"], "own: needs --data and one"),
+        ("own", "own: needs --data and one or more text files"),
+        ("own --data", "own: needs --data and one"),
         (
-            ["quickstart", "--data", "my.txt"],
+            "quickstart --data my.txt",
             "recipe own, as `python -m gpt2_triton train own --data my.txt`; for",
         ),
         (
-            ["quickstart", "--field", "x"],
+            "quickstart --field x",
             "--field, --no-special, --strict: go with --data and the recipe own",
         ),
         (
-            ["own", "--data", "my.txt", "--train.steps", "x"],
+            "own --data my.txt --train.steps x",
             "error: train.steps: must be a valid integer",
         ),
-        (["own", "--data", "my.txt", "--model.n_embd", "100"], "error: model.n_embd: "),
+        ("own --data my.txt --model.n_embd 100", "error: model.n_embd: "),
         (
-            ["own", "--data", "my.txt", "--data.tokenizer", "gpt5"],
+            "own --data my.txt --data.tokenizer gpt5",
             "error: data.tokenizer: must be gpt2, llama3, bytes, or an existing tokenizer.json",
         ),
     ],
 )
-def test_mistakes_are_one_line_with_exit_code_2(here, capsys, argv, message):
-    assert main(app, argv) == 2
+def test_mistakes_are_one_line_with_exit_code_2(here, capsys, line, message):
+    assert run_train(line) == 2
     assert message in (err := capsys.readouterr().err) and len(err.splitlines()) == 1
 
 
@@ -106,7 +105,7 @@ def test_text_that_cannot_be_used_has_exit_code_3_and_leaves_nothing(here, capsy
     (here / "short.txt").write_text("short")
     before = files(here)
     for file, message in (("short.txt", "too little text"), ("no.txt", "no.txt: no such file")):
-        assert main(app, ["own", "--data", file]) == 3
+        assert run_train(f"own --data {file}") == 3
         assert message in capsys.readouterr().err and files(here) == before
 
 
@@ -115,9 +114,9 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused_before_the_text_is_pr
 ):
     byte_level(here / "tok")
     before = files(here)
-    words = ["own", "--data", "my.txt", "--data.tokenizer", "tok", "--model.vocab_size", "300"]
-    for more in ([], ["--plan"]):
-        assert main(app, [*words, *more]) == 2
+    line = "own --data my.txt --data.tokenizer tok --model.vocab_size 300"
+    for more in ("", " --plan"):
+        assert run_train(line + more) == 2
         assert "has 345 tokens, got 300; set" in capsys.readouterr().err and files(here) == before
 
 
@@ -127,7 +126,7 @@ def test_run_dir_that_cannot_be_written_is_refused_before_the_text_is_read(
     (here / "runs").mkdir()
     # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: path != here / "runs")
-    assert main(app, ["own", "--data", "my.txt", "--run_dir", "runs/a/b"]) == 2
+    assert run_train("own --data my.txt --run_dir runs/a/b") == 2
     message = (
         f"error: --run_dir: cannot write to {here / 'runs'}; "
         "choose another, or correct its permissions\n"
@@ -141,14 +140,13 @@ def test_text_that_cannot_be_used_is_an_error_of_every_rank(here, trained, monke
     monkeypatch.setattr(commands_app.time, "sleep", lambda seconds: None)
     for rank, said in (("1", ""), ("0", "error: --data: 5 tokens are too little text")):
         become_rank(rank, monkeypatch)
-        assert main(app, ["own", "--data", "short.txt"]) == 3
+        assert run_train("own --data short.txt") == 3
         err = capsys.readouterr().err
         assert err.startswith(said) and bool(err) == bool(said)
 
 
 def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, capsys):
-    given = ["--train.steps", "7", "--data.val", "mine.bin"]
-    assert main(app, ["own", "--data", "my.txt", *given]) == 0
+    assert run_train("own --data my.txt --train.steps 7 --data.val mine.bin") == 0
     out = capsys.readouterr().out
     assert "10,750 characters, on the CPU; tokenizer bytes" in out and "steps: 7 of " in out
     assert "\n  expected time of all steps without a GPU: 1m 00s, " in out
@@ -167,14 +165,14 @@ def test_first_start_prepares_the_text_and_prints_what_it_picked(here, trained, 
 
 def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, trained, capsys):
     before = files(here)
-    assert main(app, ["own", "--data", "my.txt", "--plan", "--gpu", "4090"]) == 0
+    assert run_train("own --data my.txt --plan --gpu 4090") == 0
     out = capsys.readouterr().out
     assert out.startswith("own text: 10,750 characters, on a GPU; tokenizer bytes, 10,750")
     assert "\nfits the GPU 4090 of 23.50 GiB\nmemory " in out
-    assert main(app, ["own", "--data", "my.txt", "--plan"]) == 0
+    assert run_train("own --data my.txt --plan") == 0
     assert (out := capsys.readouterr().out).startswith("own text: 10,750 characters, on the CPU; ")
     assert "\nfits this machine of " in out and "largest train.batch_size" not in out
-    assert main(app, ["own", "--data", "my.txt", "--print_config"]) == 0
+    assert run_train("own --data my.txt --print_config") == 0
     printed = yaml.safe_load(own_yaml := capsys.readouterr().out)
     assert printed["data"]["tokenizer"] == "bytes" and printed["model"]["vocab_size"] == 256
     assert not trained and files(here) == before
@@ -184,10 +182,10 @@ def test_plan_and_print_config_say_what_was_picked_and_write_nothing(here, train
         open_shards(printed["data"]["train"], 256, 64)
     (here / "own.yaml").write_text(own_yaml)  # a file, no recipe
     assert (
-        main(app, ["own.yaml", "--data", "my.txt", "--plan"]) == 2
+        run_train("own.yaml --data my.txt --plan") == 2
         and "for own.yaml give" in capsys.readouterr().err
     )
-    assert main(app, ["./own.yaml"]) == 0 and trained == [own.Config.load("own.yaml")]
+    assert run_train("./own.yaml") == 0 and trained == [own.Config.load("own.yaml")]
 
 
 @pytest.mark.slow
@@ -204,11 +202,9 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     sizes = dict(n_layer=1, block_size=32) | more
     model, config = tiny_model(model=sizes)
     export_weights(model, config, here / "theirs")
-    small = (
-        "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64"
-    ).split()
-    argv = "own --data my.txt --init_from hf:theirs --run_dir run --sample.tokens 2".split()
-    assert main(app, [*argv, *small]) == 0
+    small = "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64"
+    start = f"own --data my.txt {small} --init_from"
+    assert run_train(f"{start} hf:theirs --run_dir run --sample.tokens 2") == 0
     out = capsys.readouterr().out
     assert (
         "tokenizer bytes, 10,750 tokens\n" in out
@@ -223,8 +219,7 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     assert tuned.model == before.model
     norm = [name for name in tuned.shapes if "norm" in name or "ln" in name][0]
     assert 0 < np.abs(tuned.read(norm) - before.read(norm)).max() < 1e-3
-    argv = "own --data my.txt --init_from checkpoint:run/best --run_dir again".split()
-    assert main(app, [*argv, *small]) == 0
+    assert run_train(f"{start} checkpoint:run/best --run_dir again") == 0
     first, again = (
         yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again")
     )
@@ -234,8 +229,7 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
 def test_weights_of_another_tokenizer_name_theirs(here, trained, capsys):
     byte_level(here / "tok")
     export_weights(*tiny_model(), here / "theirs")
-    words = ["own", "--data", "my.txt", "--init_from", "hf:theirs", "--data.tokenizer", "tok"]
-    assert main(app, words) == 4
+    assert run_train("own --data my.txt --init_from hf:theirs --data.tokenizer tok") == 4
     assert capsys.readouterr().err.endswith("; set data.tokenizer to bytes\n")
 
 
@@ -245,12 +239,12 @@ def test_weights_without_files_are_finetuned_with_the_tokenizer_that_is_given(
     byte_level(here / "tok")
     model, config = tiny_model(model=dict(vocab_size=345, block_size=32))
     export_weights(model, config, here / "theirs", "llmc")
-    words = ["own", "--data", "my.txt", "--init_from", "llmc:theirs"]
-    assert main(app, words) == 4
+    line = "own --data my.txt --init_from llmc:theirs"
+    assert run_train(line) == 4
     said = "name its tokenizer as data.tokenizer of a run; "
     assert said in capsys.readouterr().err and not (here / "data").exists()
     for tokenizer, code in (("bytes", 0), ("tok", 0), ("gpt2", 2)):
-        assert main(app, [*words, "--data.tokenizer", tokenizer]) == code, tokenizer
+        assert run_train(f"{line} --data.tokenizer {tokenizer}") == code, tokenizer
     assert [config.model.vocab_size for config in trained] == [345, 345]
     assert [config.data.tokenizer for config in trained] == ["bytes", "./tok"]
 
@@ -262,8 +256,8 @@ def test_one_rank_exports_a_run_that_was_not_stopped(here, trained, monkeypatch)
     for rank, code in (("0", 0), ("1", 0), ("0", 143)):
         monkeypatch.setattr(trainer, "train", lambda *_, code=code: code)
         become_rank(rank, monkeypatch)
-        argv = "own --data my.txt --run_dir run --init_from hf:gpt2 --data.tokenizer bytes".split()
-        assert main(app, argv) == code
+        start = "own --data my.txt --run_dir run --init_from hf:gpt2 --data.tokenizer bytes"
+        assert run_train(start) == code
     assert exported == ["0"]
 
 
@@ -284,7 +278,7 @@ def test_the_best_checkpoint_is_exported_else_the_newest(here, monkeypatch):
     [
         (
             300,
-            [],
+            "",
             (
                 "hf:theirs: its 300 tokens have no known tokenizer; "
                 "put its tokenizer.json into theirs"
@@ -292,7 +286,7 @@ def test_the_best_checkpoint_is_exported_else_the_newest(here, monkeypatch):
         ),
         (
             256,
-            ["--model.n_layer", "3"],
+            "--model.n_layer 3",
             "hf:theirs has n_layer 2, this run n_layer 3; set model.n_layer to 2",
         ),
     ],
@@ -305,7 +299,7 @@ def test_weights_that_do_not_fit_are_refused_before_the_text_is_prepared(
     if vocab_size == 300:
         for name in ("tokenizer.json", "vocab.json"):
             (here / "theirs" / name).unlink()
-    assert main(app, ["own", "--data", "my.txt", "--init_from", "hf:theirs", *words]) == 4
+    assert run_train(f"own --data my.txt --init_from hf:theirs {words}") == 4
     assert said in capsys.readouterr().err and not (here / "data").exists()
 
 
@@ -315,10 +309,10 @@ def test_openais_weights_are_downloaded_before_the_text_is_prepared(here, traine
     monkeypatch.setitem(
         READERS, "hf", lambda name: asked.append((name, (here / "data").exists())) or sys.exit(7)
     )
-    words = ["own", "--data", "my.txt", "--init_from", "hf:gpt2", "--data.tokenizer", "bytes"]
-    assert main(app, [*words, "--print_config"]) == 0 and asked == []
+    line = "own --data my.txt --init_from hf:gpt2 --data.tokenizer bytes"
+    assert run_train(f"{line} --print_config") == 0 and asked == []
     with pytest.raises(SystemExit):
-        main(app, words)
+        run_train(line)
     assert asked == [("gpt2", False)]
 
 
@@ -327,10 +321,10 @@ def test_second_start_uses_the_same_shards_and_changed_or_renamed_text_new_ones(
 ):
     for name in ("my.txt", "my.txt", "my.md"):
         next(here.glob("my.*")).rename(here / name)
-        assert main(app, ["own", "--data", name]) == 0
+        assert run_train(f"own --data {name}") == 0
     assert "is prepared already" in capsys.readouterr().out
     (here / "my.md").write_text(TEXT + "That is the end.\n")
-    assert main(app, ["own", "--data", "my.md"]) == 0
+    assert run_train("own --data my.md") == 0
     first, second, *others = (config.data.train for config in trained)
     assert first == second and len({first, *others}) == len(list((here / "data").iterdir())) == 3
 
@@ -339,7 +333,7 @@ def test_folders_globs_and_several_files(here, trained):
     (here / "folder").mkdir()
     (here / "folder" / "a.txt").write_text(TEXT)
     (here / "[b].jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    assert main(app, ["own", "--data", "folder", "[b].jsonl", "my.*", "--optim.lr", "1e-3"]) == 0
+    assert run_train("own --data folder [b].jsonl my.* --optim.lr 1e-3") == 0
     [config] = trained
     assert (
         Path(config.data.train).parent.name.startswith("folder_bytes_") and config.optim.lr == 1e-3
@@ -350,36 +344,36 @@ def test_folders_globs_and_several_files(here, trained):
 
 def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     """Also on another machine, and where the rules of a later version would pick other keys."""
-    argv = ["own", "--data", "my.txt", "--run_dir", "run"]
-    assert main(app, [*argv, "--optim.lr", "5e-4", "--data.allow_changed", "true"]) == 0
+    line = "own --data my.txt --run_dir run"
+    assert run_train(f"{line} --optim.lr 5e-4 --data.allow_changed true") == 0
     monkeypatch.setattr(own.own_text, "choose", lambda *arguments: {})
-    assert main(app, [*argv, "--resume", "--eval.every", "3"]) == 0
+    assert run_train(f"{line} --resume --eval.every 3") == 0
     # which is for one start
     assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})
     assert trained[1].optim.lr == 5e-4
 
 
 def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypatch, capsys):
-    argv = ["own", "--run_dir", "run", "--resume"]
-    assert main(app, argv) == 2 and "own: needs --data" in capsys.readouterr().err
-    first = ["own", "--data", "my.txt", "--run_dir", "run", "--init_from", "hf:theirs"]
+    line = "own --run_dir run --resume"
+    assert run_train(line) == 2 and "own: needs --data" in capsys.readouterr().err
+    first = "own --data my.txt --run_dir run --init_from hf:theirs"
     export_weights(*tiny_model(model=dict(block_size=32)), here / "theirs")
     exported = []
     monkeypatch.setattr(own, "export", lambda run_dir, _: exported.append(run_dir))
-    assert main(app, [*first, "--data.allow_changed", "true"]) == 0
+    assert run_train(f"{first} --data.allow_changed true") == 0
     (here / "my.txt").unlink()
-    assert main(app, [*argv, "--eval.every", "3"]) == 0
+    assert run_train(f"{line} --eval.every 3") == 0
     assert trained[1] == trained[0].replace(eval={"every": 3}, data={"allow_changed": False})
     assert exported == [Path("run"), Path("run")]
     shards = Path(trained[0].data.train).parent
     assert f"own text: {shards}/train_*.bin, as before: " in capsys.readouterr().out
-    assert main(app, argv[:-1]) == 2 and "own: needs --data" in capsys.readouterr().err
-    assert main(app, [*argv, "--data"]) == 2 and "own: needs --data" in capsys.readouterr().err
-    assert main(app, [*argv, "--print_config"]) == 0
+    for without in ("own --run_dir run", f"{line} --data"):
+        assert run_train(without) == 2 and "own: needs --data" in capsys.readouterr().err
+    assert run_train(f"{line} --print_config") == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["train"] == trained[0].data.train
-    assert main(app, [*argv, "--plan"]) == 0 and "fits this" in capsys.readouterr().out
+    assert run_train(f"{line} --plan") == 0 and "fits this" in capsys.readouterr().out
     shards.rename(here / "moved")
-    assert main(app, argv) == 3 and len(trained) == 2
+    assert run_train(line) == 3 and len(trained) == 2
     err = capsys.readouterr().err
     assert err.startswith(
         f"error: {shards}/train_*.bin: no such shards, which run was trained on; "
@@ -392,13 +386,13 @@ def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypa
 
 def test_resume_without_the_tokenizers_folder_takes_the_runs_copy(here, trained):
     byte_level(here / "tok")
-    argv = ["own", "--data", "my.txt", "--run_dir", "run"]
-    given = ["--data.tokenizer", "./tok"]
-    assert main(app, [*argv, *given]) == 0
+    line = "own --data my.txt --run_dir run"
+    given = f"{line} --data.tokenizer ./tok"
+    assert run_train(given) == 0
     (here / "tok").rename(here / "run" / "source")
-    assert main(app, ["own", "--run_dir", "run", "--resume"]) == 0  # the trainer finds the copy
-    assert main(app, [*argv, "--resume"]) == 0
-    assert main(app, [*argv, *given, "--resume"]) == 0  # the same command
+    assert run_train("own --run_dir run --resume") == 0  # the trainer finds the copy
+    assert run_train(f"{line} --resume") == 0
+    assert run_train(f"{given} --resume") == 0  # the same command
     found = [config.data.tokenizer for config in trained]
     assert found == ["./tok", "./tok", "run/source", "run/source"]
 
@@ -410,16 +404,14 @@ def test_what_is_left_out_is_said_once_or_refused_and_a_field_is_named(here, tra
     (here / "x.jsonl").write_text(json.dumps({"doc": {"body": TEXT}}))
     left_out = "files of other kinds (.pdf), not given by their ending: 1, first folder/b.pdf"
     for words, code, said in (
-        (["folder"], 0, f"left out: {left_out}\n"),
-        (["folder", "--plan"], 0, f"left out: {left_out}\n"),
-        (["folder", "--strict"], 3, f"--strict: would leave out {left_out}; "),
-        (["x.jsonl", "--field", "doc"], 3, "no text, but rows without text in the field doc: 1"),
-        (["x.jsonl", "--field", "doc.body"], 0, "own text: 10,750 characters"),
+        ("folder", 0, f"left out: {left_out}\n"),
+        ("folder --plan", 0, f"left out: {left_out}\n"),
+        ("folder --strict", 3, f"--strict: would leave out {left_out}; "),
+        ("x.jsonl --field doc", 3, "no text, but rows without text in the field doc: 1"),
+        ("x.jsonl --field doc.body", 0, "own text: 10,750 characters"),
     ):
-        assert (
-            main(app, ["own", "--data", *words]) == code
-            and "".join(capsys.readouterr()).count(said) == 1
-        )
+        assert run_train(f"own --data {words}") == code
+        assert "".join(capsys.readouterr()).count(said) == 1
 
 
 @pytest.mark.slow

@@ -9,12 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.commands.plot import CURVES, OPENAI, SMOOTH_FROM, smoothed
 from gpt2_triton.commands.plot import draw_runs as plot
 from gpt2_triton.commands.plot import plot as plot_command
 from gpt2_triton.errors import ConfigError
+from tests.support.commands import run_tool
 
 TOKENS = 1000  # per step
 
@@ -102,18 +101,15 @@ def test_published_curves_are_laid_beside_runs_as_far_as_these_have_come(panels,
     curve = next(line for line in drawn["loss"].lines if line.get_color() == "0.2")
     assert curve.get_xydata()[[0, -1]].tolist() == [[0, 11.0092], [1000 * 524_288, 4.3170]]
     assert drawn["legend"][1].startswith("gpt2_124m_llmc\n")
-    assert (
-        main(tools, ["plot", str(run), "--beside", "gpt2_124m_llmc", "-o", str(tmp_path / "a.svg")])
-        == 0
-    )
+    assert run_tool(f"plot {run} --beside gpt2_124m_llmc -o {tmp_path}/a.svg") == 0
     # llm.c: 4.3170 after 1000 steps, 4.1296 after 1250
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("run: val loss 3.9000 at 590M tokens; gpt2_124m_llmc has 4.2233")
     for tokenizer, noted in (("gpt2", False), ("bytes", True)):
         (run / "config.yaml").write_text(f"data:\n  tokenizer: {tokenizer}\n  windows: fixed\n")
-        assert main(tools, ["plot", str(run), "--openai", "-o", str(tmp_path / "a.svg")]) == 0
+        assert run_tool(f"plot {run} --openai -o {tmp_path}/a.svg") == 0
         assert ("run: its tokens are not GPT-2's" in capsys.readouterr().out) == noted
-    assert main(tools, ["plot", str(run), "--beside", "none", "-o", str(tmp_path / "a.svg")]) == 2
+    assert run_tool(f"plot {run} --beside none -o {tmp_path}/a.svg") == 2
     assert "known are gpt2_124m_llmc, " in capsys.readouterr().err
 
 
@@ -181,7 +177,7 @@ def test_a_full_disk_is_named_and_leaves_no_picture(tmp_path, monkeypatch, capsy
     run = write_run(tmp_path / "run", 3)
     out = tmp_path / "loss.svg"
     monkeypatch.setattr(os, "fsync", refuse)
-    assert main(tools, ["plot", str(run), "-o", str(out)]) == 2
+    assert run_tool(f"plot {run} -o {out}") == 2
     assert capsys.readouterr().err == f"error: {out}: No space left on device; make room\n"
     assert os.listdir(tmp_path) == ["run"]
 

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from gpt2_triton.checkpoint.sources import load_weights
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data import hellaswag as data
 from gpt2_triton.data.hellaswag import Questions
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -30,6 +28,7 @@ from gpt2_triton.inference.losses import Stopped, validation_loss
 from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2, llama3
 from tests.support import torch_reference
+from tests.support.commands import run_tool
 from tests.support.loop import losses, records, train
 from tests.support.tiny import tiny_config, tiny_model
 
@@ -142,19 +141,8 @@ def test_a_llama_has_transformers_scores(rows_file, tmp_path, config_class, mode
         data.load_questions(rows_file, get_tokenizer("bytes"), 2, tuple(data.STYLES)),
         tmp_path / "out",
     )
-    words = [
-        "--data",
-        str(rows_file),
-        "--limit",
-        "2",
-        "--batch_tokens",
-        "1000",
-        "--dtype",
-        "fp32",
-        "--json",
-        str(out),
-    ]
-    assert main(app, ["hellaswag", directory, *words]) == 0
+    words = f"--data {rows_file} --limit 2 --batch_tokens 1000 --dtype fp32 --json {out}"
+    assert run_tool(f"hellaswag {directory} {words}") == 0
     model = load_for_losses(*load_weights(directory)[:2], 1000, "fp32")
     for style, asked in questions.items():
         want = []

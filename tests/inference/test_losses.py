@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from gpt2_triton.checkpoint.sources import load_weights
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.shards import open_shards, write_shard
 from gpt2_triton.data.tokenizer import get_tokenizer
@@ -26,6 +24,7 @@ from tests.conftest import DEVICE
 from tests.data.prepare.test_text import gpt2
 from tests.inference.test_hellaswag import row, write
 from tests.support.checkpoints import whole
+from tests.support.commands import run_tool
 from tests.support.loop import records, train
 from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tokenizer_files import byte_level
@@ -54,8 +53,8 @@ def test_perplexity_equals_the_validation_loss_of_training(trained, tmp_path, ca
         record["val_loss"] for record in logged if record["step"] == 1 and "val_loss" in record
     ]
     out = tmp_path / "out.json"
-    arguments = [str(directory / "run"), "--tokens", "256", "--json", str(out)]
-    assert main(app, ["perplexity", *arguments, "--batch_tokens", "200"]) == 0
+    arguments = f"--tokens 256 --json {out} --batch_tokens 200"
+    assert run_tool(f"perplexity {directory}/run {arguments}") == 0
     found = json.loads(out.read_text())
     assert found["loss"] == pytest.approx(val_loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(val_loss), rel=1e-5)
@@ -121,46 +120,46 @@ def test_perplexity_without_a_tokenizer_has_no_bits_per_byte(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "message"),
+    ("line", "code", "message"),
     [
-        (["hellaswag", "none"], 4, "none: no checkpoint found"),
-        (["hellaswag", "RUN", "--data", "none.jsonl"], 3, "none.jsonl: cannot read or write"),
+        ("hellaswag none", 4, "none: no checkpoint found"),
+        ("hellaswag RUN --data none.jsonl", 3, "none.jsonl: cannot read or write"),
         (
-            ["perplexity", "hf:DIR"],
+            "perplexity hf:DIR",
             2,
             "perplexity: hf:DIR is no run with data.val; name shards after it",
         ),
         (
-            ["perplexity", "RUN", "my.txt"],
+            "perplexity RUN my.txt",
             3,
             "my.txt: text, not a shard; `python -m gpt2_triton prepare text my.txt ",
         ),
-        (["perplexity", "RUN", "none_*.bin"], 3, "none_*.bin: no such shards; "),
-        (["perplexity", "RUN", "large.bin"], 3, "must be less than 256; choose other data, or"),
+        ("perplexity RUN 'none_*.bin'", 3, "none_*.bin: no such shards; "),
+        ("perplexity RUN large.bin", 3, "must be less than 256; choose other data, or"),
         (
-            ["perplexity", "RUN", "gpt2/val.bin"],
+            "perplexity RUN gpt2/val.bin",
             3,
             "made with another tokenizer, gpt2, not bytes; prepare the text",
         ),
         (
-            ["perplexity", "RUN", "VAL", "--tokens", "15"],
+            "perplexity RUN VAL --tokens 15",
             3,
             "eval.tokens, or --tokens, asks for 15; give 16 to",
         ),
         (
-            ["perplexity", "RUN", "VAL", "--seq_len", "193"],
+            "perplexity RUN VAL --seq_len 193",
             2,
             "--seq_len: 193, but the model's longest sequence has 192",
         ),
         (
-            ["perplexity", "RUN", "large.bin", "--seq_len", "17"],
+            "perplexity RUN large.bin --seq_len 17",
             3,
             "a smaller train.seq_len; perplexity has --seq_len",
         ),
     ],
 )
 def test_mistakes_are_reported_in_one_line(
-    trained, tmp_path, monkeypatch, capsys, argv, code, message
+    trained, tmp_path, monkeypatch, capsys, line, code, message
 ):
     directory, _ = trained
     monkeypatch.chdir(tmp_path)
@@ -170,7 +169,7 @@ def test_mistakes_are_reported_in_one_line(
     (tmp_path / "gpt2" / "val.bin").touch()
     write_shard(tmp_path / "large.bin", np.array([300] * 17, np.uint16))
     words = {"RUN": str(directory / "run"), "VAL": str(directory / "val_0.bin")}
-    assert main(app, [words.get(word, word) for word in argv]) == code
+    assert run_tool(" ".join(words.get(word, word) for word in line.split())) == code
     err = capsys.readouterr().err
     assert message in err.replace(words["RUN"], "RUN") and len(err.splitlines()) == 1
 
@@ -180,14 +179,14 @@ def test_perplexity_takes_windows_of_another_length(trained, tmp_path, capsys):
     usual length is their context.
     """
     directory, _ = trained
-    assert main(app, ["export", str(directory / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert run_tool(f"export {directory}/run --out {tmp_path}/out") == 0
     for source, seq_len, tokens, dtype in (
         ("run", 8, 192, "fp32"),
         ("run", 100, 100, "fp32"),
         (tmp_path / "out", 100, 100, "fp32" if DEVICE == "cpu" else "bf16"),
     ):
-        words = f"{directory / source} {directory}/val_0.bin --seq_len {seq_len}".split()
-        assert main(app, ["perplexity", *words, "--batch_tokens", "200"]) == 0
+        words = f"{directory / source} {directory}/val_0.bin --seq_len {seq_len}"
+        assert run_tool(f"perplexity {words} --batch_tokens 200") == 0
         assert f"{tokens} tokens in {dtype} | loss " in capsys.readouterr().out
 
 
@@ -198,7 +197,7 @@ def test_the_scripts_of_eval_are_the_commands(trained, tmp_path, monkeypatch, ca
     words += (
         ["--data", str(write(tmp_path / "rows.jsonl", [row(0)]))] if name == "hellaswag" else []
     )
-    assert main(app, [name, *words]) == 0
+    assert run_tool(" ".join([name, *words])) == 0
     printed = capsys.readouterr().out
     script = str(ROOT / "eval" / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, *words])

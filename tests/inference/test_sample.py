@@ -15,8 +15,6 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
 from gpt2_triton.commands import sample as sample_command
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.tokenizer import ByteTokenizer
 from gpt2_triton.errors import UserError
 from gpt2_triton.inference import generate, load, sample
@@ -28,6 +26,7 @@ from gpt2_triton.model.model import Model
 from tests.conftest import DEVICE
 from tests.kernels.test_sampling import kept, scores
 from tests.support import checkpoints
+from tests.support.commands import run_tool
 from tests.support.models import train_steps
 from tests.support.tiny import tiny_config, tiny_model
 
@@ -309,11 +308,9 @@ def test_special_tokens_in_a_prompt_are_counted_or_ordinary_text(step_dir, monke
     monkeypatch.setattr(
         sample, "draw", lambda model, prompts, *_: seen.append(bytes(*prompts)) or [[]]
     )
-    for words, said in (([], "special tokens in the prompts: 1\n"), (["--no-special"], "")):
-        assert (
-            main(tools, ["sample", str(step_dir), "--prompt", "a<|endoftext|>b<|eot_id|>", *words])
-            == 0
-        )
+    for words, said in (("", "special tokens in the prompts: 1\n"), ("--no-special", "")):
+        prompt = "--prompt 'a<|endoftext|>b<|eot_id|>'"
+        assert run_tool(f"sample {step_dir} {prompt} {words}") == 0
         assert capsys.readouterr().err.startswith(said + "0 tokens in ")
     assert seen == [b"a\0b<|eot_id|>", b"a<|endoftext|>b<|eot_id|>"]
 
@@ -357,8 +354,8 @@ def test_several_prompts_are_continued_one_after_the_other(step_dir, tmp_path, c
     (tmp_path / "prompts.txt").write_text("\ufeffSecond\r\n\nThird\n")
     monkeypatch.setattr(sys, "stdin", open(tmp_path / "prompts.txt"))
     for num, file in (("1", str(tmp_path / "prompts.txt")), ("2", "-")):
-        words = ["--prompt", "First", "--prompt_file", file, "--tokens", "3"]
-        assert main(tools, ["sample", str(step_dir), *words, "--num", num]) == 0
+        words = f"--prompt First --prompt_file {file} --tokens 3 --num {num}"
+        assert run_tool(f"sample {step_dir} {words}") == 0
         together, alone = capsys.readouterr().out, []
         for prompt in ("First", "Second", "Third"):
             sample_command.sample(str(step_dir), prompt=[prompt], tokens=3, num=int(num))

@@ -12,8 +12,6 @@ import torch
 
 import gpt2_triton.kernels as K
 import gpt2_triton.model.memory_plan
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.distributed.control import SINGLE_PROCESS
 from gpt2_triton.kernels.tensor_stats import muon_stats, parameter_stats, stats_parts, tensor_stats
 from gpt2_triton.model.model import Model
@@ -23,6 +21,7 @@ from gpt2_triton.operands import Betas, Matrices, Span, Step
 from gpt2_triton.training.lr_schedule import step_inputs
 from gpt2_triton.training.trainer import Trainer
 from tests.conftest import DEVICE
+from tests.support.commands import run_tool
 from tests.support.helpers import poisoned
 from tests.support.launchers import WrappedKernels
 from tests.support.loop import train
@@ -251,12 +250,12 @@ def test_a_run_writes_resumes_and_shows_statistics(tmp_path, capsys):
     assert train(config, tmp_path, resume=True) == 0
     assert (tmp_path / "stats.jsonl").read_text() == whole
     capsys.readouterr()
-    assert main(app, ["stats", str(tmp_path), "--step", "2"]) == 0
+    assert run_tool(f"stats {tmp_path} --step 2") == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "step 2" and shown[-1] == "first non-finite: none"
     names = [line.split()[0] for line in shown if line]
     assert {"x[0]", "x[2]", "fch", "dx[2]", "wte", "qkvw"} <= set(names)
-    assert main(app, ["stats", str(tmp_path), "--step", "7"]) == 2
+    assert run_tool(f"stats {tmp_path} --step 7") == 2
     assert "no statistics of step 7; take one of 2 steps, from 2 to 3" in capsys.readouterr().err
 
 

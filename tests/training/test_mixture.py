@@ -7,14 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app
 from gpt2_triton.data.loader import MicroBatches
 from gpt2_triton.data.shards import write_shard
 from gpt2_triton.errors import CheckpointError
 from gpt2_triton.training import setup
 from tests.support import ranks
+from tests.support.commands import run_tool, run_train
 from tests.support.loop import final_bytes, records, train
 from tests.support.tiny import merged, tiny_config
 
@@ -119,8 +117,7 @@ def test_perplexity_of_a_run_has_a_line_for_each_source(data, tmp_path, capsys):
     [*_, logged] = [record for record in records(tmp_path / "run") if "val_loss" in record]
     weighted = ["a/val_*.bin=6", "b/val_*.bin=2"]
     for shards in ([], [",".join(weighted)], weighted):
-        words = ["perplexity", "run", *shards, "--tokens", "256", "--json", "found.json"]
-        assert main(tools, words) == 0
+        assert run_tool(f"perplexity run {' '.join(shards)} --tokens 256 --json found.json") == 0
         lines = capsys.readouterr().out.splitlines()[-3:]
         assert [line.split(" in ")[0] for line in lines[:2]] == ["a: 192 tokens", "b: 64 tokens"]
         found = json.loads((tmp_path / "found.json").read_text())
@@ -132,7 +129,7 @@ def test_perplexity_of_a_run_has_a_line_for_each_source(data, tmp_path, capsys):
 
 def test_print_config_has_the_epochs_of_each_source(data, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(mixed().to_yaml())
-    assert main(app, ["mine.yaml", "--print_config"]) == 0
+    assert run_train("mine.yaml --print_config") == 0
     out = capsys.readouterr().out
     assert "train: a/train_*.bin=3,b/train_*.bin=1" in out
     assert "# data.train b: 25% of the sequences, 0.0161 epochs of 4,000 tokens" in out

@@ -123,22 +123,12 @@ def test_borrowed_signals_of_several_ranks_ignore_repeats(exit_codes, tmp_path, 
 def test_train_saves_its_last_step_when_the_terminal_is_closed(tmp_path, request):
     """It receives SIGHUP, and from then on printing fails."""
     root = request.config.rootpath
-    small = (
-        "--model.n_layer 1 --model.n_head 1 --model.n_embd 64 "
-        "--train.batch_size 1 --train.seq_len 16"
-    )
     options = (
-        f"{small} --train.total_batch_tokens null --train.steps 100000 "
-        "--eval.every 0 --sample.every 0"
+        "train.py configs/quickstart.yaml --model.n_layer 1 --model.n_head 1 --model.n_embd 64 "
+        "--train.batch_size 1 --train.seq_len 16 --train.total_batch_tokens null "
+        "--train.steps 100000 --eval.every 0 --sample.every 0 --run_dir"
     )
-    command = [
-        sys.executable,
-        "train.py",
-        "configs/quickstart.yaml",
-        *options.split(),
-        "--run_dir",
-        str(tmp_path),
-    ]
+    command = [sys.executable, *options.split(), str(tmp_path)]
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(root)

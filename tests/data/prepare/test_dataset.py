@@ -19,8 +19,6 @@ import datasets
 import numpy as np
 import pytest
 
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build, dataset
 from gpt2_triton.data.prepare.build import PROGRESS
 from gpt2_triton.data.prepare.dataset import Dataset, prepare_dataset
@@ -29,6 +27,7 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 from tests.data.prepare.test_text import contents
+from tests.support.commands import run_tool
 
 # several documents a batch, several batches a shard, and neither ends with the other
 SHARD, BATCH = 2200, 700
@@ -279,27 +278,17 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, revision, **given: load(str(folder.path), **given)
     )
-    here = [
-        "prepare",
-        "fineweb",
-        "--out",
-        "out",
-        "--tokenizer",
-        "bytes",
-        "--workers",
-        "1",
-        "--source",
-    ]
-    known = ["kjj0/fineweb10B-gpt2", "--revision", "c" * 40]
+    here = "prepare fineweb --out out --tokenizer bytes --workers 1 --source"
+    known = f"kjj0/fineweb10B-gpt2 --revision {'c' * 40}"
     for words, code, message in (
-        ([str(folder.path)], 3, "or use `prepare text` for its files"),
+        (f"{folder.path}", 3, "or use `prepare text` for its files"),
         (
-            [*known, "--field", "body"],
+            f"{known} --field body",
             3,
             "no field 'body', it has id, text; name the field that holds the text",
         ),
-        (["no/where"], 3, "no/where: cannot read: ConnectError"),
-        (["wrong"], 3, "; check the name in --source and the network, or use `prepare text`"),
+        ("no/where", 3, "no/where: cannot read: ConnectError"),
+        ("wrong", 3, "; check the name in --source and the network, or use `prepare text`"),
         (
             known,
             3,
@@ -308,11 +297,11 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
                 "tokens; give that number as --tokens"
             ),
         ),
-        ([*known, "--tokens", "29452"], 0, None),  # as that message says
-        ([*known, "--tokens", "9"], 2, '"9" for --tokens. Must be >= 10'),
-        ([*known, "--shard_tokens", "0"], 2, '"0" for --shard_tokens. Must be >= 1'),
+        (f"{known} --tokens 29452", 0, None),  # as that message says
+        (f"{known} --tokens 9", 2, '"9" for --tokens. Must be >= 10'),
+        (f"{known} --shard_tokens 0", 2, '"0" for --shard_tokens. Must be >= 1'),
     ):
-        assert main(app, [*here, *words]) == code, words
+        assert run_tool(f"{here} {words}") == code, words
         err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert err == [] if message is None else len(err) == 1 and message in err[0], (words, err)
 
@@ -330,23 +319,9 @@ def test_dataset_refuses_a_full_disk_before_reading(folder, tmp_path, monkeypatc
 def test_dataset_commands_name_their_dataset(command, monkeypatch):
     calls = []
     monkeypatch.setattr(dataset, "prepare_dataset", lambda *arguments: calls.append(arguments))
-    assert (
-        main(
-            app,
-            [
-                "prepare",
-                command,
-                "--version",
-                "sample-100BT",
-                "--tokens",
-                "1000000",
-                "--workers",
-                "3",
-            ],
-        )
-        == 0
-    )
-    assert main(app, ["prepare", command]) == 0
+    words = f"prepare {command} --version sample-100BT --tokens 1000000 --workers 3"
+    assert run_tool(words) == 0
+    assert run_tool(f"prepare {command}") == 0
     (source, out, *rest), (default, default_out, *_) = calls
     assert (
         source == Dataset(f"HuggingFaceFW/{command}", "sample-100BT")

@@ -6,13 +6,12 @@ import pickle
 import numpy as np
 import pytest
 
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build
 from gpt2_triton.data.prepare.nanogpt import prepare_nanogpt
 from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
+from tests.support.commands import run_tool
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_nanogpts_tokens_are_kept_whether_stopped_or_not(folder, monkeypatch, ca
             prepare_nanogpt(folder, out)
         assert "stopped: the same command goes on" in capsys.readouterr().err
     monkeypatch.setattr(build, "write_shard", write)
-    assert main(app, ["prepare", "nanogpt", str(folder), "--out", str(out)]) == 0
+    assert run_tool(f"prepare nanogpt {folder} --out {out}") == 0
     said = (
         f"resuming after 2 finished shards, 2,000 tokens\nprepared {out}: "
         "4 shards, 2,500 tokens to train on, 300 "

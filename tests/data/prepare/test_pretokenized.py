@@ -6,17 +6,16 @@ import json
 
 import pytest
 
-from gpt2_triton.commands import tools as app
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import build, pretokenized
 from gpt2_triton.data.prepare.hub import hub_errors
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
+from tests.support.commands import run_tool
 
 
 def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--shards", "2"]) == 0
+    assert run_tool("prepare pretokenized fineweb10B --shards 2") == 0
     out = tmp_path / "data" / "fineweb10B"
     names = ["shards.json", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
     assert sorted(path.name for path in out.iterdir()) == names
@@ -79,7 +78,7 @@ def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsy
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
-    assert main(app, ["prepare", "pretokenized", "fineweb10B", "--out", str(tmp_path / "out")]) == 3
+    assert run_tool(f"prepare pretokenized fineweb10B --out {tmp_path}/out") == 3
     err = capsys.readouterr().err
     assert (
         len(err.splitlines()) == 1

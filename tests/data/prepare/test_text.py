@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.console import counted
 from gpt2_triton.data import tokenizer
 from gpt2_triton.data.prepare import build, documents, text
@@ -26,6 +24,7 @@ from gpt2_triton.data.prepare.workers import paired_map
 from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
+from tests.support.commands import run_tool
 
 SHAKESPEARE = Path(__file__).parents[3] / "data" / "tinyshakespeare.txt"
 TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for i in range(200))
@@ -418,28 +417,16 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(
     rows = [{"doc": {"text": f"<|endoftext|>line {i}\0\r\n"}} for i in range(50)] + [{"doc": {}}]
     Path("c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("empty.txt").touch()
-    command = [
-        "prepare",
-        "text",
-        "c.jsonl",
-        "empty.txt",
-        "--tokenizer",
-        "bytes",
-        "--workers",
-        "1",
-        "--out",
-    ]
-    assert main(tools, [*command, "out"]) == 3
+    command = "prepare text c.jsonl empty.txt --tokenizer bytes --workers 1"
+    of_field = f"{command} --field doc.text --out"
+    assert run_tool(f"{command} --out out") == 3
     assert 'c.jsonl, line 1: {"doc": {"text": "<|endoftext|>line 0' in capsys.readouterr().err
-    assert (
-        main(tools, [*command, "out", "--field", "doc.text", "--strict"]) == 3
-        and not Path("out").exists()
-    )
+    assert run_tool(f"{of_field} out --strict") == 3 and not Path("out").exists()
     what = 'rows without text in the field doc.text: 1, first c.jsonl, line 51: {"doc": {}}; '
     what += "empty files: 1, first empty.txt"
     nuls = "NUL characters: 50, first c.jsonl, line 1; "
     assert f"--strict: would leave out {nuls}{what}; correct" in capsys.readouterr().err
-    assert main(tools, [*command, "out", "--field", "doc.text"]) == 0
+    assert run_tool(f"{of_field} out") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == ["special tokens: <|endoftext|> 50", f"left out: {nuls}{what}"]
     tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(
@@ -447,9 +434,9 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(
     )
     assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
     # the shards mean other text
-    assert main(tools, [*command, "out", "--field", "doc.text", "--no-special"]) == 3
+    assert run_tool(f"{of_field} out --no-special") == 3
     assert "out: in use" in capsys.readouterr().err
-    assert main(tools, [*command, "plain", "--field", "doc.text", "--no-special"]) == 0
+    assert run_tool(f"{of_field} plain --no-special") == 0
     assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
 
 
@@ -518,25 +505,15 @@ def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_the
         else "".join(turns)
     )
     for fraction in (0.1, 0.1005, 0.101):
-        command = [
-            "prepare",
-            "text",
-            name,
-            "--tokenizer",
-            "llama3",
-            "--val_fraction",
-            str(fraction),
-            "--workers",
-            "1",
-        ]
-        assert main(tools, [*command, "--out", str(fraction)]) == 0
+        command = f"prepare text {name} --tokenizer llama3 --workers 1 --val_fraction {fraction}"
+        assert run_tool(f"{command} --out {fraction}") == 0
         assert capsys.readouterr().out.startswith(CHAT_WITH + "\n")
         shards = [str(Path(str(fraction), f"{split}_000000.bin")) for split in ("train", "val")]
         tokens = np.concatenate([map_tokens(Path(shard)) for shard in shards])
         assert tokens.tolist() == [
             token for turn in turns for token in coder.encode(turn, special=True)
         ]
-    assert main(tools, [*command, "--out", "plain", "--no-special"]) == 0
+    assert run_tool(f"{command} --out plain --no-special") == 0
     assert "special" not in capsys.readouterr().out
     plain = map_tokens(Path("plain", "train_000000.bin"))
     assert set(plain[plain >= 128000]) <= {coder.delimiter}

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.data.prepare import train_tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer, identity
 from gpt2_triton.errors import DataError
+from tests.support.commands import run_tool
 from tests.support.tokenizer_files import HARD
 
 
@@ -29,7 +28,7 @@ def greek(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_is_trained_on_a_text(greek, capsys):
-    assert main(tools, ["tokenizer", "my.txt", "--vocab", "600", "--out", "tok"]) == 0
+    assert run_tool("tokenizer my.txt --vocab 600 --out tok") == 0
     out = capsys.readouterr().out
     [own, gpt2] = [line for line in out.splitlines() if "tokens" in line]
     assert own.startswith("600 tokens, ") and " bytes per token on " in own
@@ -46,7 +45,7 @@ def test_without_gpt2s_merges_it_says_that_it_does_not_compare(greek, monkeypatc
         raise DataError(f"tokenizer {name}: no merges; bring some")
 
     monkeypatch.setattr(train_tokenizer, "get_tokenizer", absent)
-    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300"]) == 0
+    assert run_tool("tokenizer my.txt --vocab 300") == 0
     assert capsys.readouterr().out.splitlines()[1] == (
         "not compared with GPT-2's: tokenizer gpt2: no merges"
     )
@@ -54,21 +53,20 @@ def test_without_gpt2s_merges_it_says_that_it_does_not_compare(greek, monkeypatc
 
 def test_a_text_without_enough_pairs_says_so(greek, capsys):
     (greek / "my.txt").write_text("abcd " * 200)
-    assert main(tools, ["tokenizer", "my.txt"]) == 0
+    assert run_tool("tokenizer my.txt") == 0
     assert "no more pairs that occur twice (16,384 were asked for)" in capsys.readouterr().out
 
 
 def test_the_next_command_names_the_field(greek, capsys):
     (greek / "my.jsonl").write_text(json.dumps({"doc": {"is": "It was. " * 30}}) + "\n")
-    words = ["tokenizer", "my.jsonl", "--field", "doc.is", "--vocab", "257"]
-    assert main(tools, words) == 0
+    assert run_tool("tokenizer my.jsonl --field doc.is --vocab 257") == 0
     assert " own --data my.jsonl --field doc.is --data.tokenizer " in capsys.readouterr().out
 
 
 def test_a_directory_that_is_there_is_kept(greek, capsys):
     (greek / "tok").mkdir()
     (greek / "tok" / "mine").touch()
-    assert main(tools, ["tokenizer", "missing.txt", "--out", "tok"]) == 2
+    assert run_tool("tokenizer missing.txt --out tok") == 2
     # before a text is read
     assert "tok is there already; choose another" in capsys.readouterr().err
 
@@ -78,7 +76,7 @@ def test_a_full_disk_is_one_line_that_names_the_directory(greek, monkeypatch, ca
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(train_tokenizer, "write_json", refuse)
-    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 2
+    assert run_tool("tokenizer my.txt --vocab 300 --out tok") == 2
     assert capsys.readouterr().err == "error: tok: No space left on device; make room\n"
     assert os.listdir(greek) == ["my.txt"]
 
@@ -117,30 +115,28 @@ def test_equal_texts_give_equal_files(greek):
 
 def test_a_tokenizer_that_loses_characters_is_told(greek, capsys):
     """As SmolLM2's, which has no tokens for some bytes."""
-    assert main(tools, ["tokenizer", "my.txt", "--vocab", "300", "--out", "tok"]) == 0
+    assert run_tool("tokenizer my.txt --vocab 300 --out tok") == 0
     content = json.loads((greek / "tok" / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"}
     (greek / "tok" / "tokenizer.json").write_text(json.dumps(content))
     (greek / "my.txt").write_text("It was the best of times. " * 300)
-    arguments = ["my.txt", "--tokenizer", "tok", "--out", "data/shards"]
-    assert main(tools, ["prepare", "text", *arguments]) == 0
+    assert run_tool("prepare text my.txt --tokenizer tok --out data/shards") == 0
     assert "note: 2 of 2 samples of the text come back changed" in capsys.readouterr().out
 
 
 def test_few_bytes_of_gpt2s_tokens_are_told(greek, capsys):
-    assert main(tools, ["prepare", "text", "my.txt", "--out", "data/shards"]) == 0
+    assert run_tool("prepare text my.txt --out data/shards") == 0
     out = capsys.readouterr().out
     assert "note: GPT-2's tokens have 1." in out and ", then --tokenizer tok, or " in out
     keys = "--data.tokenizer gpt2 --data.train 'data/shards/train_*.bin' --data.val "
     assert out.endswith(f"train CONFIG {keys}'data/shards/val_*.bin'\n")
     (greek / "my.txt").write_text("It was the best of times. " * 300)
-    assert main(tools, ["prepare", "text", "my.txt", "--out", "data/english"]) == 0
+    assert run_tool("prepare text my.txt --out data/english") == 0
     assert "note:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "told"), [("α γ " * 3000, True), ("It was. " * 900, False)])
 def test_bytes_as_tokens_are_told_for_other_alphabets(greek, capsys, text, told):
     (greek / "my.txt").write_text(text)
-    arguments = ["my.txt", "--tokenizer", "bytes", "--out", "data/shards"]
-    assert main(tools, ["prepare", "text", *arguments]) == 0
+    assert run_tool("prepare text my.txt --tokenizer bytes --out data/shards") == 0
     assert ("bytes, each a token" in capsys.readouterr().out) == told
