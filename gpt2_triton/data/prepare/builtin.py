@@ -23,8 +23,10 @@ def builtin_text() -> str:
     """
     names = []
     for code in range(sys.maxunicode + 1):
-        name = unicodedata.name(chr(code), f"-{code:04X}")
-        if not name.endswith(f"-{code:04X}") and not name.startswith("HANGUL SYLLABLE"):
+        name = unicodedata.name(chr(code), "")
+        if not name or name.startswith("HANGUL SYLLABLE"):
+            continue
+        if not name.endswith(f"-{code:04X}"):
             names.append(name.lower())
     random.Random(0).shuffle(names)
     return "\n".join(names)
