@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import triton
-
 MAX_K_PARTS = 32
 # Times are in steps.  A step multiplies 128 x 256 x 64, in 0.75 us at 700 TFLOP/s.
 IDLE_STEPS = 6  # start and end of a tile, when nothing is multiplied
@@ -45,11 +43,16 @@ class TileSplit(NamedTuple):
         return self.split_tiles * self.k_parts * self.grids[0].rows * self.grids[0].columns
 
 
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up; triton.cdiv, of which a plan would make 100,000, takes longer."""
+    return -(-x // y)
+
+
 def time_in_steps(whole_tiles: int, split_tiles: int, k_parts: int, steps: int, wave: int) -> float:
     """Return the estimated time of these tiles on a GPU that runs `wave` items at once."""
     partials = split_tiles * k_parts
-    whole_time = triton.cdiv(whole_tiles, wave) * (steps + IDLE_STEPS)
-    split_time = triton.cdiv(partials, wave) * (triton.cdiv(steps, k_parts) + IDLE_STEPS)
+    whole_time = cdiv(whole_tiles, wave) * (steps + IDLE_STEPS)
+    split_time = cdiv(partials, wave) * (cdiv(steps, k_parts) + IDLE_STEPS)
     return whole_time + split_time + partials / PARTIALS_PER_STEP
 
 
@@ -63,13 +66,10 @@ def split_tiles(
     grids, tiles = [], 0
     for N, K in sizes:
         shapes = (row["BLOCK_M"], row["BLOCK_N"]), (row["BLOCK_N"], row["BLOCK_M"])
-        covers = [
-            Grid(*shape, tiles, triton.cdiv(N, shape[0]) * triton.cdiv(K, shape[1]))
-            for shape in shapes
-        ]
+        covers = [Grid(*shape, tiles, cdiv(N, shape[0]) * cdiv(K, shape[1])) for shape in shapes]
         grids.append(min(covers, key=lambda grid: grid.tiles))
         tiles += grids[-1].tiles
-    steps = triton.cdiv(R, row["BLOCK_K"])
+    steps = cdiv(R, row["BLOCK_K"])
     wave = sms * row["PER_SM"]
     unsplit = TileSplit(grids, tiles, 0, 1, steps, steps)
     whole = tiles // wave * wave
@@ -79,10 +79,8 @@ def split_tiles(
     best = unsplit
     least = time_in_steps(tiles, 0, 1, steps, wave)
     for k_parts in range(2, MAX_K_PARTS + 1):
-        part_steps = triton.cdiv(steps, k_parts)
-        split = TileSplit(
-            grids, whole, tiles - whole, triton.cdiv(steps, part_steps), steps, part_steps
-        )
+        part_steps = cdiv(steps, k_parts)
+        split = TileSplit(grids, whole, tiles - whole, cdiv(steps, part_steps), steps, part_steps)
         time = time_in_steps(whole, tiles - whole, k_parts, steps, wave)
         if time < least and split.scratch <= room:
             best, least = split, time

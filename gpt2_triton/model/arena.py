@@ -7,6 +7,7 @@ bytes only if no phase needs both.  `carve` cuts typed views.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -79,7 +80,7 @@ class Buffer:
     def copy_bytes(self) -> int:
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGN) * ALIGN
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return self.copy_bytes * self.copies
 
@@ -88,6 +89,7 @@ class Buffer:
         return parse_phases(self.live)
 
 
+@functools.cache
 def parse_phases(live: str) -> frozenset[str]:
     """Return the set of phases that a `live` string names.
 
