@@ -203,8 +203,8 @@ def test_weights_of_a_directory_are_finetuned_and_exported(here, capsys, more):
     model, config = tiny_model(model=sizes)
     export_weights(model, config, here / "theirs")
     small = "--train.steps 2 --train.total_batch_tokens 64 --train.batch_size 1 --eval.tokens 64"
-    start = f"own --data my.txt {small} --init_from"
-    assert run_train(f"{start} hf:theirs --run_dir run --sample.tokens 2") == 0
+    start = f"own --data my.txt {small} --sample.tokens 2 --init_from"
+    assert run_train(f"{start} hf:theirs --run_dir run") == 0
     out = capsys.readouterr().out
     assert (
         "tokenizer bytes, 10,750 tokens\n" in out
