@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -98,15 +99,21 @@ def test_llama3s_tokenizer_is_exported(tmp_path, monkeypatch):
     assert os.environ["LLAMA3_TOKENIZER"] == str(tmp_path)
 
 
-@pytest.fixture
-def with_added_tokens(tmp_path):
+@pytest.fixture(scope="module")
+def export_with_added_tokens(tmp_path_factory):
     """A GPT-2 of 50,260 rows with a tokenizer of transformers that has two tokens of its own."""
-    directory = export_of(tmp_path, "gpt2", 50260)
+    directory = export_of(tmp_path_factory.mktemp("added"), "gpt2", 50260)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.add_tokens("Zebrafink")
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def with_added_tokens(export_with_added_tokens, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(export_with_added_tokens, tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ version.NEWEST_TRITON = "3.0"
 from gpt2_triton import Config, train
 config = Config.load("quickstart", \
 {"train.steps": 1, "train.seq_len": 16, "train.batch_size": 1, "model.n_layer": 1,
+    "model.n_head": 1, "model.n_embd": 64, "optim.name": "adamw",
     "optim.warmup": 1, "eval.every": 0, "sample.every": 0})
 run = train(config, RUN)
 from triton.runtime import interpreter

@@ -1,6 +1,6 @@
 """operand_loads.py tells loads of two bytes through registers from asynchronous copies of 16 bytes.
 
-python -m tests.kernels.test_operand_loads TARGET       compiles the product below in both ways
+python -m tests.kernels.test_operand_loads TARGET ...   compiles the product below in both ways
 """
 
 import json
@@ -32,8 +32,8 @@ def _product_kernel(
     tl.store(out_ptr + rows[:, None] * BLOCK + rows[None, :], acc)
 
 
-def print_loads(target: str) -> None:
-    """Print the loads by pointers and by descriptors."""
+def loads(target: str) -> list:
+    """Return the loads by pointers and by descriptors."""
     import torch
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -50,22 +50,23 @@ def print_loads(target: str) -> None:
             BY_DESCRIPTOR=by_descriptor, BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=3, grid=(1,)
         )
         found.append(operand_loads(_product_kernel.warmup(out, operand, operand, 256, **words)))
-    print(json.dumps(found))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "gfx942", "gfx950"])
-def test_loads_by_descriptors_are_narrow_without_tma(target):
-    by_pointers, by_descriptors = json.loads(
-        compiled_elsewhere("-m", "tests.kernels.test_operand_loads", target)
-    )
-    dtype, share, asynchronous, plain, accesses, _ = by_pointers
-    assert dtype == "bf16" and share == 64 * 64 * 16 // (4 * (32 if target == "sm_80" else 64))
-    # Triton 3.6 copies no operand asynchronously on AMD's GPUs
-    copies = target == "sm_80" or target == "gfx950" and not triton.__version__.startswith("3.6.")
-    assert {*accesses} == {"128"} and (asynchronous, plain) == ((2, 0) if copies else (0, 2))
-    _, _, asynchronous, plain, accesses, _ = by_descriptors
-    assert {*accesses} == {"16"} and (asynchronous, plain) == (0, 2)
+def test_loads_by_descriptors_are_narrow_without_tma():
+    targets = ["sm_80", "gfx942", "gfx950"]
+    printed = compiled_elsewhere("-m", "tests.kernels.test_operand_loads", *targets)
+    for target, (by_pointers, by_descriptors) in zip(targets, json.loads(printed), strict=True):
+        dtype, share, *copied, accesses, _ = by_pointers
+        threads = 4 * (32 if target == "sm_80" else 64)
+        assert dtype == "bf16" and share == 64 * 64 * 16 // threads, target
+        # Triton 3.6 copies no operand asynchronously on AMD's GPUs
+        newer = not triton.__version__.startswith("3.6.")
+        copies = target == "sm_80" or target == "gfx950" and newer
+        assert {*accesses} == {"128"} and copied == ([2, 0] if copies else [0, 2]), target
+        _, _, *copied, accesses, _ = by_descriptors
+        assert {*accesses} == {"16"} and copied == [0, 2], target
 
 
 LOOP = """
@@ -132,4 +133,4 @@ def test_gfx950_copies_to_shared_memory_and_transposes_as_it_loads():
 
 
 if __name__ == "__main__":
-    print_loads(sys.argv[1])
+    print(json.dumps([loads(target) for target in sys.argv[1:]]))
