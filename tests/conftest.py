@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402
 import triton  # noqa: E402
 
+LONGEST = ("test_quickstart.py", "test_hopper.py", "test_wide_accesses.py")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -51,8 +52,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests of a GPU without one; put the longest test first, so that it does
-    not end after all others.
+    """Skip tests of a GPU without one; put the longest tests first, so that none ends
+    after all others.
     """
     if page := config.getoption("named_in"):
         named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")))
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
             )
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
-    items.sort(key=lambda item: "test_quickstart" not in item.nodeid)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
         for item in items:
