@@ -50,7 +50,7 @@ CEILINGS = {
     "tests/gpu": 8_100,
     "tests/ground": 4_750,
     "tests/inference": 8_600,
-    "tests/kernels": 60_600,
+    "tests/kernels": 60_400,
     "tests/model": 28_700,
     "tests/support": 22_050,
     "tests/training": 24_200,
