@@ -6,7 +6,7 @@ without TMA.  `make compile-all` compiles all kernels of all runs for all target
 (compile_targets.py).
 
 python -m tests.kernels.test_wide_accesses   kernel, accesses of global memory by their bits
-python -m tests.kernels.test_wide_accesses sm_89      spills and faults of its kernels below
+python -m tests.kernels.test_wide_accesses sm_89 ...  spills and faults of its kernels below
 """
 
 import json
@@ -115,15 +115,18 @@ def print_accesses() -> None:
     )
 
 
-def print_compiled(target: str) -> None:
-    """Print one JSON object: bytes that each kernel spills, kernels that multiply and are not
-    compiled, and lines of what is wrong.
+def print_compiled(targets: list[str]) -> None:
+    """Print one JSON object: for each target bytes that each kernel spills, kernels that multiply
+    and are not compiled, and lines of what is wrong.
     """
-    kernels, runs, _ = COMPILED[target]
-    compiler = compile_for(target, kernels, runs)
-    spilled = {name: need.spilled for name, need in compiler.needs.items()}
-    left_out = sorted(multiplying() - spilled.keys())
-    print(json.dumps((spilled, left_out, compiler.failures + faults(target, compiler))))
+    found = {}
+    for target in targets:
+        kernels, runs, _ = COMPILED[target]
+        compiler = compile_for(target, kernels, runs)
+        spilled = {name: need.spilled for name, need in compiler.needs.items()}
+        left_out = sorted(multiplying() - spilled.keys())
+        found[target] = spilled, left_out, compiler.failures + faults(target, compiler)
+    print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -147,18 +150,24 @@ def test_bandwidth_bound_kernels_access_16_bytes_at_once(found, launcher):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", COMPILED)
-def test_kernels_fit_and_load_operands_wide_and_ahead_without_tma(target):
+@pytest.mark.parametrize(
+    "targets",
+    [("sm_80", "sm_86", "sm_89"), ("sm_90", "sm_100", "sm_120"), ("gfx942", "gfx1100")],
+    ids=str,
+)
+def test_kernels_fit_and_load_operands_wide_and_ahead_without_tma(targets):
     """In these runs; compile_targets.py names AMD's exceptions."""
-    if TARGETS[target].fails:
-        pytest.skip("this Triton compiles no attention for it")
-    printed = compiled_elsewhere("-m", "tests.kernels.test_wide_accesses", target)
-    spilled, left_out, wrong = json.loads(printed.splitlines()[-1])
-    kernels, _, limits = COMPILED[target]
-    needed = MULTIPLYING if PRODUCTS in kernels else set()
-    assert wrong == [] and needed | limits.keys() <= spilled.keys()
-    assert target != "sm_89" or left_out == []
-    assert {name: spilled[name] for name, most in limits.items() if spilled[name] > most} == {}
+    able = [target for target in targets if not TARGETS[target].fails]
+    printed = compiled_elsewhere("-m", "tests.kernels.test_wide_accesses", *able)
+    found = json.loads(printed.splitlines()[-1])
+    for target in able:
+        spilled, left_out, wrong = found[target]
+        kernels, _, limits = COMPILED[target]
+        needed = MULTIPLYING if PRODUCTS in kernels else set()
+        assert wrong == [] and needed | limits.keys() <= spilled.keys(), target
+        assert target != "sm_89" or left_out == []
+        spilling = {name: spilled[name] for name, most in limits.items() if spilled[name] > most}
+        assert spilling == {}, target
 
 
 @pytest.mark.slow
@@ -182,6 +191,6 @@ def test_every_portable_kernel_is_compiled():
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        print_compiled(sys.argv[1])
+        print_compiled(sys.argv[1:])
     else:
         print_accesses()
