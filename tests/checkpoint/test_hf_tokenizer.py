@@ -1,7 +1,6 @@
 """The tokenizer in an export, as other programs read it."""
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,8 @@ from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.data.tokenizer import VOCAB_BPE_SHA256, _llama3_vocabulary, get_tokenizer, look_in
 from gpt2_triton.errors import CheckpointError
 from tests.data.prepare.test_text import llama3
-from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.foreign import checkpoint_of, config_of
+from tests.support.json_files import edit_json, read_json
 from tests.support.tokenizer_files import byte_level
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -31,7 +31,7 @@ TEXTS = ["", "hello world", "  It's 3 o'clock;\n\n\tété 漢字 🙂 Āda"]
 def export_of(directory, name, vocab_size):
     """Return the directory of a model exported with a tokenizer."""
     config = config_of(vocab_size=vocab_size, data=dict(tokenizer=name))
-    step_dir = checkpoint_of(directory / "run", config, {"params": random_params(config)})
+    step_dir = checkpoint_of(directory / "run", config)
     export(str(step_dir), directory / "out", "hf", "fp32")
     return directory / "out"
 
@@ -138,10 +138,10 @@ def test_weights_with_a_tokenizer_that_is_not_gpt2s_are_not_taken_for_gpt2s(
     token, number = hf_tokenizer.KNOWN_BY["gpt2"]
     assert get_tokenizer("gpt2").token_bytes()[number] == b" the"
     path = with_added_tokens / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
+    model = read_json(path)["model"]
+    vocabulary = model["vocab"]
     vocabulary[token], vocabulary["Ġand"] = vocabulary["Ġand"], number
-    path.write_text(json.dumps(content))
+    edit_json(path, model=model)
     config = config_of(
         vocab_size=50260, data=dict(tokenizer="gpt2"), init_from=f"hf:{with_added_tokens}"
     )
@@ -227,10 +227,9 @@ def test_tokens_added_to_a_known_tokenizer_are_special_tokens(tmp_path):
     hf_tokenizer.write(tmp_path, get_tokenizer("gpt2"), 1024)
     model = ModelConfig(vocab_size=50260)
     assert hf_tokenizer.tokenizer_in(tmp_path, model) == "gpt2"
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    added = dict(content["added_tokens"][0], id=50257, content="<|im_end|>")
-    content["added_tokens"].append(added)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokens = read_json(tmp_path / "tokenizer.json")["added_tokens"]
+    added = dict(tokens[0], id=50257, content="<|im_end|>")
+    edit_json(tmp_path / "tokenizer.json", added_tokens=[*tokens, added])
     found = hf_tokenizer.tokenizer_in(tmp_path, model)
     assert found == str(tmp_path)
     get_tokenizer.cache_clear()

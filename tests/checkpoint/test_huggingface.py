@@ -2,7 +2,6 @@
 models are refused in one line.
 """
 
-import json
 import shutil
 import sys
 
@@ -17,6 +16,7 @@ from gpt2_triton.checkpoint.weights import Weights, by_name, check_sizes, to_fla
 from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.errors import CheckpointError
 from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.json_files import edit_json
 from tests.support.tiny import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -57,15 +57,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
-
-
-def edit_config(directory, **keys):
-    path = directory / "config.json"
-    path.write_text(
-        json.dumps(
-            {k: v for k, v in (json.loads(path.read_text()) | keys).items() if v != "absent"}
-        )
-    )
 
 
 def edit_tensors(directory, edit):
@@ -151,7 +142,7 @@ def test_import_takes_older_spellings_of_the_same_model(saved, copy):
         tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
 
     edit_tensors(copy, without_prefix)
-    edit_config(copy, tie_word_embeddings=False, layer_norm_epsilon="absent")
+    edit_json(copy / "config.json", tie_word_embeddings=False, layer_norm_epsilon=...)
     assert torch.equal(imported(copy)["params"], expected)
 
 
@@ -264,10 +255,8 @@ REFUSED_CONFIGS = [
     (dict(n_embd=63), "not a model that fits here: n_layer 2, n_head 1, n_embd 63"),
     (
         dict(n_layer=3),
-        (
-            "has no tensor h.2.attn.c_attn.bias, a part of a GPT-2 of 3 "
-            "layers; correct its configuration"
-        ),
+        "has no tensor h.2.attn.c_attn.bias, a part of a GPT-2 of 3 "
+        "layers; correct its configuration",
     ),
     (
         dict(n_layer=1),
@@ -290,7 +279,7 @@ REFUSED_CONFIGS = [
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 def test_import_refuses_other_models(copy, keys, message):
-    edit_config(copy, **keys)
+    edit_json(copy / "config.json", **keys)
     with pytest.raises(CheckpointError, match=message) as error:
         imported(copy, vocab_size=keys.get("vocab_size", 300))
     assert "\n" not in str(error.value)
@@ -389,10 +378,8 @@ def test_a_model_that_needs_a_licence_or_a_login_says_so(monkeypatch):
     for kind, todo in (
         (
             "GatedRepoError",
-            (
-                "; accept the licence on its page at huggingface.co, "
-                "then log in with `hf auth login`, or"
-            ),
+            "; accept the licence on its page at huggingface.co, "
+            "then log in with `hf auth login`, or",
         ),
         (
             "RepositoryNotFoundError",

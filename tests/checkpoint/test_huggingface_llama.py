@@ -12,10 +12,11 @@ from transformers import LlamaForCausalLM
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.huggingface_llama import SCALING
-from gpt2_triton.checkpoint.stored import whole_tensors
-from gpt2_triton.checkpoint.weights import from_checkpoint, to_flat_buffers
+from gpt2_triton.checkpoint.weights import to_flat_buffers
 from gpt2_triton.errors import CheckpointError, ConfigError
+from tests.support.foreign import weights_of
 from tests.support.helpers import error
+from tests.support.json_files import edit_json, read_json
 from tests.support.models import batches, kernel_model
 
 SIZES = dict(
@@ -33,9 +34,7 @@ SIZES = dict(
 def exported(tmp_path, **more):
     model = kernel_model(model=SIZES | more, sample=dict(every=1))
     model.initialise(seed=1)
-    weights = from_checkpoint(
-        "ours", whole_tensors("", {"params": model.state.params.to("cpu", copy=True)}), model.config
-    )
+    weights = weights_of(model)
     export(weights, tmp_path / "out", "hf", "fp32")
     return model, weights, tmp_path / "out"
 
@@ -51,7 +50,7 @@ def test_transformers_computes_our_logits_and_an_import_has_every_bit(tmp_path, 
     T = model.config.train.seq_len
     assert error(torch.from_numpy(model.logits(ids.numpy(), 0, T)), theirs) < 1e-5
     # below it 4.57 and 5.0 warn
-    assert json.loads((out / "config.json").read_text())["transformers_version"] >= "5"
+    assert read_json(out / "config.json")["transformers_version"] >= "5"
     assert huggingface.read(str(out)).model == model.config.model
     assert is_read(out, model)
 
@@ -66,7 +65,7 @@ def test_an_import_knows_the_sizes_that_null_stands_for(tmp_path):
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, factor):
     model, _, out = exported(tmp_path, n_kv_head=None, rope_theta=10_000.0, rope_factor=factor)
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     scaling = config.pop("rope_scaling")
     theta = config.pop("rope_theta")
     old = {
@@ -135,7 +134,7 @@ def test_a_trained_head_of_a_tied_model_is_used_and_named(tmp_path, capsys):
     )
     export(found, tmp_path / "again", "hf", "fp32")
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[HEAD], head)
-    assert not json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"]
+    assert not read_json(tmp_path / "again" / "config.json")["tie_word_embeddings"]
 
 
 ADDED = [
@@ -158,8 +157,7 @@ def test_no_tensor_is_dropped_without_a_word(tmp_path, added):
 
 def test_an_untied_head_may_not_be_missing(tmp_path):
     _, _, out = exported(tmp_path)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
+    edit_json(out / "config.json", tie_word_embeddings=False)
     with pytest.raises(
         CheckpointError,
         match="lm_head.weight, .* whole model$",
@@ -193,8 +191,7 @@ NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
 )  # fmt: skip
 def test_other_models_are_refused(tmp_path, change, named):
     _, weights, out = exported(tmp_path)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | change))
+    edit_json(out / "config.json", **change)
     with pytest.raises(CheckpointError, match=named):
         huggingface.read(str(out))
     with pytest.raises(ConfigError, match="no model.arch llama"):

@@ -1,6 +1,5 @@
 """Qwen3 in Hugging Face's format: its logits, and every bit there and back."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from gpt2_triton.checkpoint.weights import to_flat_buffers
 from gpt2_triton.config.config import Config
 from gpt2_triton.errors import CheckpointError
 from tests.support.helpers import error
+from tests.support.json_files import edit_json
 from tests.support.models import batches, kernel_model
 
 # heads with 192 columns over 96 channels; a padded vocabulary
@@ -62,11 +62,6 @@ def saved(folder: Path, dtype: torch.dtype = torch.float32, **more) -> Qwen3ForC
     return model
 
 
-def edited(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_transformers(tmp_path, tied):
     theirs = saved(tmp_path / "theirs", tie_word_embeddings=tied)
@@ -90,9 +85,7 @@ def test_a_published_model_has_the_size_of_its_name(size, sizes):
 
 def test_heads_have_128_columns_where_the_configuration_does_not_say(tmp_path):
     saved(tmp_path, head_dim=128)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["head_dim"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", head_dim=...)
     assert huggingface.read(str(tmp_path)).model.head_dim == 128
 
 
@@ -111,7 +104,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768
 )
 def test_what_is_computed_otherwise_is_refused_in_a_line(tmp_path, change, named):
     saved(tmp_path)
-    edited(tmp_path, **change)
+    edit_json(tmp_path / "config.json", **change)
     with pytest.raises(CheckpointError, match=named) as caught:
         huggingface.read(str(tmp_path))
     assert "\n" not in str(caught.value)

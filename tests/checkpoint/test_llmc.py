@@ -98,7 +98,7 @@ def test_llmc_reader_refuses_other_files(model, tmp_path, damage, message):
 def test_llmc_tokenizer_file_has_each_token_as_length_and_bytes(tmp_path, name):
     tokenizer = get_tokenizer(name)
     config = config_of(vocab_size=tokenizer.vocab_size, data=dict(tokenizer=name))
-    step_dir = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    step_dir = checkpoint_of(tmp_path / "run", config)
     export(str(step_dir), tmp_path / "out", "llmc", "bf16")
     data = (tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()
     header, at, tokens = np.frombuffer(data[:1024], np.uint32), 1024, []

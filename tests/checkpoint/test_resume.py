@@ -13,7 +13,7 @@ from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from gpt2_triton.errors import CheckpointError, ConfigError
 from tests.support.changes import CHANGES
-from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.foreign import checkpoint_of, config_of
 
 
 def test_check_tensors_raises_a_table_of_the_differences():
@@ -80,7 +80,7 @@ def test_runs_with_removed_keys_can_be_read_and_resumed():
 @pytest.mark.parametrize("key", FATAL)
 def test_refusal_of_a_key_names_init_from_where_that_takes_the_weights(tmp_path, key):
     config, (section, name) = config_of(), key.split(".")
-    step = checkpoint_of(tmp_path, config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path, config)
     other = config.replace(**{section: {name: CHANGES[section][name]}})
     with pytest.raises(CheckpointError) as error:
         resume.check_config(config.to_dict(), other.to_dict())

@@ -11,7 +11,8 @@ from gpt2_triton.checkpoint import source_files
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.sources import load_weights
 from gpt2_triton.data.tokenizer import identity
-from tests.support.foreign import checkpoint_of, config_of, random_params
+from tests.support.foreign import checkpoint_of, config_of
+from tests.support.json_files import edit_json, read_json
 from tests.support.loop import train
 from tests.support.tokenizer_files import byte_level
 
@@ -21,20 +22,16 @@ ENDS = [0, 66, 67]
 IDS = {"bos_token_id": 0, "eos_token_id": ENDS, "pad_token_id": 65}
 
 
-def change(path, **keys):
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | keys))
-
-
 @pytest.fixture
 def theirs(tmp_path):
     """A model of transformers with a tokenizer, a chat template, padding and three ends of text."""
     config = config_of(vocab_size=256)
-    step = checkpoint_of(tmp_path / "before", config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path / "before", config)
     export(str(step), tmp_path / "theirs", "hf", "fp32")
     (tmp_path / "theirs" / "chat_template.jinja").write_text(TEMPLATE)
-    change(tmp_path / "theirs" / "tokenizer_config.json", **PAD)
-    change(tmp_path / "theirs" / "config.json", **IDS)
-    change(tmp_path / "theirs" / "generation_config.json", eos_token_id=ENDS, top_p=0.9)
+    edit_json(tmp_path / "theirs" / "tokenizer_config.json", **PAD)
+    edit_json(tmp_path / "theirs" / "config.json", **IDS)
+    edit_json(tmp_path / "theirs" / "generation_config.json", eos_token_id=ENDS, top_p=0.9)
     return tmp_path / "theirs"
 
 
@@ -56,12 +53,12 @@ def test_an_export_has_the_files_and_ids_of_its_source(theirs, tmp_path):
 
 def test_an_export_has_its_sources_ids_beside_a_tokenizer_of_its_own(tmp_path):
     config = config_of(vocab_size=345)
-    step = checkpoint_of(tmp_path / "before", config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path / "before", config)
     export(str(step), tmp_path / "theirs", "hf", "fp32")
     byte_level(tmp_path / "theirs")
-    change(tmp_path / "theirs" / "config.json", **IDS)
+    edit_json(tmp_path / "theirs" / "config.json", **IDS)
     export(f"hf:{tmp_path / 'theirs'}", tmp_path / "out", "hf", "fp32")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = read_json(tmp_path / "out" / "config.json")
     assert {key: found[key] for key in IDS} == IDS
 
 
@@ -102,7 +99,7 @@ def test_settings_of_a_tokenizer_go_only_with_its_vocabulary(theirs, tmp_path):
     for name in ("tokenizer.json", "vocab.json"):
         (theirs / name).unlink()
     export(f"hf:{theirs}", tmp_path / "out", "hf", "fp32")
-    assert "pad_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert "pad_token" not in read_json(tmp_path / "out" / "tokenizer_config.json")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
 
 
@@ -117,5 +114,5 @@ def test_settings_of_a_tokenizer_go_only_with_its_vocabulary(theirs, tmp_path):
 def test_generation_config_goes_before_config(tmp_path, generation, config, ends):
     for name, content in ((source_files.GENERATION, generation), (source_files.CONFIG, config)):
         if content is not None:
-            change(tmp_path / name, **content)
+            edit_json(tmp_path / name, **content)
     assert source_files.ends(tmp_path) == ends and source_files.ends(None) == set()

@@ -53,7 +53,7 @@ def test_load_weights_gives_equal_weights_and_a_fitting_configuration(sources):
 def test_a_run_keeps_llama3s_vocabulary_and_its_steps_find_it(tmp_path, monkeypatch):
     llama3()
     config = config_of(vocab_size=128256).replace(data=dict(tokenizer="llama3"))
-    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path / "run", config)
     Logger(tmp_path / "run", config).close()
     monkeypatch.setenv("LLAMA3_TOKENIZER", "")
     load_weights(str(step))
@@ -124,7 +124,7 @@ def test_load_weights_refuses_models_that_cannot_run(tmp_path):
     ):
         load_weights(f"nanogpt:{path}")
     config = config_of(vocab_size=256, n_embd=192, n_head=3)
-    step = checkpoint_of(tmp_path / "run", config, {"params": random_params(config)})
+    step = checkpoint_of(tmp_path / "run", config)
     export(str(step), tmp_path / "hf", "hf", "bf16")
     text = (tmp_path / "hf" / "config.json").read_text()
     (tmp_path / "hf" / "config.json").write_text(text.replace('"n_head": 3', '"n_head": 6'))

@@ -25,8 +25,6 @@ from benchmarks.pictures import LOSSES
 from gpt2_triton import device
 from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
-from gpt2_triton.checkpoint.stored import whole_tensors
-from gpt2_triton.checkpoint.weights import from_checkpoint
 from gpt2_triton.commands import tools as tools_app
 from gpt2_triton.commands.app import main
 from gpt2_triton.commands.train import app as train_app
@@ -34,7 +32,13 @@ from gpt2_triton.commands.train import train
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.schema import options
 from tests.support import checkpoints
-from tests.support.foreign import config_of, nanogpt_checkpoint, nanogpt_content, random_params
+from tests.support.foreign import (
+    config_of,
+    nanogpt_checkpoint,
+    nanogpt_content,
+    random_params,
+    weights_of,
+)
 from tests.support.pages import (
     GUIDE,
     PAGES,
@@ -129,11 +133,8 @@ def workplace(tmp_path_factory):
         "openai-community/gpt2": {},
     }
     for name, sizes in sources.items():
-        model, config = tiny_model(model=sizes)
-        weights = from_checkpoint(
-            "", whole_tensors("", {"params": model.state.params.cpu()}), config
-        )
-        export(weights, directory / name, "hf", "bf16")
+        model, _ = tiny_model(model=sizes)
+        export(weights_of(model), directory / name, "hf", "bf16")
     for name in ("models/SmolLM2-135M", "models/SmolLM2-135M-Instruct", "tok"):
         byte_level(directory / name)
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

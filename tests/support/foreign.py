@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 
 from gpt2_triton.checkpoint.save import Retention, save_checkpoint
-from gpt2_triton.checkpoint.weights import by_name
+from gpt2_triton.checkpoint.stored import whole_tensors
+from gpt2_triton.checkpoint.weights import Weights, by_name, from_checkpoint
 from gpt2_triton.config.config import Config
+from gpt2_triton.model.model import Model
 from tests.support import checkpoints
 from tests.support.tiny import tiny_config
 
@@ -34,10 +36,21 @@ def random_params(config: Config) -> torch.Tensor:
     return flat
 
 
-def checkpoint_of(run: Path, config: Config, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a run with one checkpoint of these tensors; return its step directory."""
+def checkpoint_of(
+    run: Path, config: Config, tensors: dict[str, torch.Tensor] | None = None
+) -> Path:
+    """Write a run with one checkpoint of these tensors, by default of random weights; return
+    its step directory.
+    """
     state = checkpoints.state(1, config=config.to_dict())
+    tensors = tensors or {"params": random_params(config)}
     return save_checkpoint(run / "checkpoints", 1, tensors, state, Retention(0))
+
+
+def weights_of(model: Model) -> Weights:
+    """Return a copy of a model's weights, to be exported."""
+    params = model.state.params.to("cpu", copy=True)
+    return from_checkpoint("ours", whole_tensors("", {"params": params}), model.config)
 
 
 def nanogpt_content(params: torch.Tensor, prefix: str = "", bias: bool = True) -> dict:

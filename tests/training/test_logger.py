@@ -15,6 +15,7 @@ from gpt2_triton.training.logger import Logger
 from gpt2_triton.training.lr_schedule import learning_rate
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 from tests.support.checkpoints import record_syncs
+from tests.support.json_files import read_json
 from tests.support.loop import records
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
@@ -39,7 +40,7 @@ def run(directory, steps, resume_step=0, **log):
         if step % 3 == 0:
             logger.validation(step, 9 / step, None, {})
     logger.close()
-    return json.loads((directory / "run.json").read_text())["wandb_id"]
+    return read_json(directory / "run.json")["wandb_id"]
 
 
 def test_logger_prints_one_line_per_step(tmp_path, capsys, monkeypatch):
@@ -229,16 +230,16 @@ def test_run_json_has_an_entry_for_each_start(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == config().to_yaml()
     place = [str(tmp_path), tmp_path.stat().st_ino]
     expected = {"wandb_id": None, "place": place, "starts": [{"git": "a"}, {"git": "b"}]}
-    assert json.loads((tmp_path / "run.json").read_text()) == expected
+    assert read_json(tmp_path / "run.json") == expected
     Logger(tmp_path, config(), 0, about={"git": "c"}).close()
-    assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "c"}]
+    assert read_json(tmp_path / "run.json")["starts"] == [{"git": "c"}]
 
 
 @pytest.mark.parametrize("text", ["[", "[5]", "{}"])
 def test_damaged_run_json_counts_as_empty(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     Logger(tmp_path, config(), 6, about={"git": "b"}).close()
-    assert json.loads((tmp_path / "run.json").read_text())["starts"] == [{"git": "b"}]
+    assert read_json(tmp_path / "run.json")["starts"] == [{"git": "b"}]
 
 
 def test_duration_formats():

@@ -6,7 +6,6 @@ the bytes of an unbroken one.
 
 import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import random
@@ -28,6 +27,7 @@ from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
 from tests.data.prepare.test_text import contents
 from tests.support.commands import run_tool
+from tests.support.json_files import read_json
 
 # several documents a batch, several batches a shard, and neither ends with the other
 SHARD, BATCH = 2200, 700
@@ -108,7 +108,7 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     sizes = [shard.count for shard in open_shards(str(out / "*.bin"), 256, 4)]
     *full, last, end, val = sizes
     assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
-    record = json.loads((out / "shards.json").read_text())
+    record = read_json(out / "shards.json")
     assert record["source"] == folder.source._asdict() and folder.source.field == "text"
     assert record["tokenizer"] == "bytes"
     for name, row in record["shards"].items():
@@ -292,10 +292,8 @@ def test_dataset_mistakes_are_one_line(folder, tmp_path, monkeypatch, capsys):
         (
             known,
             3,
-            (
-                "too little text: the validation shard takes all 29,452 "
-                "tokens; give that number as --tokens"
-            ),
+            "too little text: the validation shard takes all 29,452 "
+            "tokens; give that number as --tokens",
         ),
         (f"{known} --tokens 29452", 0, None),  # as that message says
         (f"{known} --tokens 9", 2, '"9" for --tokens. Must be >= 10'),
@@ -356,7 +354,7 @@ def test_dataset_of_the_hub_keeps_its_first_commit(hub, folder, tmp_path, monkey
     prepare(SimpleNamespace(source=on_hub.source._replace(revision="e" * 40)), tmp_path / "given")
     assert [commit for _, _, commit in opened] == [first, first, "b" * 40, "e" * 40]
     assert opened[0][:2] == on_hub.source[:2]
-    record = json.loads((tmp_path / "out" / "shards.json").read_text())
+    record = read_json(tmp_path / "out" / "shards.json")
     assert record["source"] == {**on_hub.source._asdict(), "revision": first}
 
 

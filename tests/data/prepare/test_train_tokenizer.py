@@ -14,6 +14,7 @@ from gpt2_triton.data.prepare import train_tokenizer
 from gpt2_triton.data.tokenizer import get_tokenizer, identity
 from gpt2_triton.errors import DataError
 from tests.support.commands import run_tool
+from tests.support.json_files import edit_json
 from tests.support.tokenizer_files import HARD
 
 
@@ -116,9 +117,7 @@ def test_equal_texts_give_equal_files(greek):
 def test_a_tokenizer_that_loses_characters_is_told(greek, capsys):
     """As SmolLM2's, which has no tokens for some bytes."""
     assert run_tool("tokenizer my.txt --vocab 300 --out tok") == 0
-    content = json.loads((greek / "tok" / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Lowercase"}
-    (greek / "tok" / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(greek / "tok" / "tokenizer.json", normalizer={"type": "Lowercase"})
     (greek / "my.txt").write_text("It was the best of times. " * 300)
     assert run_tool("prepare text my.txt --tokenizer tok --out data/shards") == 0
     assert "note: 2 of 2 samples of the text come back changed" in capsys.readouterr().out
