@@ -25,6 +25,7 @@ from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import GPT2Tokenizer, get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.support.commands import run_tool
+from tests.support.json_files import read_json
 
 SHAKESPEARE = Path(__file__).parents[3] / "data" / "tinyshakespeare.txt"
 TEXT = "".join(f"line {i}: \N{GREEK SMALL LETTER PI} is {22 / 7 + i:.3f}\n" for i in range(200))
@@ -50,13 +51,19 @@ def text_file(tmp_path):
     return tmp_path / "input.txt"
 
 
-def tokens_of(directory, split):
-    return np.concatenate(
-        [map_tokens(s.path) for s in open_shards(str(directory / f"{split}_*.bin"), 50257, 4)]
-    )
+def tokens_of(directory, *splits, vocab_size=50257):
+    """Return the tokens of these splits, by default of both."""
+    patterns = [f"{directory}/{split}_*.bin" for split in splits or ("train", "val")]
+    shards = [shard for pattern in patterns for shard in open_shards(pattern, vocab_size, 4)]
+    return np.concatenate([map_tokens(shard.path) for shard in shards])
 
 
-def prepare_text(inputs, out, tokenizer, val_fraction=0.1, workers=1, **options):
+def text_of(directory, *splits):
+    """Return the text of tokens that are bytes."""
+    return bytes(tokens_of(directory, *splits).astype(np.uint8))
+
+
+def prepare_text(inputs, out, tokenizer="bytes", val_fraction=0.1, workers=1, **options):
     return text.prepare_text(
         text.measure_text(inputs, workers), out, tokenizer, val_fraction, workers, **options
     )
@@ -75,11 +82,11 @@ def test_text_tinyshakespeare_has_the_known_token_counts(tmp_path, monkeypatch):
 
 
 def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
-    out = prepare_text([text_file], tmp_path / "a" / "out", "bytes", val_fraction=0.25)
+    out = prepare_text([text_file], tmp_path / "a" / "out", val_fraction=0.25)
     cut = int(len(TEXT) * 0.75)
-    assert bytes(tokens_of(out, "train").astype(np.uint8)).decode() == TEXT[:cut]
-    assert bytes(tokens_of(out, "val").astype(np.uint8)).decode() == TEXT[cut:]
-    record = json.loads((out / "shards.json").read_text())
+    assert text_of(out, "train").decode() == TEXT[:cut]
+    assert text_of(out, "val").decode() == TEXT[cut:]
+    record = read_json(out / "shards.json")
     assert record["source"] == [
         {"file": "input.txt", "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}
     ]
@@ -100,9 +107,9 @@ def test_text_documents_are_separated_by_end_of_text(tmp_path, monkeypatch):
     files = [tmp_path / f"{i}.txt" for i in range(3)]
     for file, letters in zip(files, ("aa aa", "bb bb", "ccc ccc cc"), strict=True):
         file.write_text(letters)
-    out = prepare_text(files, tmp_path / "out", "bytes", val_fraction=0.6)
-    assert bytes(tokens_of(out, "train").astype(np.uint8)) == b"aa aa\0bb "
-    assert bytes(tokens_of(out, "val").astype(np.uint8)) == b"bb\0ccc ccc cc"
+    out = prepare_text(files, tmp_path / "out", val_fraction=0.6)
+    assert text_of(out, "train") == b"aa aa\0bb "
+    assert text_of(out, "val") == b"bb\0ccc ccc cc"
 
 
 def test_a_line_names_the_files_that_validation_judges(tmp_path, capsys):
@@ -111,10 +118,10 @@ def test_a_line_names_the_files_that_validation_judges(tmp_path, capsys):
         file.write_text(letters)
     judged = {0.1: "1 of 4 files, from 3.txt on", 0.15: "2 of 4 files, from 2.txt on", 0.4: ""}
     for fraction, said in judged.items():
-        out = prepare_text(files, tmp_path / str(fraction), "bytes", val_fraction=fraction)
+        out = prepare_text(files, tmp_path / str(fraction), val_fraction=fraction)
         notes = [line for line in capsys.readouterr().out.splitlines() if "note: valid" in line]
         assert len(notes) == bool(said) and said in "".join(notes)
-        validated = {*tokens_of(out, "val").astype(np.uint8).tobytes().decode()} - {"\0"}
+        validated = {*text_of(out, "val").decode()} - {"\0"}
         assert len(validated) == int(said[:1] or 4)
     prepare_text(files[:1], tmp_path / "one", "bytes")
     assert "note: " not in capsys.readouterr().out
@@ -125,8 +132,8 @@ def test_text_shards_are_neither_too_long_nor_too_short(
     tmp_path, text_file, shard_tokens, monkeypatch
 ):
     monkeypatch.setattr(build, "BATCH_CHARS", 50)  # many parts, none of which ends with a shard
-    out = prepare_text([text_file], tmp_path / "out", "bytes", shard_tokens=shard_tokens)
-    whole = prepare_text([text_file], tmp_path / "whole", "bytes")
+    out = prepare_text([text_file], tmp_path / "out", shard_tokens=shard_tokens)
+    whole = prepare_text([text_file], tmp_path / "whole")
     *full, last, end = [s.count for s in open_shards(str(out / "train_*.bin"), 256, 4)]
     assert len(full) > 1 and set(full) == {shard_tokens}
     assert shard_tokens >= last >= end >= shard_tokens // 2
@@ -138,24 +145,24 @@ def test_text_shards_are_neither_too_long_nor_too_short(
 
 def test_text_prepared_already_is_left_alone(tmp_path, text_file, monkeypatch, capsys):
     """Also on a file system that is read-only by now."""
-    out = prepare_text([text_file], tmp_path / "out", "bytes")
+    out = prepare_text([text_file], tmp_path / "out")
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: _fail("Read-only file system"))
     before = {p.name: p.stat().st_ino for p in out.iterdir()}
-    assert prepare_text([text_file], tmp_path / "out", "bytes") == out
+    assert prepare_text([text_file], tmp_path / "out") == out
     assert {
         p.name: p.stat().st_ino for p in out.iterdir()
     } == before and "already" in capsys.readouterr().out
 
 
 def test_text_never_overwrites_other_data(tmp_path, text_file):
-    out = prepare_text([text_file], tmp_path / "out", "bytes")
+    out = prepare_text([text_file], tmp_path / "out")
     before = contents(out)
     with pytest.raises(DataError, match="out: in use: it holds other data; .*--out"):
-        prepare_text([text_file], out, "bytes", val_fraction=0.2)
+        prepare_text([text_file], out, val_fraction=0.2)
     assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["input.txt", "out"]
     (out / "val_000000.bin").write_bytes(b"cut off")
     with pytest.raises(DataError, match="in use"):
-        prepare_text([text_file], out, "bytes")
+        prepare_text([text_file], out)
 
 
 def test_text_refuses_files_that_are_not_text(tmp_path):
@@ -169,27 +176,25 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
         ("empty.txt", ".*no text, but empty files: 1, first .*empty.txt; give files with text"),
         (
             "latin.txt",
-            (
-                r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 "
-                r".*latin.txt > NEW` converts it"
-            ),
+            r"line 2: not UTF-8: byte 0xe9; `iconv -f ENCODING -t utf-8 "
+            r".*latin.txt > NEW` converts it",
         ),
         ("lfs.txt", "a pointer of Git LFS, not the text; `git lfs pull` "),
     ):
         with pytest.raises(DataError, match=f"{name}[:,]? ?{message}"):
-            prepare_text([tmp_path / name], tmp_path / "out", "bytes")
+            prepare_text([tmp_path / name], tmp_path / "out")
     (tmp_path / "cut.jsonl").write_text("{")
     with pytest.raises(
         DataError, match="cut.jsonl, line 1: not JSON: .*\n.*latin.txt, line 2: not UTF-8: "
     ):
-        prepare_text([tmp_path], tmp_path / "out", "bytes")
+        prepare_text([tmp_path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 1.5])
 def test_text_refuses_an_empty_split(tmp_path, text_file, fraction):
     with pytest.raises(DataError, match=f"val_fraction: an empty split: {fraction} of"):
-        prepare_text([text_file], tmp_path / "out", "bytes", val_fraction=fraction)
+        prepare_text([text_file], tmp_path / "out", val_fraction=fraction)
 
 
 # ---- stopping and resuming ----
@@ -217,7 +222,7 @@ def many(tmp_path_factory):
 
 def prepare_many(directory, out, workers=1):
     files = [directory / "a.jsonl", directory / "b.txt"]
-    return prepare_text(files, out, "bytes", val_fraction=0.4, workers=workers, shard_tokens=1300)
+    return prepare_text(files, out, val_fraction=0.4, workers=workers, shard_tokens=1300)
 
 
 class Stop(Exception):
@@ -264,7 +269,7 @@ def test_text_that_was_begun_is_not_continued_with_other_text(many, tmp_path, mo
     with pytest.raises(
         DataError, match="out: begun with another source: .*; give that again, remove the directory"
     ):
-        prepare_text([directory / "b.txt"], out, "bytes", val_fraction=0.4, shard_tokens=1300)
+        prepare_text([directory / "b.txt"], out, val_fraction=0.4, shard_tokens=1300)
     assert contents(out) == before
 
 
@@ -298,10 +303,9 @@ def test_text_reads_files_folders_and_globs_alike(tmp_path):
     for i, inputs in enumerate(
         ([folder], [folder / "*.*l", folder / "b.txt", folder / "**" / "*.gz"], files)
     ):
-        out = prepare_text(inputs, tmp_path / str(i), "bytes", val_fraction=0.2)
-        tokens = np.concatenate([tokens_of(out, split) for split in ("train", "val")])
-        assert bytes(tokens.astype(np.uint8)) == expected
-    record = json.loads((tmp_path / "0" / "shards.json").read_text())
+        out = prepare_text(inputs, tmp_path / str(i), val_fraction=0.2)
+        assert text_of(out) == expected
+    record = read_json(tmp_path / "0" / "shards.json")
     assert [row["file"] for row in record["source"]] == [
         "a.jsonl",
         "b.txt",
@@ -317,12 +321,11 @@ def test_text_reads_files_folders_and_globs_alike(tmp_path):
     (b"{", "line 3: not JSON: Expecting property name"),
     (b'{"text": "\xe9"}', "line 3: not UTF-8: byte 0xe9"),
 ])  # fmt: skip
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_text_names_a_bad_line(tmp_path, line, message, suffix):
-    data, path = jsonl("a") + b"\n" + line + b"\n" + jsonl("b"), tmp_path / f"x{suffix}"
-    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
-    with pytest.raises(DataError, match=rf"x{suffix}, {message}") as error:
-        prepare_text([path], tmp_path / "out", "bytes")
+def test_text_names_a_bad_line(tmp_path, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(jsonl("a") + b"\n" + line + b"\n" + jsonl("b"))
+    with pytest.raises(DataError, match=rf"x.jsonl, {message}") as error:
+        prepare_text([path], tmp_path / "out")
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
@@ -337,13 +340,13 @@ def test_text_refuses_a_damaged_gz(tmp_path):
         with pytest.raises(
             DataError, match=f"{name}.txt.gz: cannot read: .*; correct the path or copy"
         ):
-            prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out", "bytes")
+            prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out")
 
 
 def test_input_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     """Text in the place of a path, and code, whose ending does not say that it is text."""
     with pytest.raises(DataError, match="wordword: cannot read: File name too long; correct the"):
-        prepare_text([Path("word" * 100)], tmp_path / "out", "bytes")
+        prepare_text([Path("word" * 100)], tmp_path / "out")
     path = tmp_path / "x.py"
     path.write_text("pass")
 
@@ -352,7 +355,7 @@ def test_input_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(documents, "open", refuse, raising=False)
     with pytest.raises(DataError, match="x.py: cannot read: Permission denied; correct the"):
-        prepare_text([path], tmp_path / "out", "bytes")
+        prepare_text([path], tmp_path / "out")
 
 
 def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
@@ -364,7 +367,7 @@ def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatc
     measure = documents.measure
     monkeypatch.setattr(documents, "measure", measure_and_append)
     with pytest.raises(DataError, match="it changed meanwhile: .* start again"):
-        prepare_text([text_file], tmp_path / "out", "bytes")
+        prepare_text([text_file], tmp_path / "out")
 
 
 # ---- several workers ----
@@ -385,7 +388,7 @@ def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     with pytest.raises(
         DataError, match="one of 2 workers died, .*; try again with fewer --workers"
     ):
-        prepare_text([text_file], tmp_path / "out", "bytes", workers=2)
+        prepare_text([text_file], tmp_path / "out", workers=2)
 
 
 def test_text_workers_end_before_a_second_ctrl_c_counts():
@@ -429,15 +432,12 @@ def test_text_command_reads_a_field_says_what_it_left_out_and_is_strict(
     assert run_tool(f"{of_field} out") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == ["special tokens: <|endoftext|> 50", f"left out: {nuls}{what}"]
-    tokens = np.concatenate([tokens_of(Path("out"), split) for split in ("train", "val")]).astype(
-        np.uint8
-    )
-    assert bytes(tokens) == "\0".join(f"line {i}\n" for i in range(50)).encode()
+    assert text_of("out") == "\0".join(f"line {i}\n" for i in range(50)).encode()
     # the shards mean other text
     assert run_tool(f"{of_field} out --no-special") == 3
     assert "out: in use" in capsys.readouterr().err
     assert run_tool(f"{of_field} plain --no-special") == 0
-    assert b"<|endoftext|>line 7\n" in bytes(tokens_of(Path("plain"), "train").astype(np.uint8))
+    assert b"<|endoftext|>line 7\n" in text_of("plain", "train")
 
 
 @pytest.mark.parametrize(
@@ -508,9 +508,7 @@ def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_the
         command = f"prepare text {name} --tokenizer llama3 --workers 1 --val_fraction {fraction}"
         assert run_tool(f"{command} --out {fraction}") == 0
         assert capsys.readouterr().out.startswith(CHAT_WITH + "\n")
-        shards = [str(Path(str(fraction), f"{split}_000000.bin")) for split in ("train", "val")]
-        tokens = np.concatenate([map_tokens(Path(shard)) for shard in shards])
-        assert tokens.tolist() == [
+        assert tokens_of(fraction, vocab_size=coder.vocab_size).tolist() == [
             token for turn in turns for token in coder.encode(turn, special=True)
         ]
     assert run_tool(f"{command} --out plain --no-special") == 0
@@ -521,7 +519,7 @@ def test_text_in_a_chat_format_has_its_special_tokens_and_a_line_that_counts_the
 
 def test_markup_that_a_tokenizer_does_not_know_is_counted_as_ordinary_text(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("<|im_start|>user\nhello<|im_end|>\n<|endoftext|>" * 20)
-    prepare_text([tmp_path / "x.txt"], tmp_path / "out", "bytes")
+    prepare_text([tmp_path / "x.txt"], tmp_path / "out")
     out = capsys.readouterr().out
     assert "special tokens: <|endoftext|> 20\n" in out
     assert "ordinary text, no special tokens of bytes: <|im_end|> 20, <|im_start|> 20\n" in out
@@ -536,5 +534,5 @@ def test_shards_of_an_earlier_version_stay_valid_unless_the_text_has_special_tok
         out = text.prepare_text(
             measured, tmp_path / name, "gpt2" if name == "plain" else "llama3", 0.1, 1
         )
-        records[name] = json.loads((out / "shards.json").read_text())
+        records[name] = read_json(out / "shards.json")
     assert "special" not in records["plain"] and records["chat"]["special"]["<|eot_id|>"] == 50
