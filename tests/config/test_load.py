@@ -9,58 +9,115 @@ from gpt2_triton.config.schema import MemoryConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.errors import ConfigError
 
-MISTAKES = [  # YAML, overrides, what the message says
-    ("model: {n_layr: 6}", {}, "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
-    ("optim:\n  lrr: 1", {}, "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
-    ("modle: {n_layer: 6}", {}, "x.yaml:1: modle: unknown key"),
+IN_A_FILE = [  # YAML, what the message says
+    ("model: {n_layr: 6}", "x.yaml:1: model.n_layr: unknown key; did you mean model.n_layer?"),
+    ("optim:\n  lrr: 1", "x.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
+    ("modle: {n_layer: 6}", "x.yaml:1: modle: unknown key"),
+    ("weight_decay: 0.1", "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?"),
+    ("optim.lr: 0.1", "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
+    ("model: {n_layer: six}", "x.yaml:1: model.n_layer: must be a valid integer"),
+    ("model: {n_layer: [1]}", "got [1] (transformer layers)"),
+    ("model: {n_layer: yes}", "x.yaml:1: model.n_layer: must not be a boolean"),
+    ("model: 6", "x.yaml:1: model: must be a section of keys, got 6"),
     (
-        "weight_decay: 0.1",
-        {},
-        "x.yaml:1: weight_decay: unknown key; did you mean optim.weight_decay?",
+        "train: {steps: 1.5}",
+        "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part",
     ),
-    ("optim.lr: 0.1", {}, "x.yaml:1: optim.lr: unknown key; keys are nested: write lr under optim"),
+    ("optim: {lr: '0,001'}", "x.yaml:1: optim.lr: must be a valid number, got '0,001' (peak"),
+    ("- model", "x.yaml: expected sections such as `model:` and `train:`, got list"),
+    (
+        "# all is commented out\n",
+        "x.yaml: expected sections such as `model:` and `train:`, got nothing",
+    ),
+    (
+        "train:\n  steps:",
+        "x.yaml:2: train.steps: must be a valid integer, got null (optimizer steps)",
+    ),
+    ("data: {allow_changed: ~}", "must be a valid boolean, got null (true: resume"),
+    ("fp8: {keep_bf16: qkv}", "x.yaml:1: fp8.keep_bf16: must be 'head' or 'none', got 'qkv'"),
+    ("model:\n  n_layer: 1\n  n_layer: 2", "x.yaml:3: model.n_layer: given twice, first in line 2"),
+    ("model: {n_layer: 1", "x.yaml:1:19: not valid YAML"),
+    ("model:\n\tn_layer: 1", "x.yaml:2:1: not valid YAML"),
+    (
+        "a: !!python/object/apply:os.getcwd []",
+        "x.yaml:1:4: not valid YAML: could not determine a constructor",
+    ),
+    ("optim: {lr: 0}", "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)"),
+    ("optim: {lr: .nan}", "x.yaml:1: optim.lr: must be a finite number"),
+    (
+        "parallel: {gpus: 3}",
+        "524288 is no multiple of 3072, train.seq_len times GPUs (3); start a number of GPUs",
+    ),
+    ("optimizer: {lr: 1}", "x.yaml:1: optimizer: unknown key; train --help lists them"),
+    (
+        "bias: false",
+        "x.yaml:1: bias: unknown key; nanoGPT's bias has no counterpart here: models have biases",
+    ),
+    ("data: {path: x}", "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed"),
+    ("every: 3", "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
+    (
+        "max_iters: 3",
+        "x.yaml:1: max_iters: unknown key; for nanoGPT's max_iters use train.steps, one more: ",
+    ),
+    (
+        "train: {block_size: 3}",
+        "for nanoGPT's block_size use train.seq_len, at most model.block_size",
+    ),
+    ("init_from: resume", "nanogpt:FILE; got resume; use --resume"),
+    ("init_from: gpt2-xl", "got gpt2-xl; use hf:openai-community/gpt2-xl"),
+    (
+        "model: {size: d12, n_layer: 3}",
+        "model.size: d12 has n_layer 12, but n_layer is 3; remove one",
+    ),
+    (
+        "model: {n_head: 7}",
+        "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or",
+    ),
+    (
+        "data: {tokenizer: nowhere}",
+        "x.yaml:1: data.tokenizer: must be gpt2, llama3, bytes, or an existing tokenizer.json or",
+    ),
+    (
+        "model: {arch: llama, n_head: 8}",
+        "x.yaml:1: model.n_head: head size n_embd / n_head is 96, not one of (64, 128); "
+        "set model.n_head to 12 or 6",
+    ),
+    (
+        "model: {arch: llama, n_kv_head: 5}",
+        "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change",
+    ),
+    (
+        "model: {arch: llama, head_dim: 80}",
+        "x.yaml:1: model.head_dim: head size 80 is not one of (64, 128), which model.arch llama",
+    ),
+    ("model: {n_kv_head: 4}", "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it"),
+    (
+        "checkpoint: {best: val_loss}\neval: {every: 0}",
+        "x.yaml:1: checkpoint.best: there is no validation loss",
+    ),
+    (
+        "init_from: gpt2",
+        "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME",
+    ),
+    (
+        "train: {total_batch_tokens: 1500}",
+        "1500 is no multiple of 1024, train.seq_len times GPUs (1); set it to 1024 or 2048",
+    ),
+    (
+        "train: {total_batch_tokens: 524288, batch_size: 48}",
+        "48 does not divide the 512 sequences of a step on each GPU (total_batch_tokens 524288); "
+        "set it to 32, or, in a new run, total_batch_tokens to 491520",
+    ),
+]
+MISTAKES = [  # YAML, overrides, what the message says
+    *((text, {}, message) for text, message in IN_A_FILE),
     (
         "",
         {"optim": {"lr": 1}},
         "optim: got a dictionary, expected a value for each dotted key, such as optim.lr",
     ),
-    ("model: {n_layer: six}", {}, "x.yaml:1: model.n_layer: must be a valid integer"),
-    ("model: {n_layer: [1]}", {}, "got [1] (transformer layers)"),
-    ("model: {n_layer: yes}", {}, "x.yaml:1: model.n_layer: must not be a boolean"),
-    ("model: 6", {}, "x.yaml:1: model: must be a section of keys, got 6"),
-    (
-        "train: {steps: 1.5}",
-        {},
-        "x.yaml:1: train.steps: must be a valid integer, got a number with a fractional part",
-    ),
     ("", {"train.steps": "1,000"}, "train.steps: must be a valid integer, got '1,000'"),
-    ("optim: {lr: '0,001'}", {}, "x.yaml:1: optim.lr: must be a valid number, got '0,001' (peak"),
     ("", {"train.steps": "1.2345k"}, "train.steps: must be a valid integer, got '1.2345k'"),
-    ("- model", {}, "x.yaml: expected sections such as `model:` and `train:`, got list"),
-    (
-        "# all is commented out\n",
-        {},
-        "x.yaml: expected sections such as `model:` and `train:`, got nothing",
-    ),
-    (
-        "train:\n  steps:",
-        {},
-        "x.yaml:2: train.steps: must be a valid integer, got null (optimizer steps)",
-    ),
-    ("data: {allow_changed: ~}", {}, "must be a valid boolean, got null (true: resume"),
-    ("fp8: {keep_bf16: qkv}", {}, "x.yaml:1: fp8.keep_bf16: must be 'head' or 'none', got 'qkv'"),
-    (
-        "model:\n  n_layer: 1\n  n_layer: 2",
-        {},
-        "x.yaml:3: model.n_layer: given twice, first in line 2",
-    ),
-    ("model: {n_layer: 1", {}, "x.yaml:1:19: not valid YAML"),
-    ("model:\n\tn_layer: 1", {}, "x.yaml:2:1: not valid YAML"),
-    (
-        "a: !!python/object/apply:os.getcwd []",
-        {},
-        "x.yaml:1:4: not valid YAML: could not determine a constructor",
-    ),
     (
         "optim: {weight_decay: 0.1}",
         {"optim.tau": "4"},
@@ -72,17 +129,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         {"optim.weight_decay": "null"},
         "optim.tau: None beside optim.weight_decay None; give one",
     ),
-    (
-        "optim: {lr: 0}",
-        {},
-        "x.yaml:1: optim.lr: must be greater than 0, got 0 (peak learning rate)",
-    ),
-    ("optim: {lr: .nan}", {}, "x.yaml:1: optim.lr: must be a finite number"),
-    (
-        "parallel: {gpus: 3}",
-        {},
-        "524288 is no multiple of 3072, train.seq_len times GPUs (3); start a number of GPUs",
-    ),
     ("", {"memory.recompute": "all"}, "memory.recompute: must be auto, none, gelu"),
     ("", {"memory.recompute": "none:2"}, "or gelu+ln:4 for 4 layers, got 'none:2'"),
     (
@@ -91,69 +137,22 @@ MISTAKES = [  # YAML, overrides, what the message says
         "memory.recompute: gelu:13 names more layers than model.n_layer 12",
     ),
     ("", {"model.n_embd": "770"}, "model.n_embd: must be a multiple of 16"),
-    ("optimizer: {lr: 1}", {}, "x.yaml:1: optimizer: unknown key; train --help lists them"),
-    (
-        "bias: false",
-        {},
-        "x.yaml:1: bias: unknown key; nanoGPT's bias has no counterpart here: models have biases",
-    ),
-    (
-        "data: {path: x}",
-        {},
-        "x.yaml:1: data.path: unknown key; data has train, val, tokenizer, seed",
-    ),
-    ("every: 3", {}, "; did you mean eval.every or sample.every or checkpoint.every or log.every?"),
-    (
-        "max_iters: 3",
-        {},
-        "x.yaml:1: max_iters: unknown key; for nanoGPT's max_iters use train.steps, one more: ",
-    ),
-    (
-        "train: {block_size: 3}",
-        {},
-        "for nanoGPT's block_size use train.seq_len, at most model.block_size",
-    ),
     (
         "",
         {"gradient_accumulation_steps": "8"},
-        (
-            "use train.total_batch_tokens, in tokens of all GPUs: "
-            "gradient_accumulation_steps * batch_size * block_size"
-        ),
+        "use train.total_batch_tokens, in tokens of all GPUs: "
+        "gradient_accumulation_steps * batch_size * block_size",
     ),
-    ("init_from: resume", {}, "nanogpt:FILE; got resume; use --resume"),
-    ("init_from: gpt2-xl", {}, "got gpt2-xl; use hf:openai-community/gpt2-xl"),
     ("", {"model.size": "d13"}, "model.size: unknown size d13; known are d6"),
-    (
-        "model: {size: d12, n_layer: 3}",
-        {},
-        "model.size: d12 has n_layer 12, but n_layer is 3; remove one",
-    ),
     (
         "model: {vocab_size: 256}",
         {"model.size": "qwen3:0.6b"},
         "qwen3:0.6b has vocab_size 151936, but vocab_size is 256; remove one",
     ),
     (
-        "model: {n_head: 7}",
-        {},
-        "x.yaml:1: model.n_head: 7 heads do not divide n_embd 768; set model.n_head to 12 or",
-    ),
-    (
         "",
         {"model.n_head": "24"},
         "model.n_head: head size n_embd / n_head is 32, not one of (64, 80, 96, 128); set",
-    ),
-    (
-        "data: {tokenizer: nowhere}",
-        {},
-        "x.yaml:1: data.tokenizer: must be gpt2, llama3, bytes, or an existing tokenizer.json or",
-    ),
-    (
-        "model: {arch: llama, n_head: 8}",
-        {},
-        "x.yaml:1: model.n_head: head size n_embd / n_head is 96, not one of (64, 128); "
-        "set model.n_head to 12 or 6",
     ),
     (
         "",
@@ -169,21 +168,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         "model: {arch: llama, tied: false}",
         {"train.precision": "fp8"},
         "fp8.keep_bf16: an untied head stays in bf16",
-    ),
-    (
-        "model: {arch: llama, n_kv_head: 5}",
-        {},
-        "x.yaml:1: model.n_kv_head: 5 does not divide model.n_head 12; change",
-    ),
-    (
-        "model: {arch: llama, head_dim: 80}",
-        {},
-        "x.yaml:1: model.head_dim: head size 80 is not one of (64, 128), which model.arch llama",
-    ),
-    (
-        "model: {n_kv_head: 4}",
-        {},
-        "x.yaml:1: model.n_kv_head: 4 is for model.arch llama; remove it",
     ),
     (
         "",
@@ -207,11 +191,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         "has 50257 tokens, got 256; set data.tokenizer",
     ),
     (
-        "checkpoint: {best: val_loss}\neval: {every: 0}",
-        {},
-        "x.yaml:1: checkpoint.best: there is no validation loss",
-    ),
-    (
         "",
         {"train.patience": "3"},
         "train.patience: the best checkpoint would be lost; set checkpoint.best",
@@ -228,22 +207,6 @@ MISTAKES = [  # YAML, overrides, what the message says
         "fp32 parameters are their own master copies",
     ),
     ("", {"eval.tokens": "1023"}, "eval.tokens: 1023 is less than train.seq_len 1024"),
-    (
-        "init_from: gpt2",
-        {},
-        "x.yaml:1: init_from: expected scratch or one of checkpoint:DIR, hf:DIR_OR_NAME",
-    ),
-    (
-        "train: {total_batch_tokens: 1500}",
-        {},
-        "1500 is no multiple of 1024, train.seq_len times GPUs (1); set it to 1024 or 2048",
-    ),
-    (
-        "train: {total_batch_tokens: 524288, batch_size: 48}",
-        {},
-        "48 does not divide the 512 sequences of a step on each GPU (total_batch_tokens 524288); "
-        "set it to 32, or, in a new run, total_batch_tokens to 491520",
-    ),
 ]
 
 

@@ -35,17 +35,15 @@ def require_fit(config, gpu, gpus=1):
     assert plan.total <= budget
 
 
-@pytest.mark.parametrize("name", [*SIZES, "own", "quickstart", "overfit", "finetune_shakespeare"])
-def test_recipe_fits_an_h100(name):
-    assert name in recipes.names()
+@pytest.mark.parametrize("name", ["gpt2_1558m", "gpt2_1558m_fast"])
+def test_the_largest_recipes_fit_an_h100(name):
+    """The others fit 24 GB, below."""
     require_fit(Config.load(name), "h100")
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("gpu", ["4090", "a100-40", "a100-80"])
-def test_gpt2_124m_fits_smaller_gpus(gpu, gpus):
-    for name in ("gpt2_124m", "gpt2_124m_fast"):
-        require_fit(Config.load(name, gpus=gpus), gpu, gpus)
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_124m_fast"])
+def test_gpt2_124m_fits_eight_gpus_of_24_gb(name):
+    require_fit(Config.load(name, gpus=8), "4090", 8)
 
 
 @pytest.mark.parametrize("name", recipes.names())
