@@ -10,8 +10,9 @@ import torch
 from gpt2_triton.kernels import hopper
 from gpt2_triton.kernels.attention import attention_bwd, attention_bwd_scratch, attention_fwd
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper, table
-from tests.support.helpers import EPS, dtypes, error, exact, poisoned, require_same_bits
+from gpt2_triton.kernels.tuning import dtype_name, is_hopper, table
+from tests.support import helpers
+from tests.support.helpers import NAMES, dtypes, error, exact, poisoned, require_same_bits
 
 B, NH = 2, 2
 # one token; less than a block; two blocks (the interpreter's), ragged; hopper's
@@ -21,11 +22,8 @@ sequences = pytest.mark.parametrize("T", SEQUENCES)
 heads = pytest.mark.parametrize("HS", HEADS)
 
 
-def tolerance(dtype):
-    """fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded;
-    truncating costs twice that.
-    """
-    return 2e-6 if dtype == torch.float32 else 2 * EPS[dtype] * (2 if INTERPRET else 1)
+# fp32: sums of a few hundred products.  bf16: p or ds and the result are rounded
+tolerance = functools.partial(helpers.tolerance, fp32=2e-6, roundings=2)
 
 
 def walled(tensor):
@@ -37,9 +35,7 @@ def walled(tensor):
 
 
 def scratch(T, HS, dtype):
-    return poisoned(
-        attention_bwd_scratch(B, T, NH * HS, HS, dtype_name(torch.empty(0, dtype=dtype)))
-    )
+    return poisoned(attention_bwd_scratch(B, T, NH * HS, HS, NAMES[dtype]))
 
 
 def exact_forward(qkv, T):
@@ -97,9 +93,8 @@ def test_attention_matches_float64_with_gpu_blocks(rng, monkeypatch, T, HS, dtyp
     """Many blocks per sequence, full and ragged, with unequal blocks of
     queries and keys, as on a GPU.
     """
-    name = dtype_name(torch.empty(0, dtype=dtype))
     for key, row in read_table(TABLES / "h200.json").rows.items():
-        if key[0].startswith("attention") and key[1] == name:
+        if key[0].startswith("attention") and key[1] == NAMES[dtype]:
             monkeypatch.setitem(
                 table().rows, key, {k: v for k, v in row.items() if k.startswith("BLOCK")}
             )

@@ -2,6 +2,7 @@
 whole recipe against autograd.
 """
 
+import functools
 import math
 
 import pytest
@@ -13,18 +14,20 @@ from gpt2_triton.kernels import classifier as cl
 from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
+from gpt2_triton.kernels.tuning import INTERPRET, is_hopper
 from gpt2_triton.operands import TokenRows
 from tests.conftest import DEVICE
+from tests.support import helpers
 from tests.support.helpers import (
     DTYPES,
-    EPS,
+    NAMES,
     accumulate,
     dtypes,
     error,
     exact,
     poisoned,
     require_same_bits,
+    scratch_of,
 )
 
 # R, C, V: one row; ragged; two blocks of rows, columns and the sum (blocks of the interpreter)
@@ -36,17 +39,14 @@ BF16_ON_GPU = [pytest.param(*size, torch.bfloat16, marks=pytest.mark.gpu) for si
 def cases(*sizes):
     """Return sizes in both dtypes, and GPT-2's on a GPU in bf16."""
     rows = [(*size, dtype) for size in sizes for dtype in DTYPES] + BF16_ON_GPU
-    return pytest.mark.parametrize("R,C,V,dtype", rows, ids=lambda value: str(value))
+    return pytest.mark.parametrize("R,C,V,dtype", rows, ids=str)
 
 
 SCALE = 1 / 3000  # the loss scale
 
 
-def tolerance(dtype):
-    """fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up
-    to 2 EPS, truncating by 4.
-    """
-    return 2e-6 if dtype == torch.float32 else EPS[dtype] * (4 if INTERPRET else 2)
+# fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up to 2 EPS
+tolerance = functools.partial(helpers.tolerance, fp32=2e-6, roundings=2)
 
 
 def max_relative(got, want):
@@ -66,7 +66,7 @@ def draw(rng, R, C, V, dtype):
 
 
 def scratch(R, Vp, dtype):
-    return poisoned(cl.classifier_fwd_scratch(R, Vp, dtype_name(torch.empty(0, dtype=dtype))))
+    return poisoned(cl.classifier_fwd_scratch(R, Vp, NAMES[dtype]))
 
 
 def step_in():
@@ -188,7 +188,7 @@ def head(lnf, wte, targets, V, chunk):
         losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
         matmul_dw(
             dwte,
-            poisoned(max(1, matmul_dw_scratch(len(p), dtype_name(p), (Vp, C)))),
+            scratch_of(matmul_dw_scratch(len(p), NAMES[p.dtype], (Vp, C))),
             p,
             lns,
             first > 0,
@@ -199,7 +199,7 @@ def head(lnf, wte, targets, V, chunk):
     tables = [
         torch.from_numpy(t).to(DEVICE) for t in scatter_table(ids.numpy(), targets.cpu().numpy(), V)
     ]
-    slots = poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    slots = scratch_of(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
     embedding_bwd(
         dwte, poisoned(R, C), slots, torch.zeros_like(lnf), lnf, ks, TokenRows(*tables, R), False
     )
@@ -219,7 +219,7 @@ RECIPES = [(77, 48, 300, dtype, chunk) for dtype in DTYPES for chunk in (77, 30)
 RECIPES += [pytest.param(*size, torch.bfloat16, 3072, marks=pytest.mark.gpu) for size in GPT2]
 
 
-@pytest.mark.parametrize("R,C,V,dtype,chunk", RECIPES, ids=lambda value: str(value))
+@pytest.mark.parametrize("R,C,V,dtype,chunk", RECIPES, ids=str)
 def test_loss_and_gradients_equal_those_of_cross_entropy(rng, R, C, V, dtype, chunk):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     wte *= 3  # losses around 10

@@ -1,5 +1,6 @@
 """Decoding's kernels against float64: one row per sequence, keys and values from the cache."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,15 +10,11 @@ from gpt2_triton import kernels
 from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.operands import NARROW_ROWS, Linear, Norm
 from tests.conftest import DEVICE
-from tests.support import reference
-from tests.support.helpers import EPS, dtypes, error, exact, poisoned
+from tests.support import helpers, reference
+from tests.support.helpers import dtypes, error, exact, poisoned
 
-
-def tolerance(dtype):
-    """fp32: sums of 3072 products in another order.  bf16: three roundings; the
-    interpreter truncates: twice that.
-    """
-    return 1e-6 if dtype == torch.float32 else 3 * EPS[dtype] * (2 if INTERPRET else 1)
+# fp32: sums of 3072 products in another order.  bf16: three roundings
+tolerance = functools.partial(helpers.tolerance, fp32=1e-6, roundings=3)
 
 
 def sequences(rows):

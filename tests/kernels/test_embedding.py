@@ -12,12 +12,21 @@ from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch, 
 from gpt2_triton.kernels.tuning import INTERPRET
 from gpt2_triton.operands import TokenRows
 from tests.conftest import DEVICE
-from tests.support.helpers import EPS, accumulate, dtypes, error, exact, poisoned, require_same_bits
+from tests.support.helpers import (
+    EPS,
+    accumulate,
+    dtypes,
+    error,
+    exact,
+    poisoned,
+    require_same_bits,
+    scratch_of,
+)
 
 # B, T, Tmax, C, V: one row; ragged; two programs of rows (blocks of the interpreter); few
 # tokens, so that all are split
 SHAPES = [(1, 1, 1, 16, 5), (3, 37, 50, 48, 60), (2, 600, 600, 80, 700), (4, 150, 160, 32, 3)]
-shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=lambda size: str(size))
+shapes = pytest.mark.parametrize("B,T,Tmax,C,V", SHAPES, ids=str)
 
 
 def token_rows(ids, targets, V, T):
@@ -27,7 +36,7 @@ def token_rows(ids, targets, V, T):
 
 
 def scratch(R, V, C):
-    return poisoned(max(1, embedding_bwd_scratch(scatter_bounds(R, V)[2], C)))
+    return scratch_of(embedding_bwd_scratch(scatter_bounds(R, V)[2], C))
 
 
 def draw_tokens(rng, R, V):
@@ -48,7 +57,7 @@ GPT2 = [(64, 1024, 1024, 768, 50257), (16, 1024, 1024, 1600, 50257)]  # 124M, 15
 FORWARD += [pytest.param(*shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in GPT2]
 
 
-@pytest.mark.parametrize("B,T,Tmax,C,V,dtype", FORWARD, ids=lambda value: str(value))
+@pytest.mark.parametrize("B,T,Tmax,C,V,dtype", FORWARD, ids=str)
 def test_embedding_fwd_adds_two_rows(rng, B, T, Tmax, C, V, dtype):
     ids = draw_tokens(rng, B * T, V)[0].view(B, T).to(DEVICE)
     wte, wpe, x = rng(V, C, dtype=dtype), rng(Tmax, C, dtype=dtype), poisoned(B * T, C, dtype=dtype)

@@ -23,47 +23,21 @@ from gpt2_triton.kernels.tuning import is_hopper
 from gpt2_triton.operands import Branch, Linear, Norm
 from tests.conftest import DEVICE
 from tests.support import reference
-from tests.support.helpers import error, exact, in_pairs, poisoned
+from tests.support.fp8 import (
+    E4M3,
+    E5M2,
+    amax_of,
+    bits,
+    dequantised,
+    in_pairs,
+    operand,
+    rounded,
+)
+from tests.support.helpers import error, exact, poisoned, scratch_of
 from tests.support.launchers import mapped
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+BF16 = torch.bfloat16
 R, C = 96, 80
-
-
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x rounded by torch, which does not saturate."""
-    most = torch.finfo(dtype).max
-    return torch.where(x.isnan(), x, x.clamp(-most, most)).to(dtype)
-
-
-def as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    return rounded(x, E4M3)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)
-
-
-def operand(
-    rows: int, columns: int, scale: float = 1.0, transposed: bool = True, value=None, dtype=E4M3
-) -> Fp8:
-    """Return an operand full of NaN, or with the rows and columns of `value`."""
-    x8, x8t = (torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(dtype) for shape in
-               ((rows, columns), (columns, rows)))  # fmt: skip
-    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32, device=DEVICE)
-    out = Fp8(x8, x8t, torch.tensor([scale], device=DEVICE), cells, transposed)
-    if value is not None:
-        out.rows.copy_(as_e4m3(value * scale))
-        out.columns.copy_(in_pairs(out.rows).view(dtype) if transposed else out.columns)
-    return out
-
-
-def dequantised(x: Fp8) -> torch.Tensor:
-    return x.rows.double() / x.scale.double()
-
-
-def amax_of(x: Fp8) -> float:
-    return x.amax.view(torch.float32).max().item()
 
 
 @triton.jit
@@ -210,7 +184,7 @@ def close_to_rounded(got: Fp8, want: torch.Tensor) -> None:
 
     On a GPU, tensor cores add fp8 products to 14 bits, and GELU's arithmetic is in fp16.
     """
-    nearest = as_e4m3((want * got.scale).float())
+    nearest = rounded((want * got.scale).float())
     differ = bits(got.rows) != bits(nearest)
     assert differ.float().mean() < (0.08 if DEVICE == "cuda" else 2e-3)
     assert error(got.rows, nearest) < (1e-2 if DEVICE == "cuda" else 2e-3)
@@ -301,7 +275,7 @@ def test_the_amax_of_attention_leaves_out_rows_past_the_sequence():
 def product_operands(rng, M, N, depth):
     a = operand(M, depth, 16.0, value=rng(M, depth))
     w = operand(N, depth, 64.0)
-    w.rows.copy_(as_e4m3(rng(N, depth)))
+    w.rows.copy_(rounded(rng(N, depth)))
     w.columns.copy_(w.rows.T)
     return a, w
 
@@ -333,7 +307,7 @@ def test_long_sums_of_one_sign_are_not_biased(depth, rng):
     """
     a, w = product_operands(rng, 256, 320, depth)
     for x in (a, w):
-        x.rows.copy_(as_e4m3(x.rows.float().abs()))
+        x.rows.copy_(rounded(x.rows.float().abs()))
     b, res = rng(320, dtype=BF16), rng(256, 320, dtype=BF16)
     want = dequantised(a) @ dequantised(w).T
     plain, added = (poisoned(256, 320, dtype=BF16) for _ in range(2))
@@ -351,7 +325,7 @@ def test_long_sums_of_dw_of_one_sign_are_not_biased(portable, monkeypatch, rng):
         monkeypatch.setattr(hopper, "takes", lambda *_: None)
     rows, N = 1 << 14, 256
     dout, inp = (operand(rows, N, 16.0, value=rng(rows, N).abs()) for _ in range(2))
-    dw, scratch = poisoned(N, N), poisoned(max(1, matmul_dw_scratch(rows, "fp8", (N, N))))
+    dw, scratch = poisoned(N, N), scratch_of(matmul_dw_scratch(rows, "fp8", (N, N)))
     K.matmul_dw(dw, scratch, dout, inp, False)
     want = dequantised(dout).T @ dequantised(inp)
     assert abs((dw.double() * want).sum() / (want * want).sum() - 1) < 2e-3
@@ -452,7 +426,7 @@ def test_an_infinite_bias_is_seen(value, rng):
 def test_weight_gradients_equal_float64(transposed, rng):
     dout, inp = (operand(R, n, s, transposed, value=rng(R, n)) for n, s in ((48, 8.0), (C, 32.0)))
     dw = poisoned(48, C)
-    scratch = poisoned(max(1, matmul_dw_scratch(R, "fp8", (48, C))))
+    scratch = scratch_of(matmul_dw_scratch(R, "fp8", (48, C)))
     want = dequantised(dout).T @ dequantised(inp)
     for acc in (False, True):
         K.matmul_dw(dw, scratch, dout, inp, acc)
@@ -473,7 +447,7 @@ def head_operands(rng):
     value = rng(R, C, dtype=BF16)
     lnf = dataclasses.replace(operand(R, C, 32.0, False, value=value.float()), value=value)
     wte = operand(VP, C, 256.0)
-    wte.rows.copy_(as_e4m3(4 * rng(VP, C) * C**-0.5 * 256))
+    wte.rows.copy_(rounded(4 * rng(VP, C) * C**-0.5 * 256))
     wte.rows[V // 2 : V] = wte.rows[: V // 2]
     wte.columns.copy_(wte.rows.T)
     targets = torch.randint(V // 2, (R,), generator=rng.generator, dtype=torch.int32).to(DEVICE)
@@ -553,7 +527,7 @@ def test_the_head_s_gradients_equal_float64(n, rng):
         + ks.double()[:, None] * rows * valid
     )
     assert error(dln, want) < 4e-3  # the rounding to bf16, which the interpreter truncates
-    dw, scratch = poisoned(VP, C), poisoned(max(1, matmul_dw_scratch(n, "fp8", (VP, C))))
+    dw, scratch = poisoned(VP, C), scratch_of(matmul_dw_scratch(n, "fp8", (VP, C)))
     want = dequantised(p).T @ (stored.double() / lns.scale.double())
     for acc in (False, True):
         K.matmul_dw(dw, scratch, p, lns, acc)

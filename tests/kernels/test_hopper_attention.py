@@ -1,5 +1,6 @@
 """Attention for Hopper without a GPU, in gluon_simulator: against float64."""
 
+import dataclasses
 import importlib
 from types import SimpleNamespace
 
@@ -7,19 +8,18 @@ import pytest
 import torch
 
 from gpt2_triton.kernels import tuning
-from gpt2_triton.kernels.e4m3 import AMAX_CELLS
-from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.hopper import attention_dkdv, attention_dq, attention_fwd
 from gpt2_triton.operands import HeadNorm, Rope
+from tests.support.fp8 import amax_of, bits, dequantised, in_pairs, operand, rounded
 from tests.support.gluon_simulator import NAMES, Race, simulated
-from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
+from tests.support.helpers import EPS, error, exact, poisoned
 
 attention = importlib.import_module("gpt2_triton.kernels.attention")
-BF16, E4M3, HS = torch.bfloat16, torch.float8_e4m3fn, 64
+BF16, HS = torch.bfloat16, 64
 
 # B, NH, T: one block; a ring that fills; T no power of two; steps that use each stage again
 SHAPES = [(2, 2, 64), (2, 1, 128), (1, 2, 192), (1, 1, 320)]
-shapes = pytest.mark.parametrize("B,NH,T", SHAPES, ids=lambda size: str(size))
+shapes = pytest.mark.parametrize("B,NH,T", SHAPES, ids=str)
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU"
@@ -98,15 +98,11 @@ def test_attention_fwd_writes_fp8(rng, recorded):
     plain, value = (poisoned(B * T, NH * HS, dtype=BF16) for _ in range(2))
     lse, lse8 = poisoned(B, NH, T), poisoned(B, NH, T)
     forward(plain, lse, qkv, 1)
-    rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
-    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
-    columns = torch.empty(0, 1, dtype=E4M3)
-    forward(Fp8(rows, columns, torch.tensor([scale]), cells, False, value=value), lse8, qkv, 2)
+    out8 = dataclasses.replace(operand(*plain.shape, scale, False), value=value)
+    forward(out8 if recorded else dataclasses.replace(out8, amax=None), lse8, qkv, 2)
     assert torch.equal(value, plain) and torch.equal(lse8, lse)
-    want = (plain.float() * scale).clamp(-448, 448).to(E4M3)
-    assert torch.equal(rows.view(torch.uint8), want.view(torch.uint8))
-    if recorded:
-        assert cells.view(torch.float32).max() == plain.abs().max()
+    assert torch.equal(bits(out8.rows), bits(rounded(plain.float() * scale)))
+    assert amax_of(out8) == (plain.abs().max() if recorded else 0)
 
 
 @seeds
@@ -183,29 +179,22 @@ def test_attention_bwd_writes_fp8(rng, transposed, recorded, seed):
     arguments, _ = draw(rng, B, NH, T)
     plain = poisoned(B * T, 3 * NH * HS, dtype=BF16)
     dbias, _ = backward(1, plain, *arguments)
-    rows = torch.full(plain.shape, 0x7F, dtype=torch.uint8).view(E4M3)
-    columns = torch.full(plain.T.shape if transposed else (0, 1), 0x7F, dtype=torch.uint8).view(
-        E4M3
-    )
-    cells = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
-    dqkv = Fp8(rows, columns, torch.tensor([scale]), cells, transposed)
+    dqkv = operand(*plain.shape, scale, transposed)
+    given = dqkv if recorded else dataclasses.replace(dqkv, amax=None)
     dout, qkv, out, lse = arguments
-    rows8, columns8 = (
-        (out.float() * scale).to(E4M3),
-        torch.full(out.T.shape, 0x7F, dtype=torch.uint8).view(E4M3),
-    )
-    out8 = Fp8(rows8, columns8, torch.tensor([scale]), None, transposed, out)
-    dbias8, _ = backward(seed, dqkv, dout, qkv, out8, lse)
+    out8 = dataclasses.replace(operand(*out.shape, scale, transposed), amax=None, value=out)
+    out8.rows.copy_(rounded(out.float() * scale))
+    dbias8, _ = backward(seed, given, dout, qkv, out8, lse)
     assert torch.equal(dbias8, dbias)
-    assert error(rows.double() / scale, plain.double()) < 0.03  # e4m3's own 0.027
-    want = (plain.float() * scale).to(E4M3)
-    changed = (rows.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+    assert error(dequantised(dqkv), plain.double()) < 0.03  # e4m3's own 0.027
+    want = bits(rounded(plain.float() * scale))
+    changed = (bits(dqkv.rows).int() - want.int()).abs()
     assert changed.max() <= 1 and changed.float().mean() < 1.2 / 32
     if transposed:
-        for by_rows, by_columns in ((rows, columns), (rows8, columns8)):
-            assert torch.equal(by_columns.view(torch.uint8), in_pairs(by_rows))
+        for written in (dqkv, out8):
+            assert torch.equal(bits(written.columns), in_pairs(written.rows))
     if recorded:
-        assert abs(cells.view(torch.float32).max() / plain.abs().max().float() - 1) < 2 * EPS[BF16]
+        assert abs(amax_of(dqkv) / plain.abs().max().float() - 1) < 2 * EPS[BF16]
 
 
 def test_simulator_finds_barriers_that_are_invalidated_too_early_or_never(rng):

@@ -11,7 +11,6 @@ import torch
 import gpt2_triton.kernels as K
 from gpt2_triton.kernels import tuning
 from gpt2_triton.kernels.dw_split import split_tiles
-from gpt2_triton.kernels.e4m3 import AMAX_CELLS
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.hopper import (
     cast,
@@ -31,12 +30,24 @@ from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.hopper.pipeline import Forms
 from gpt2_triton.operands import Fp8, HeadNorm, Linear, Rope
 from tests.support import reference
+from tests.support.fp8 import (
+    E4M3,
+    E5M2,
+    amax_cells,
+    amax_of,
+    bits,
+    dequantised,
+    in_pairs,
+    operand,
+    rounded,
+    unwritten,
+)
 from tests.support.gluon_simulator import MISSING, NAMES, Race, simulated
-from tests.support.helpers import EPS, error, exact, in_pairs, poisoned
+from tests.support.helpers import EPS, error, exact, poisoned, scratch_of
 
 # the package exports a function of this name
 mm = importlib.import_module("gpt2_triton.kernels.matmul")
-BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
 # of the output, and of the product that is multiplied with GELU's derivative
 ROUNDINGS = 2**0.5 * EPS[BF16]
 
@@ -44,7 +55,7 @@ ROUNDINGS = 2**0.5 * EPS[BF16]
 # row of slices, less than a step
 SHAPES = [(416, 320, 200), (128, 256, 64), (32, 64, 40)]
 SIZES = [[(304, 320), (528, 144)], [(528, 144), (144, 400)], [(304, 320)]]
-shapes = pytest.mark.parametrize("M,N,K", SHAPES, ids=lambda size: str(size))
+shapes = pytest.mark.parametrize("M,N,K", SHAPES, ids=str)
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU"
@@ -130,8 +141,7 @@ def test_matmul_swiglu_matches_float64(rng, seed):
 
 
 def fp8(x, scale, dtype=E4M3):
-    most = torch.finfo(dtype).max
-    return (x * scale).clamp(-most, most).to(dtype), torch.tensor([scale])
+    return rounded(x * scale, dtype), torch.tensor([scale])
 
 
 def exact_product(a, a_scale, w, w_scale):
@@ -139,9 +149,7 @@ def exact_product(a, a_scale, w, w_scale):
 
 
 @seeds
-@pytest.mark.parametrize(
-    "M,N,K", [(416, 320, 784), (128, 256, 128), (32, 64, 48)], ids=lambda size: str(size)
-)
+@pytest.mark.parametrize("M,N,K", [(416, 320, 784), (128, 256, 128), (32, 64, 48)], ids=str)
 def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K), 64.0)
     want = exact_product(a, a_scale, w, w_scale)
@@ -155,16 +163,8 @@ def test_fp8_matmul_matches_float64(rng, M, N, K, seed):
 
 
 def quantised(x, dtype, scale):
-    columns, given = fp8(x.T.contiguous(), scale, dtype)
-    return K.Fp8(fp8(x, scale, dtype)[0], columns, given, None, True)
-
-
-def dequantised(operand):
-    return (
-        operand.columns.T.double() / operand.scale.double()
-        if isinstance(operand, K.Fp8)
-        else operand.double()
-    )
+    rows, given = fp8(x, scale, dtype)
+    return Fp8(rows, rows.T.contiguous(), given, None, True)
 
 
 @pytest.mark.parametrize("R,per_sm,seed", [(640, 1, 1), (656, 33, 2), (128, 33, 3)])
@@ -184,10 +184,11 @@ def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per
     if dtype != BF16:
         scales = iter((32.0, 16.0, 8.0, 4.0))
         pairs = [[quantised(x, dtype, next(scales)) for x in pair] for pair in pairs]
-    want = [dequantised(dout).T @ dequantised(inp) for dout, inp in pairs]
+    wide = [[dequantised(x) if isinstance(x, Fp8) else x.double() for x in pair] for pair in pairs]
+    want = [dout.T @ inp for dout, inp in wide]
     dws, scratch = (
         [poisoned(*size) for size in sizes],
-        poisoned(max(1, split_tiles(sizes, R, row, 3).scratch)),
+        scratch_of(split_tiles(sizes, R, row, 3).scratch),
     )
     for acc in (False, True):
         with simulated(hopper_matmul_dw if dtype == BF16 else fp8_matmul_dw, seed):
@@ -198,56 +199,49 @@ def test_one_or_two_dw_of_a_launch_match_float64(rng, monkeypatch, sizes, R, per
 
 
 def gelu_and_byte(rng, M, N, K, seed, b=None, **replaced):
-    """Run fc with GELU in fp8; return rows and columns of the output, gelu' as bytes,
-    cells of amax, pre in float64.
-    """
+    """Run fc with GELU in fp8; return its output, gelu' as bytes, and pre in float64."""
     (a, a_scale), (w, w_scale) = fp8(rng(M, K), 32.0), fp8(rng(N, K) * K**-0.5, 64.0)
     b = rng(N, dtype=BF16) if b is None else b
-    scale = torch.tensor([16.0])
-    rows, columns = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3)
-    slope, amax = torch.zeros(M, N, dtype=torch.uint8), torch.zeros(AMAX_CELLS, dtype=torch.int32)
+    out, slope = operand(M, N, 16.0), torch.zeros(M, N, dtype=torch.uint8)
     with simulated(fp8_gelu, seed, **replaced):
-        out = Fp8(rows, columns, scale, amax, transposed=True)
         fp8_gelu.matmul(out, a, a_scale, w, w_scale, b, slope, None)
     pre = exact_product(a, a_scale, w, w_scale) + b.double()
-    return rows, columns, slope, amax, pre
+    return out, slope, pre
 
 
-def is_right(rows, columns, want, scale):
-    """Return whether rows are want * scale in e4m3, and columns their transposition."""
-    same = torch.equal(columns.view(torch.uint8), in_pairs(rows))
-    return same and error(rows.double() / scale, want) < 0.03  # e4m3's own error is 0.027
+def is_right(out, want):
+    """Return whether rows are those of want in e4m3, and columns their transposition."""
+    same = torch.equal(bits(out.columns), in_pairs(out.rows))
+    return same and error(dequantised(out), want) < 0.03  # e4m3's own error is 0.027
 
 
 @seeds
-@pytest.mark.parametrize("M,N,K", [(256, 512, 200), (128, 256, 64)], ids=lambda size: str(size))
+@pytest.mark.parametrize("M,N,K", [(256, 512, 200), (128, 256, 64)], ids=str)
 def test_fp8_gelu_and_its_derivative_match_float64(rng, M, N, K, seed):
     """Four tiles, of which one of three programs has two, and one tile."""
-    rows, columns, slope, amax, pre = gelu_and_byte(rng, M, N, K, seed)
+    out, slope, pre = gelu_and_byte(rng, M, N, K, seed)
     want = reference.ACTIVATIONS["gelu"](pre)
-    assert is_right(rows, columns, want, 16)
-    assert abs(amax.max().view(torch.float32).item() / want.max().item() - 1) < 1e-3  # fp16
+    assert is_right(out, want)
+    assert abs(amax_of(out) / want.max().item() - 1) < 1e-3  # fp16
 
     (dout, dout_scale), (w, w_scale) = fp8(rng(M, 80), 32.0), fp8(rng(N, 80), 64.0)
     product = exact_product(dout, dout_scale, w, w_scale)
-    drows, dcolumns, part = poisoned(M, N).to(E4M3), poisoned(N, M).to(E4M3), poisoned(M // 128, N)
-    damax, scale = torch.zeros(AMAX_CELLS, dtype=torch.int32), torch.tensor([4.0])
+    dpre, part = operand(M, N, 4.0), poisoned(M // 128, N)
     with simulated(fp8_gelu, seed):
-        dpre = Fp8(drows, dcolumns, scale, damax, transposed=True)
         fp8_gelu.matmul(dpre, dout, dout_scale, w, w_scale, None, slope, part)
     want = product * reference.dactivation(pre, "gelu")
-    assert is_right(drows, dcolumns, want, 4)
+    assert is_right(dpre, want)
     # half a step of the byte
-    assert abs(damax.max().view(torch.float32).item() / want.abs().max().item() - 1) < 0.01
+    assert abs(amax_of(dpre) / want.abs().max().item() - 1) < 0.01
     assert error(part, want.view(-1, 128, N).sum(1)) < 0.01  # the same in each of 128 terms
 
 
 def test_fp8_gelu_of_negative_numbers_records_an_amax_that_covers_them(rng):
     """The kernel finds the largest input; below 0 another one may have the largest |gelu|."""
     b = torch.full((256,), -9.0, dtype=BF16)
-    *_, amax, pre = gelu_and_byte(rng, 128, 256, 64, 1, b)
+    out, _, pre = gelu_and_byte(rng, 128, 256, 64, 1, b)
     most = reference.ACTIVATIONS["gelu"](pre).abs().max().item()
-    assert pre.max() < 0 < most <= amax.max().view(torch.float32).item()
+    assert pre.max() < 0 < most <= amax_of(out)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
@@ -255,8 +249,8 @@ def test_fp8_gelu_of_an_infinite_bias_is_nan(rng, value):
     """In both halves of a tile; fp16 alone would cut it to a finite number."""
     b = torch.zeros(256, dtype=BF16)
     b[[3, 200]] = value
-    rows, *_ = gelu_and_byte(rng, 128, 256, 64, 1, b)
-    assert rows.float()[:, [3, 200]].isnan().all()
+    out, *_ = gelu_and_byte(rng, 128, 256, 64, 1, b)
+    assert out.rows.float()[:, [3, 200]].isnan().all()
 
 
 @seeds
@@ -273,28 +267,24 @@ def test_fp8_matmul_rope_matches_float64(rng, seed, normed):
 @seeds
 def test_fp8_swiglu_and_its_derivative_match_float64(rng, monkeypatch, seed):
     R, F = 144, 192
-    pre, dout, cells = (
-        2 * rng(R, 2 * F, dtype=BF16),
-        rng(R, F, dtype=BF16),
-        torch.zeros(AMAX_CELLS, dtype=torch.int32),
-    )
+    pre, dout = 2 * rng(R, 2 * F, dtype=BF16), rng(R, F, dtype=BF16)
     [want], [dwant] = exact("swiglu", [dout], pre), exact("swiglu_bwd", [pre], dout, pre)
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     for launch8, inputs, right in ((K.swiglu, (pre,), want), (K.swiglu_bwd, (dout, pre), dwant)):
-        rows, columns = poisoned(*right.shape).to(E4M3), poisoned(*right.T.shape).to(E4M3)
+        out = operand(*right.shape, 16.0)
         with simulated(hopper_swiglu, seed):
-            launch8(K.Fp8(rows, columns, torch.tensor([16.0]), cells.zero_(), True), *inputs)
-        assert is_right(rows, columns, right, 16)
-        assert abs(cells.max().view(torch.float32).item() / right.abs().max().item() - 1) < 1e-5
+            launch8(out, *inputs)
+        assert is_right(out, right)
+        assert abs(amax_of(out) / right.abs().max().item() - 1) < 1e-5
 
 
 @seeds
 def test_fp8_transpose_is_exact(rng, seed):
     x, _ = fp8(rng(272, 144), 16.0)
-    out = poisoned(144, 272).to(E4M3)
+    out = unwritten(144, 272)
     with simulated(transpose, seed):
         transpose.transpose(out, x)
-    assert torch.equal(out.view(torch.uint8), in_pairs(x))
+    assert torch.equal(bits(out), in_pairs(x))
 
 
 @seeds
@@ -302,21 +292,19 @@ def test_fp8_transpose_is_exact(rng, seed):
 def test_fp8_weights_are_exact(rng, recorded, alone, seed):
     weights = []
     for scale, (R, C) in enumerate(((272, 144), (16, 48), (128, 256), (144, 272)), start=64):
-        forms = poisoned(R, C).to(E4M3), poisoned(C, R).to(E4M3), rng(R, C, dtype=BF16) * 0.02
-        amax = torch.zeros(AMAX_CELLS, dtype=torch.int32) if recorded else None
+        forms = unwritten(R, C), unwritten(C, R), rng(R, C, dtype=BF16) * 0.02
+        amax = amax_cells() if recorded else None
         weights.append((*forms, torch.tensor([float(scale)]), amax))
     with simulated(cast, seed):
         cast.cast_weights(weights[:1] if alone else weights)
     for rows, columns, w, scale, amax in weights[:1] if alone else weights:
-        want = (w.float() * scale).to(E4M3).view(torch.uint8)
-        assert torch.equal(rows.view(torch.uint8), want) and torch.equal(
-            columns.view(torch.uint8), want.T
-        )
+        want = bits((w.float() * scale).to(E4M3))
+        assert torch.equal(bits(rows), want) and torch.equal(bits(columns), want.T)
         assert amax is None or amax.max().view(torch.float32).item() == w.float().abs().max().item()
 
 
 @seeds
-@pytest.mark.parametrize("M,N,K", [*SHAPES, (1056, 592, 72)], ids=lambda size: str(size))
+@pytest.mark.parametrize("M,N,K", [*SHAPES, (1056, 592, 72)], ids=str)
 def test_matmul_wide_matches_float64(rng, M, N, K, seed):
     for w_is_nk in (True, False):
         a, w, want = product(rng, M, N, K, w_is_nk)
@@ -351,12 +339,8 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
-    p, columns, part, peek = (
-        poisoned(R, Vp).to(E5M2),
-        poisoned(Vp, R).to(E5M2),
-        poisoned(2, 2, R),
-        rng(R).exp(),
-    )
+    p, columns = unwritten(R, Vp, dtype=E5M2), unwritten(Vp, R, dtype=E5M2)
+    part, peek = poisoned(2, 2, R), rng(R).exp()
     scale, plain = poisoned(1), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
         operands = Forms(lnf, scale=lnf_scale), Forms(wte, scale=wte_scale), zt
@@ -368,11 +352,9 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V)
     assert error(plain, want) < EPS[BF16]
     unit = torch.exp2(torch.floor(torch.log2(1 + peek.double())))
-    other = p.view(torch.uint8) != fp8((want / unit[:, None]).float(), 128.0, E5M2)[0].view(
-        torch.uint8
-    )
+    other = bits(p) != bits(rounded((128 * want / unit[:, None]).float(), E5M2))
     assert scale.item() == 128 and other.float().mean() < 1e-4  # rounded the other way
-    assert torch.equal(columns.view(torch.uint8), in_pairs(p))
+    assert torch.equal(bits(columns), in_pairs(p))
     assert error(part[1].sum(0), p.double().sum(1) / 128) < 1e-6
     assert error(part[0].sum(0) * unit, sums) < 1e-6
 
@@ -398,11 +380,11 @@ def test_fp8_classifier_dx_matches_float64(rng, R, C, Vp, seed):
 @seeds
 def test_fp8_classifier_lns_is_exact(rng, seed):
     lnf, rs, scale = rng(272, 144, dtype=BF16), rng(272).exp(), torch.tensor([64.0])
-    columns = poisoned(144, 272).to(E5M2)
+    columns = unwritten(144, 272, dtype=E5M2)
     with simulated(classifier_lns, seed):
         classifier_lns.classifier_lns(columns, lnf, rs, scale)
-    want, _ = fp8(lnf.float() * (rs * scale)[:, None], 1.0, E5M2)
-    assert torch.equal(columns.view(torch.uint8), in_pairs(want))
+    want = rounded(lnf.float() * (rs * scale)[:, None], E5M2)
+    assert torch.equal(bits(columns), in_pairs(want))
 
 
 @seeds
@@ -463,8 +445,8 @@ def wide_is_wrong(rng, seed, **replaced):
 
 
 def fp8_gelu_is_wrong(rng, seed, **replaced):
-    rows, columns, _, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
-    return not is_right(rows, columns, reference.ACTIVATIONS["gelu"](pre), 16)
+    out, _, pre = gelu_and_byte(rng, 256, 512, 400, seed, **replaced)
+    return not is_right(out, reference.ACTIVATIONS["gelu"](pre))
 
 
 # one store in flight

@@ -8,11 +8,12 @@ import torch
 from gpt2_triton.kernels import layernorm
 from gpt2_triton.kernels.contract import LAUNCHERS
 from gpt2_triton.kernels.layernorm import layernorm_bwd, layernorm_bwd_scratch, layernorm_fwd
-from gpt2_triton.kernels.tuning import INTERPRET, PLANNED_SMS, dtype_name
+from gpt2_triton.kernels.tuning import PLANNED_SMS, dtype_name
 from gpt2_triton.operands import Branch, Dropout, Norm
 from tests.conftest import DEVICE
+from tests.support import helpers
 from tests.support.helpers import (
-    EPS,
+    NAMES,
     Guarded,
     accumulate,
     dtypes,
@@ -26,14 +27,11 @@ from tests.support.helpers import (
 # programs (the interpreter's)
 SHAPES = [(1, 48), (7, 48), (33, 48), (1, 768), (7, 768), (33, 768), (33, 1600), (2100, 48)]
 SUMS = 2e-6  # fp32 sums over rows; with few rows the error of xhat itself, a few ulp
-shapes = pytest.mark.parametrize("R,C", SHAPES, ids=lambda size: str(size))
+shapes = pytest.mark.parametrize("R,C", SHAPES, ids=str)
 
 
-def tolerance(dtype):
-    """fp32: a few operations of an ulp each.  bf16: one rounding; the
-    interpreter truncates: twice that.
-    """
-    return 1e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
+# fp32: a few operations of an ulp each.  bf16: one rounding
+tolerance = functools.partial(helpers.tolerance, fp32=1e-6)
 
 
 def draw(rng, R, C, dtype):
@@ -55,7 +53,7 @@ def exact_forward(x, w, b):
 
 
 def scratch(R, C, dtype):
-    return poisoned(layernorm_bwd_scratch(R, C, dtype_name(torch.empty(0, dtype=dtype))))
+    return poisoned(layernorm_bwd_scratch(R, C, NAMES[dtype]))
 
 
 def check_backward(rng, R, C, dtype, acc, more, with_dbias=True, with_ln=True, p=0.0):

@@ -15,20 +15,22 @@ from gpt2_triton.kernels.epilogue import Epilogue
 from gpt2_triton.kernels.hopper import matmul as hopper_matmul
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.table_file import TABLES, read_table
-from gpt2_triton.kernels.tuning import INTERPRET, dtype_name, is_hopper
+from gpt2_triton.kernels.tuning import INTERPRET, is_hopper
 from gpt2_triton.operands import Linear
 from tests.conftest import DEVICE
-from tests.support import reference
+from tests.support import helpers, reference
 from tests.support.elsewhere import compiled_elsewhere
 from tests.support.helpers import (
     DTYPES,
     EPS,
+    NAMES,
     accumulate,
     dtypes,
     error,
     exact,
     poisoned,
     require_same_bits,
+    scratch_of,
 )
 
 # the package exports a function of this name
@@ -60,18 +62,11 @@ def on_gpu(*layers):
 
 
 def cases(rows):
-    return pytest.mark.parametrize("R,N,K,dtype", rows, ids=lambda value: str(value))
+    return pytest.mark.parametrize("R,N,K,dtype", rows, ids=str)
 
 
-def tolerance(dtype):
-    """fp32: a thousand terms lose about 1e-6 one by one.  bf16: one rounding; the
-    interpreter truncates: twice that.
-    """
-    return 2e-6 if dtype == torch.float32 else EPS[dtype] * (2 if INTERPRET else 1)
-
-
-def scratch(elements):
-    return poisoned(max(1, elements))
+# fp32: a thousand terms lose about 1e-6 one by one.  bf16: one rounding
+tolerance = functools.partial(helpers.tolerance, fp32=2e-6)
 
 
 def linear(rng, R, N, K, dtype):
@@ -122,9 +117,9 @@ def test_dx_dact_matches_float64(rng, R, N, K, dtype, act, acc):
     dpre, dbias = poisoned(R, K, dtype=dtype), rng(K) if acc else poisoned(K)
     act_out = poisoned(R, K, dtype=dtype) if acc else None
     expected = exact("matmul_dx_dact", [dpre, dbias, act_out], None, dout, Linear(w), pre, acc, act)
-    part = scratch(mm.matmul_dx_dact_scratch(R, K, dtype_name(dout)))
+    part = scratch_of(mm.matmul_dx_dact_scratch(R, K, NAMES[dtype]))
     mm.matmul_dx_dact(dpre, dbias, act_out, part, dout, Linear(w), pre, acc, act)
-    on_hopper = hopper.takes(f"matmul_d{act}", R, K, dtype_name(dout)) is not None
+    on_hopper = hopper.takes(f"matmul_d{act}", R, K, NAMES[dtype]) is not None
     rounded = on_hopper or not tuning.has_tma()
     # there act'(pre) is multiplied with a rounded product: two roundings in
     # dpre, one in the terms of dbias.  Half of relu2's numbers are 0: of one row too few are left
@@ -162,7 +157,7 @@ def test_recomputed_activation_has_the_bits_of_the_forward_pass(rng, R, N, K, dt
     kept, recomputed, pre, dpre = (poisoned(R, N, dtype=dtype) for _ in range(4))
     mm.matmul_act(kept, pre, inp, Linear(w, b), act)
     down, dout = rng(K, N, dtype=dtype), rng(R, K, dtype=dtype)
-    part = scratch(mm.matmul_dx_dact_scratch(R, N, dtype_name(dout)))
+    part = scratch_of(mm.matmul_dx_dact_scratch(R, N, NAMES[dtype]))
     mm.matmul_dx_dact(dpre, poisoned(N), recomputed, part, dout, Linear(down), pre, False, act)
     assert torch.equal(kept, recomputed)
     again = poisoned(R, N, dtype=dtype)
@@ -182,14 +177,14 @@ HEAD = pytest.param(16384, 50304, 768, torch.bfloat16, marks=pytest.mark.gpu)
 @accumulate
 @cases([*CASES, *SPLIT, *on_gpu(*LINEAR), HEAD])
 def test_dw_matches_float64(rng, R, N, K, dtype, acc):
-    name = dtype_name(torch.empty(0, dtype=dtype))
+    name = NAMES[dtype]
     if INTERPRET:  # whole tiles, split tiles, and both in one launch
         split = split_tiles([(N, K)], R, mm._dw_row(N, K, R, name), tuning.num_sms())
         assert (split.whole_tiles > 0, split.split_tiles > 0) == (R <= 1024 or N > 2048, R > 1024)
     dout, inp = rng(R, N, dtype=dtype), rng(R, K, dtype=dtype)
     dw = rng(N, K) if acc else poisoned(N, K)
     expected = exact("matmul_dw", [dw], None, dout, inp, acc)
-    mm.matmul_dw(dw, scratch(mm.matmul_dw_scratch(R, name, (N, K))), dout, inp, acc)
+    mm.matmul_dw(dw, scratch_of(mm.matmul_dw_scratch(R, name, (N, K))), dout, inp, acc)
     assert error(dw, expected[0]) < SUMS
 
 
@@ -198,10 +193,10 @@ def test_dw_of_a_pair_matches_float64(rng, dtype):
     """And has the bits of two launches where it is two."""
     R, sizes, dw = 2144, [(48, 80), (320, 48)], [poisoned(48, 80), poisoned(320, 48)]
     dout, inp = ([rng(R, size[i], dtype=dtype) for size in sizes] for i in (0, 1))
-    part = scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), *sizes))
+    part = scratch_of(mm.matmul_dw_scratch(R, NAMES[dtype], *sizes))
     part = max(
         part,
-        *(scratch(mm.matmul_dw_scratch(R, dtype_name(inp[0]), size)) for size in sizes),
+        *(scratch_of(mm.matmul_dw_scratch(R, NAMES[dtype], size)) for size in sizes),
         key=len,
     )
     for acc in (False, True):
@@ -224,7 +219,7 @@ def run_all(R, N, K, dtype, outputs):
     inp, dout, w, b, pre = (
         torch.randn(*size, generator=generator).mul(0.25).to(DEVICE, dtype) for size in sizes
     )
-    name = dtype_name(inp)
+    name = NAMES[dtype]
     y, g, z, a = (outputs(R, N, dtype=dtype) for _ in range(4))
     mm.matmul(y, inp, Linear(w, b))
     mm.matmul_act(g, z, inp, Linear(w, b), "gelu")
@@ -370,7 +365,7 @@ TAKES_FP8 = [
 ]
 
 
-@pytest.mark.parametrize("op,M,N,module", TAKES, ids=lambda value: str(value))
+@pytest.mark.parametrize("op,M,N,module", TAKES, ids=str)
 def test_takes_on_hopper_and_never_elsewhere_or_in_fp32(monkeypatch, op, M, N, module):
     monkeypatch.setattr(tuning, "num_sms", lambda: 132)
     for gpu, dtype in itertools.product((True, False), ("bf16", "fp32")):
@@ -378,7 +373,7 @@ def test_takes_on_hopper_and_never_elsewhere_or_in_fp32(monkeypatch, op, M, N, m
         assert hopper.takes(op, M, N, dtype) == (module if gpu and dtype == "bf16" else None)
 
 
-@pytest.mark.parametrize("op,M,N,module", TAKES_FP8, ids=lambda value: str(value))
+@pytest.mark.parametrize("op,M,N,module", TAKES_FP8, ids=str)
 def test_takes_in_fp8_what_it_lists(monkeypatch, op, M, N, module):
     monkeypatch.setattr(tuning, "is_hopper", lambda: True)
     assert hopper.takes(op, M, N, "fp8") == module

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpt2_triton.kernels.tuning import INTERPRET
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.launchers import mapped
@@ -13,8 +14,16 @@ from tests.support.launchers import mapped
 DTYPES = [torch.float32, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 accumulate = pytest.mark.parametrize("acc", [False, True], ids=["overwrite", "accumulate"])
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # half an ulp, relative: what one rounding costs
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
+
+
+def tolerance(dtype: torch.dtype, *, fp32: float, roundings: float = 1) -> float:
+    """Return `fp32`, or what so many roundings to bf16 cost; the interpreter truncates, which
+    costs twice that.
+    """
+    return fp32 if dtype == torch.float32 else roundings * EPS[dtype] * (2 if INTERPRET else 1)
 
 
 def poisoned(*shape, dtype=torch.float32):
@@ -22,12 +31,9 @@ def poisoned(*shape, dtype=torch.float32):
     return torch.full(shape, float("nan"), dtype=torch.float32, device=DEVICE).to(dtype)
 
 
-def in_pairs(x):
-    """Return x [R, C] of 8-bit floats transposed, as bytes; each 16 rows in
-    the order 0 8 1 9 ... 7 15.
-    """
-    order = torch.arange(len(x)).view(-1, 2, 8).transpose(1, 2).flatten()
-    return x.view(torch.uint8)[order].T.contiguous()
+def scratch_of(elements):
+    """Return scratch for a launcher, which takes no empty one."""
+    return poisoned(max(1, elements))
 
 
 class Guarded:
