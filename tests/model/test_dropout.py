@@ -8,9 +8,16 @@ import torch
 from gpt2_triton.data.packing import pack_batch
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.model.test_lifetimes import recorded_step
-from tests.support import torch_reference
 from tests.support.helpers import max_error
-from tests.support.models import EXACT, batches, exact_model, require_gradients, train_steps
+from tests.support.models import (
+    EXACT,
+    batches,
+    exact_model,
+    gpt2_loss,
+    leaves_of,
+    require_gradients,
+    train_steps,
+)
 from tests.support.philox import dropout_factors
 
 P = 0.3
@@ -33,17 +40,11 @@ def factors(config, micro):
 def test_loss_and_gradients_equal_autograds_with_the_same_masks(level):
     """In two micro-steps, whose masks differ."""
     model = exact_model(level, model=DROPOUT)
-    config, d, params = (
-        model.config,
-        model.dims,
-        torch_reference.leaves(model.state.params, model.dims),
-    )
+    config, params = model.config, leaves_of(model)
     train_steps(model, 1)
     losses = [
-        torch_reference.gpt2_loss(
-            params, ids, targets, d["V"], d["NH"], dropout=factors(config, micro)
-        )
-        for micro, (ids, targets) in enumerate(batches(config, 2))
+        gpt2_loss(model, params, *batch, dropout=factors(config, micro))
+        for micro, batch in enumerate(batches(config, 2))
     ]
     (sum(losses) / 2).backward()
     assert abs(model.state.step_out[0].item() - sum(losses).item() / 2) < 1e-12 * sum(losses).item()

@@ -23,6 +23,7 @@ from tests.support.models import (
     batches,
     exact_model,
     kernel_model,
+    leaves_of,
     require_decoding_equals_the_forward,
     require_gradients,
     train_steps,
@@ -122,7 +123,7 @@ def test_loss_and_gradients_equal_autograd(level, C):
 
 def require_autograd_s_step(model):
     """Compare the loss and the gradients of a step with autograd's."""
-    params = torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+    params = leaves_of(model)
     words = 300, model.dims["NH"], model.train_view.a.rope, 1e-6
     micro_batches = batches(model.config, model.shape.accumulation)
     losses = [torch_reference.llama_loss(params, *batch, *words) for batch in micro_batches]

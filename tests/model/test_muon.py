@@ -23,8 +23,16 @@ from gpt2_triton.model.sharding import NOT_A_LAYER, buckets
 from gpt2_triton.training.lr_schedule import step_inputs
 from tests.support import ranks, reference, torch_reference
 from tests.support.checkpoints import load_checkpoint, whole
-from tests.support.helpers import max_error
-from tests.support.models import EXACT, F64, batches, exact_model, train_steps
+from tests.support.models import (
+    EXACT,
+    F64,
+    batches,
+    exact_model,
+    gpt2_loss,
+    leaves_of,
+    require_close,
+    train_steps,
+)
 from tests.support.tiny import tiny_config
 
 
@@ -89,13 +97,9 @@ def test_two_updates_equal_those_of_pytorch():
     """
     model = exact_model(optim=MUON | dict(tau=0.03, adamw_lr=0.004, embed_decay=0.5))
     assert model.shape.accumulation == 2
-    d, o, params = (
-        model.dims,
-        model.config.optim,
-        torch_reference.leaves(model.state.params, model.dims),
-    )
+    o, params = model.config.optim, leaves_of(model)
     got = train_steps(model, 2)
-    listed = list(torch_reference.tensors(params, d))
+    listed = list(torch_reference.tensors(params, model.dims))
     inner = [w for name, w, decay in listed if decay and "[" in name]
     other = [w for name, w, decay in listed if not decay]
     groups = [dict(params=[params.wte, params.wpe], lr=2 * o.adamw_lr, weight_decay=0.5)]
@@ -104,7 +108,7 @@ def test_two_updates_equal_those_of_pytorch():
     momenta = [torch.zeros_like(w) for w in inner]
     for step in range(2):
         two = batches(model.config, 2, seed=step)
-        loss = sum(torch_reference.gpt2_loss(params, i, t, d["V"], d["NH"]) for i, t in two) / 2
+        loss = sum(gpt2_loss(model, params, *batch) for batch in two) / 2
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([w for _, w, _ in listed], o.clip)
         # lr and bias corrections are float32, 6e-8 relative, and reach the next
@@ -120,9 +124,7 @@ def test_two_updates_equal_those_of_pytorch():
         adamw.step()
         for _, w, _ in listed:
             w.grad = None
-    ours = {name: w for name, w, _ in torch_reference.tensors(model.train_view.w, d)}
-    for name, leaf, _ in listed:
-        assert max_error(ours[name], leaf.detach()) < 1e-5, name
+    require_close(model, model.train_view.w, params, 1e-5)
 
 
 # ---- memory ----

@@ -15,6 +15,9 @@ from tests.support.models import (
     EXACT,
     batches,
     exact_model,
+    gpt2_loss,
+    leaves_of,
+    require_close,
     require_decoding_equals_the_forward,
     require_gradients,
     train_steps,
@@ -26,41 +29,30 @@ def model_of(level: str, act: str, **changes: dict):
 
 
 @functools.cache
-def autograd_step(act: str) -> tuple[float, Params, dict[str, int]]:
+def autograd_step(act: str) -> tuple[float, Params]:
     """Return the loss of the model's first step, and its parameters with their gradients."""
     model = model_of("none", act)
-    d, params = model.dims, torch_reference.leaves(model.state.params, model.dims)
-    sizes = d["V"], d["NH"]
-    losses = [
-        torch_reference.gpt2_loss(params, ids, targets, *sizes, act=act)
-        for ids, targets in batches(model.config, 2)
-    ]
-    loss = sum(losses) / 2
+    params = leaves_of(model)
+    loss = sum(gpt2_loss(model, params, *two, act=act) for two in batches(model.config, 2)) / 2
     loss.backward()
-    return loss.item(), params, d
+    return loss.item(), params
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_loss_and_gradients_equal_autograd(level, act):
     model = model_of(level, act)
-    assert [r.stop - r.start for r in model.train_view.head_chunks] == [
-        6,
-        6,
-        4,
-    ] and model.shape.accumulation == 2
+    assert [r.stop - r.start for r in model.train_view.head_chunks] == [6, 6, 4]
+    assert model.shape.accumulation == 2
     train_steps(model, 1)
-    want, params, dims = autograd_step(act)
+    want, params = autograd_step(act)
     # float64 costs 1e-16 per operation; sums here have up to 512 terms, and 40
     # operations follow one another
     loss, norm = model.state.step_out[:2].tolist()
     assert abs(loss - want) < 1e-12 * want
     require_gradients(model, params)
-    want = (
-        torch.cat([leaf.grad.flatten() for _, leaf, _ in torch_reference.tensors(params, dims)])
-        .norm()
-        .item()
-    )
+    listed = torch_reference.tensors(params, model.dims)
+    want = torch.cat([leaf.grad.flatten() for _, leaf, _ in listed]).norm().item()
     assert abs(norm - want) < 1e-11 * want
 
 
@@ -70,31 +62,19 @@ def test_three_updates_equal_torch_adamw():
     """
     optim = dict(lr=0.01, clip=0.5, embed_lr=2.0, tau=0.03)
     model = exact_model(train=EXACT["train"] | dict(total_batch_tokens=16), optim=optim)
-    d, o, params = (
-        model.dims,
-        model.config.optim,
-        torch_reference.leaves(model.state.params, model.dims),
-    )
+    o, params = model.config.optim, leaves_of(model)
     got = train_steps(model, 3)
-    listed = list(torch_reference.tensors(params, d))
+    listed = list(torch_reference.tensors(params, model.dims))
     groups = [
-        dict(
-            params=[params.wte, params.wpe],
-            weight_decay=model.config.weight_decay,
-            lr=o.embed_lr * o.lr,
-        ),
-        dict(
-            params=[t for name, t, decay in listed if decay and "[" in name],
-            weight_decay=model.config.weight_decay,
-        ),
+        dict(params=[params.wte, params.wpe], lr=o.embed_lr * o.lr),
+        dict(params=[t for name, t, decay in listed if decay and "[" in name]),
         dict(params=[t for _, t, decay in listed if not decay], weight_decay=0.0),
     ]
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    given = dict(betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=model.config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, **given)
     losses, norms = [], []
     for step in range(3):
-        loss = torch_reference.gpt2_loss(
-            params, *batches(model.config, 1, seed=step)[0], d["V"], d["NH"]
-        )
+        loss = gpt2_loss(model, params, *batches(model.config, 1, seed=step)[0])
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_([t for _, t, _ in listed], o.clip).item())
         optimizer.step()
@@ -105,9 +85,7 @@ def test_three_updates_equal_torch_adamw():
     np.testing.assert_allclose([loss for loss, _, _ in got], losses, rtol=1e-6)
     np.testing.assert_allclose([norm for _, norm, _ in got], norms, rtol=1e-6)
     assert min(norms) > o.clip  # clipping did happen
-    ours = {name: t for name, t, _ in torch_reference.tensors(model.train_view.w, d)}
-    for name, leaf, _ in listed:
-        assert max_error(ours[name], leaf.detach()) < 1e-6, name
+    require_close(model, model.train_view.w, params, 1e-6)
 
 
 def test_evaluation_equals_autograd_in_a_smaller_view():
@@ -116,8 +94,7 @@ def test_evaluation_equals_autograd_in_a_smaller_view():
     ids, targets = (t[:1, :5].contiguous() for t in batches(model.config, 1)[0])
     targets[0, 2], targets[0, 4] = -1, 7
     losses = model.evaluate(ids.numpy(), targets.numpy())
-    params = torch_reference.leaves(model.state.params, model.dims)
-    want = torch_reference.gpt2_loss(params, ids, targets, 300, 2, "none")
+    want = gpt2_loss(model, leaves_of(model), ids, targets, reduction="none")
     assert max_error(losses, want.detach()) < 1e-12 and losses[2] == 0
 
 

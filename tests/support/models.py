@@ -1,5 +1,8 @@
 """Small models for tests of a whole step: exact ones in float64, and ones in the real kernels."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,11 +68,29 @@ def randomise(model: Model) -> None:
         rows[model.dims["V"] :] = 0
 
 
-def require_gradients(model: Model, params: object) -> None:
-    """Compare a step's gradients with autograd's, of the leaves `params`."""
-    got = {name: t for name, t, _ in torch_reference.tensors(model.train_view.g, model.dims)}
+def leaves_of(model: Model) -> Any:
+    """Return the parameters as leaves of autograd."""
+    return torch_reference.leaves(model.state.params, model.dims, table=model.A.Params)
+
+
+def gpt2_loss(model: Model, params: Any, *batch: Tensor, **options: Any) -> Tensor:
+    """Return torch_reference.gpt2_loss in the sizes of a model, of ids and targets."""
+    return torch_reference.gpt2_loss(params, *batch, model.dims["V"], model.dims["NH"], **options)
+
+
+def require_close(
+    model: Model, ours: Any, params: Any, tolerance: float,
+    of: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> None:  # fmt: skip
+    """Compare the model's weights or gradients `ours` with `of` each leaf in `params`."""
+    got = {name: t for name, t, _ in torch_reference.tensors(ours, model.dims)}
     for name, leaf, _ in torch_reference.tensors(params, model.dims):
-        assert max_error(got[name], leaf.grad) < 1e-11, name
+        assert max_error(got[name], of(leaf)) < tolerance, name
+
+
+def require_gradients(model: Model, params: Any) -> None:
+    """Compare a step's gradients with autograd's, of the leaves `params`."""
+    require_close(model, model.train_view.g, params, 1e-11, lambda leaf: leaf.grad)
 
 
 def batches(config: Config, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
