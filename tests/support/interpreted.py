@@ -71,8 +71,8 @@ MEMORY = (
     "tl.load(fp + a, mask=a < 5, other=0.0)", "tl.load(fp + a, mask=a < 5, other=-1.5)",
     "tl.load(fp + a, mask=(a > 2) & (a < 5), other=0.0)",
     "tl.load(fp + a * a, mask=a < 5, other=0.0)",
-    ("tl.load(fp + a[:, None] * 8 + b[None, :], mask=(a < 5)[:, "
-    "None] & (b < n)[None, :], other=0.0)"),
+    "tl.load(fp + a[:, None] * 8 + b[None, :], mask=(a < 5)[:, "
+    "None] & (b < n)[None, :], other=0.0)",
     "tl.load(fp + a[:, None] * 8 + b[None, :], mask=(a < 5)[:, None], other=0.0)",
     "tl.load(fp + 0 * a)", "tl.load(ip + a, mask=a < 5, other=0)",
     "tl.load(hp + a, mask=a < 5, other=0.0)", "tl.load(hp + a, mask=a < 5, other=-1.5)",
@@ -90,8 +90,8 @@ STORES = (
     "tl.store(out + a[:, None] * 8 + b[None, :], x16, mask=(a < 5)[:, None] & (b < n)[None, :])",
     "tl.store(out + a * a % 7, row16)", "tl.store(outh + a, row16)",
     "tl.store(outh + a, row16.to(tl.bfloat16), mask=a < 3)",
-    ("tl.store(out + a[:, None] * 8 + b[None, :], "
-    "row16[:, None])"), "tl.store(out + b, 0.0 * row + 2.0, mask=b < 3)",
+    "tl.store(out + a[:, None] * 8 + b[None, :], "
+    "row16[:, None])", "tl.store(out + b, 0.0 * row + 2.0, mask=b < 3)",
     "odesc.store([4, 8], x)", "odesc.store([12, 4], x)", "odesc.store([14, 16], x)",
 )  # fmt: skip
 EXPRESSIONS = (
@@ -111,6 +111,16 @@ EXPRESSIONS = (
 )
 
 
+# of the names of the expressions: what is loaded from which pointer, from which element on
+LOADED = {
+    "x": ("fp", 0, 8, 8), "y": ("fp", 64, 8, 8), "square": ("fp", 128, 8, 8),
+    "row": ("fp", 70, 8), "column": ("fp", 9, 8, 1), "x16": ("fp", 5, 16, 8),
+    "row16": ("fp", 31, 16),
+    "i": ("ip", 0, 8, 8), "j": ("ip", 64, 8, 8), "k": ("lp", 0, 8, 8), "p": ("fp", 3, 16),
+    "s": ("fp", 1), "t": ("fp", 2), "q": ("fp", 4),
+}  # fmt: skip
+
+
 def operands(convert: Callable[[Any], Any] = interpreter._implicit_cvt) -> dict[str, Any]:
     """Return the names of the expressions: tensors, and pointers and
     descriptors as `convert` makes them.
@@ -121,21 +131,16 @@ def operands(convert: Callable[[Any], Any] = interpreter._implicit_cvt) -> dict[
         return (torch.randn(shape, generator=generator) * 9).to(dtype)
 
     given = {
-        "fp": tensor(300),
-        "hp": tensor(300, dtype=torch.bfloat16),
-        "ip": tensor(300, dtype=torch.int32),
-    }
-    given |= {"lp": tensor(300, dtype=torch.int64), "bp": tensor(300) > 0, "matrix": tensor(15, 20)}
-    given |= {
-        "out": tensor(300),
-        "outh": tensor(300, dtype=torch.bfloat16),
-        "omatrix": tensor(15, 20),
-    }
+        "fp": tensor(300), "hp": tensor(300, dtype=torch.bfloat16),
+        "ip": tensor(300, dtype=torch.int32), "lp": tensor(300, dtype=torch.int64),
+        "bp": tensor(300) > 0, "matrix": tensor(15, 20), "out": tensor(300),
+        "outh": tensor(300, dtype=torch.bfloat16), "omatrix": tensor(15, 20),
+    }  # fmt: skip
     names: dict[str, Any] = {name: convert(value) for name, value in given.items()}
     for name, matrix in (("desc", "matrix"), ("odesc", "omatrix")):
         names[name] = convert(TensorDescriptor.from_tensor(given[matrix], [8, 8]))
 
-    def loaded(pointer: str, *shape: int, at: int = 0) -> Any:
+    def loaded(pointer: str, at: int, *shape: int) -> Any:
         handle = names[pointer].handle
         # the values, in Triton's way and without what is tested
         array = interpreter._interpreter.load
@@ -150,29 +155,8 @@ def operands(convert: Callable[[Any], Any] = interpreter._implicit_cvt) -> dict[
         type = core.block_type(element, list(shape)) if shape else element
         return core.tensor(interpreter.TensorHandle(data, element), type)
 
-    names |= {
-        "x": loaded("fp", 8, 8),
-        "y": loaded("fp", 8, 8, at=64),
-        "row": loaded("fp", 8, at=70),
-    }
-    names |= {
-        "column": loaded("fp", 8, 1, at=9),
-        "square": loaded("fp", 8, 8, at=128),
-        "x16": loaded("fp", 16, 8, at=5),
-    }
-    names |= {
-        "row16": loaded("fp", 16, at=31),
-        "s": loaded("fp", at=1),
-        "t": loaded("fp", at=2),
-        "c": tl.constexpr(3),
-    }
-    names |= {
-        "i": loaded("ip", 8, 8),
-        "j": loaded("ip", 8, 8, at=64),
-        "k": loaded("lp", 8, 8),
-        "n": convert(7),
-    }
-    names |= {"m": convert(3), "p": loaded("fp", 16, at=3), "q": loaded("fp", at=4)}
+    names |= {name: loaded(*place) for name, place in LOADED.items()}
+    names |= {"c": tl.constexpr(3), "m": convert(3), "n": convert(7)}
     names["u"] = names["i"].to(tl.uint32, bitcast=True)
     names["m1"], names["m2"] = names["x"] > names["y"], names["x"] > 0.0
     nan = names["y"].handle.data.copy()
