@@ -67,6 +67,11 @@ def rows_file(tmp_path):
     return write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
 
 
+def completions(rows_file):
+    tokenizer = get_tokenizer("bytes")
+    return data.load_questions(rows_file, tokenizer, 0, ("completion",))["completion"]
+
+
 def model_of(batch_size=16, vocab_size=256, dtype="fp32"):
     """Return a model with three times the initial weights: endings differ by more than
     rounding, no loss is near 70.
@@ -157,9 +162,7 @@ def test_a_llama_has_transformers_scores(rows_file, tmp_path, config_class, mode
 
 @pytest.mark.gpu
 def test_batching_changes_no_bit_on_a_gpu(rows_file):
-    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))[
-        "completion"
-    ]
+    questions = completions(rows_file)
     losses = [hellaswag.ending_losses(model_of(b, dtype="bf16"), questions) for b in (1, 3, 16)]
     np.testing.assert_array_equal(losses[0], losses[1])
     np.testing.assert_array_equal(losses[0], losses[2])
@@ -298,9 +301,7 @@ class MadeUpLosses:
 
 
 def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
-    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))[
-        "completion"
-    ]
+    questions = completions(rows_file)
     model, store = MadeUpLosses(), torch.distributed.HashStore()
 
     def evaluate(*group):
@@ -320,9 +321,7 @@ def test_each_of_two_ranks_has_the_scores_of_one(rows_file):
 
 
 def test_stop_on_one_rank_breaks_off_the_evaluation_on_both(rows_file):
-    questions = data.load_questions(rows_file, get_tokenizer("bytes"), 0, ("completion",))[
-        "completion"
-    ]
+    questions = completions(rows_file)
     model, store = MadeUpLosses(), torch.distributed.HashStore()
     loader = SimpleNamespace(batches=lambda *_: [(np.zeros((2, 64), np.int32),) * 2], tokens=128)
 

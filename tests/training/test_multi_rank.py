@@ -67,6 +67,13 @@ def run_job(n, config, run, resume=False):
     return codes[0]
 
 
+def errors_of_both(function, config, run, *arguments):
+    """Return the stderr of two ranks that end with an error."""
+    codes = ranks.exit_codes(2, run / "stderr", function, config, run, *arguments)
+    assert codes == [1, 1]
+    return (run / "stderr").read_text()
+
+
 def tensors(run):
     return load_checkpoint(find_checkpoint(run))[1]
 
@@ -278,8 +285,8 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(stopped):
 
 def test_locked_directory_is_refused_on_all_ranks(tmp_path):
     with lock_run_dir(tmp_path):
-        assert ranks.exit_codes(2, tmp_path / "stderr", job, config_of(), tmp_path) == [1, 1]
-    assert (tmp_path / "stderr").read_text().count("ConfigError: --run_dir: pid") == 2
+        errors = errors_of_both(job, config_of(), tmp_path)
+    assert errors.count("ConfigError: --run_dir: pid") == 2
 
 
 @pytest.fixture(scope="module")
@@ -402,12 +409,8 @@ def test_ranks_rewind_together(tmp_path, name, precision, stages):
 @pytest.mark.slow
 def test_skip_limit_ends_all_ranks(tmp_path):
     config = config_of(train=dict(steps=4, skip_limit=2), debug=dict(hash_state=0))
-    assert ranks.exit_codes(2, tmp_path / "stderr", nan_on_rank_1, config, tmp_path, range(4)) == [
-        1,
-        1,
-    ]
     message = "NonFiniteError: step 2: loss or gradient norm was not finite for 2 steps in a row"
-    assert (tmp_path / "stderr").read_text().count(message) == 2
+    assert errors_of_both(nan_on_rank_1, config, tmp_path, range(4)).count(message) == 2
 
 
 def other_lr_on_rank_1(config, run):
@@ -417,12 +420,8 @@ def other_lr_on_rank_1(config, run):
 @pytest.mark.slow
 def test_require_equal_names_ranks_with_another_configuration(tmp_path):
     """A node with another config.yaml; data is compared by its fingerprint in the same way."""
-    assert ranks.exit_codes(2, tmp_path / "stderr", other_lr_on_rank_1, config_of(), tmp_path) == [
-        1,
-        1,
-    ]
     message = "ConfigError: configuration: not the same on ranks [1] as on rank 0"
-    assert message in (tmp_path / "stderr").read_text()
+    assert message in errors_of_both(other_lr_on_rank_1, config_of(), tmp_path)
 
 
 def flip_on_rank_1(config, run):
@@ -437,12 +436,8 @@ def flip_on_rank_1(config, run):
 @pytest.mark.slow
 def test_replica_mismatch_ends_the_run(tmp_path):
     """As if a bit of rank 1's memory had flipped."""
-    assert ranks.exit_codes(2, tmp_path / "stderr", flip_on_rank_1, config_of(0), tmp_path) == [
-        1,
-        1,
-    ]
     message = "ReplicaMismatchError: step 1: the weights of ranks [1] differ from rank 0's"
-    assert message in (tmp_path / "stderr").read_text()
+    assert message in errors_of_both(flip_on_rank_1, config_of(0), tmp_path)
 
 
 # ---- one bad rank ----
