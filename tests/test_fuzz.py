@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt2_triton.checkpoint import resume
+from gpt2_triton.checkpoint.export import export
 from gpt2_triton.checkpoint.format import MANIFEST
 from gpt2_triton.checkpoint.load import find_checkpoint, open_checkpoint, verify
 from gpt2_triton.checkpoint.sources import load_weights, open_weights
@@ -30,7 +31,7 @@ from gpt2_triton.training.metrics import read_metrics
 from gpt2_triton.training.run_info import read_run
 from gpt2_triton.training.run_state import RunState
 from tests.support import checkpoints
-from tests.support.foreign import random_params
+from tests.support.foreign import checkpoint_of, random_params
 from tests.support.tiny import tiny_config
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
@@ -137,7 +138,7 @@ WORDS = st.sampled_from([
         st.lists(WORDS, max_size=12).map("".join).map(str.encode),
     )
 )
-def test_yaml(tmp_path, content):
+def test_any_yaml_is_read_or_refused(tmp_path, content):
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     only_user_errors(Config.load, path)
@@ -155,7 +156,7 @@ KEYS = [key for key in places(tiny_config().to_dict()) if len(key) == 2]
     other=SCALARS,
     gpus=st.integers(1, 9),
 )
-def test_values(tmp_path, key, value, second, other, gpus):
+def test_any_value_of_a_key_is_taken_or_refused(tmp_path, key, value, second, other, gpus):
     path = tmp_path / "x.yaml"
     path.write_text("{}")
     given = {".".join(key): value, ".".join(second): other}
@@ -171,8 +172,6 @@ def test_values(tmp_path, key, value, second, other, gpus):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with a checkpoint whose weights are those of a model."""
-    from tests.support.foreign import checkpoint_of
-
     config = tiny_config(train=dict(dtype="bf16"))
     run = tmp_path_factory.mktemp("fuzz") / "run"
     checkpoint_of(run, config, {"params": random_params(config).to(torch.bfloat16)})
@@ -209,7 +208,7 @@ def restored(run):
 
 @fuzz
 @given(data=st.data())
-def test_manifest(run, restored, data):
+def test_any_manifest_is_read_or_refused(run, restored, data):
     kept = (restored / MANIFEST).read_bytes()
     tree = changed(json.loads(kept)).map(lambda tree: json.dumps(tree).encode())
     (restored / MANIFEST).write_bytes(
@@ -236,7 +235,7 @@ def headers(data):
 
 @fuzz
 @given(data=st.data())
-def test_safetensors(run, restored, data):
+def test_any_header_of_tensors_is_read_or_refused(run, restored, data):
     path = restored / checkpoints.TENSORS
     kept = path.read_bytes()
     path.write_bytes(data.draw(headers(kept)))
@@ -256,8 +255,6 @@ def read_all(source):
 
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
-    from gpt2_triton.checkpoint.export import export
-
     directory = tmp_path_factory.mktemp("exported")
     for kind in ("hf", "llmc"):
         export(str(run), directory / kind, kind, "fp32")
@@ -266,7 +263,7 @@ def exported(run, tmp_path_factory):
 
 @fuzz
 @given(data=st.data())
-def test_hugging_face(exported, tmp_path, data):
+def test_any_files_of_hugging_face_are_read_or_refused(exported, tmp_path, data):
     config = json.loads((exported / "hf" / "config.json").read_bytes())
     tensors = (exported / "hf" / "model.safetensors").read_bytes()
     which = data.draw(st.integers(0, 1))
@@ -279,7 +276,7 @@ def test_hugging_face(exported, tmp_path, data):
 
 @fuzz
 @given(data=st.data())
-def test_llmc(exported, tmp_path, data):
+def test_any_file_of_llmc_is_read_or_refused(exported, tmp_path, data):
     content = (exported / "llmc" / "model.bin").read_bytes()
     numbers = list(struct.unpack_from("<8i", content))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -295,7 +292,7 @@ def test_llmc(exported, tmp_path, data):
 
 @fuzz
 @given(tree=JSON, model=JSON, content=st.binary(max_size=40))
-def test_nanogpt(tmp_path, tree, model, content):
+def test_any_checkpoint_of_nanogpt_is_read_or_refused(tmp_path, tree, model, content):
     path = tmp_path / "ckpt.pt"
     sizes = dict(n_layer=1, n_head=1, n_embd=64, vocab_size=256, block_size=8)
     for saved in (
@@ -314,7 +311,7 @@ def test_nanogpt(tmp_path, tree, model, content):
 
 @fuzz
 @given(data=st.data(), vocab_size=st.sampled_from([2, 300, 65536]))
-def test_shards(tmp_path, data, vocab_size):
+def test_any_shard_is_read_or_refused(tmp_path, data, vocab_size):
     path = tmp_path / "a.bin"
     write_shard(path, np.arange(300, dtype=np.uint16))
     content = path.read_bytes()
@@ -337,7 +334,7 @@ def test_shards(tmp_path, data, vocab_size):
 
 @fuzz
 @given(tree=JSON, content=st.binary(max_size=30))
-def test_records_of_shards_and_runs(tmp_path, tree, content):
+def test_any_record_of_shards_and_runs_is_read_or_refused(tmp_path, tree, content):
     write_shard(tmp_path / "a.bin", np.arange(300, dtype=np.uint16))
     for record in (tree, {"tokenizer": tree, "shards": tree}, {"shards": {"a.bin": tree}}, content):
         for name in ("shards.json", "run.json"):
@@ -350,7 +347,7 @@ def test_records_of_shards_and_runs(tmp_path, tree, content):
 
 @fuzz
 @given(lines=st.lists(JSON | st.fixed_dictionaries({"step": NUMBERS}), max_size=5))
-def test_metrics(tmp_path, lines):
+def test_any_metrics_are_read_with_whole_steps(tmp_path, lines):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert all(isinstance(record["step"], int) for record in read_metrics(path))
