@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gpt2_triton.commands.app import main
-from gpt2_triton.commands.train import app
 from gpt2_triton.distributed.control import ControlGroup, agree_on_session
 from gpt2_triton.distributed.launcher_env import (
     NAMES,
@@ -29,6 +27,7 @@ from gpt2_triton.distributed.launcher_env import (
 )
 from gpt2_triton.errors import ConfigError, DataError, UserError
 from tests.support import ranks
+from tests.support.commands import run_train
 from tests.support.loop import losses
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +131,7 @@ def test_processes_of_mpirun_are_no_runs_of_their_own(environment, monkeypatch, 
 def test_rank_left_over_in_the_environment_is_refused(environment, capsys):
     """Rank 1 prints nothing and saves nothing."""
     environment(RANK="1")
-    assert main(app, ["overfit"]) == 2
+    assert run_train("overfit") == 2
     assert "rank 1 of 1, but WORLD_SIZE, LOCAL_RANK, " in capsys.readouterr().err
 
 
@@ -221,15 +220,8 @@ def test_failed_rendezvous_prints_one_line(tmp_path):
         k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "TORCH_CPP_LOG_LEVEL")
     }
     env |= dict(zip(NAMES, ("1", "2", "1", "127.0.0.1", str(ranks.free_port())), strict=True))
-    command = [
-        sys.executable,
-        "train.py",
-        "configs/quickstart.yaml",
-        "--parallel.timeout",
-        "1",
-        "--run_dir",
-        tmp_path,
-    ]
+    words = f"train.py configs/quickstart.yaml --parallel.timeout 1 --run_dir {tmp_path}"
+    command = [sys.executable, *words.split()]
     started = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     [line] = started.stderr.splitlines()
     assert started.returncode == 1 and line.startswith(
@@ -267,23 +259,12 @@ sys.exit(main(app, sys.argv[1:]))
     torch.cuda.is_available(), reason="on the CPU, where the bytes of a small run take seconds"
 )
 def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
-    options = [
-        *SMALL.split(),
-        "--train.steps",
-        "4",
-        "--checkpoint.every",
-        "2",
-        "--resume",
-        "--run_dir",
-    ]
+    options = f"{SMALL} --train.steps 4 --checkpoint.every 2 --resume --run_dir {tmp_path}"
     (tmp_path / "dying.py").write_text(DYING)
-    assert ranks.run(2, tmp_path / "stderr", main, app, [*options, str(tmp_path / "whole")]) == [
-        0,
-        0,
-    ]
-    command = [*TORCHRUN_MODULE, "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
-    command += [str(tmp_path / "dying.py"), *options, str(tmp_path / "broken")]
-    subprocess.run(command, cwd=ROOT, env=CLEAN, check=True)
+    assert ranks.run(2, tmp_path / "stderr", run_train, f"{options}/whole") == [0, 0]
+    restarting = "--standalone --nproc_per_node 2 --max-restarts 1"
+    words = f"{restarting} {tmp_path}/dying.py {options}/broken"
+    subprocess.run([*TORCHRUN_MODULE, *words.split()], cwd=ROOT, env=CLEAN, check=True)
     assert len(json.loads((tmp_path / "broken" / "run.json").read_text())["starts"]) == 2
     shares = [
         sorted((tmp_path / run / "checkpoints").glob("step_00000004/rank_*"))
@@ -298,20 +279,13 @@ def test_torchrun_restarts_a_broken_job_to_the_unbroken_bytes(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents would each take GPU 0")
 def test_two_torchrun_agents_are_two_nodes(tmp_path):
     """One process each, as on two hosts; the losses are those of one rank."""
-    train = [*SMALL.split(), "--train.steps", "2", "--run_dir"]
-    torchrun = [*TORCHRUN_MODULE, "--nnodes", "2", "--nproc_per_node", "1"]
-    torchrun += [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"127.0.0.1:{ranks.free_port()}",
-        "--rdzv_id",
-        "test",
-    ]
-    commands = [[*torchrun, "train.py", *train, str(tmp_path / "two")]] * 2
+    train = f"{SMALL} --train.steps 2 --run_dir {tmp_path}"
+    words = "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id test "
+    words += f"--rdzv_endpoint 127.0.0.1:{ranks.free_port()} train.py {train}/two"
+    command = [*TORCHRUN_MODULE, *words.split()]
     with contextlib.ExitStack() as stack:
         agents = []
-        for number, command in enumerate(commands):
+        for number in range(2):
             errors = stack.enter_context(open(tmp_path / f"stderr {number}", "w"))
             agents.append(
                 stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=CLEAN, stderr=errors))
@@ -320,7 +294,7 @@ def test_two_torchrun_agents_are_two_nodes(tmp_path):
         assert [agent.wait() for agent in agents] == [0, 0], [
             p.read_text() for p in tmp_path.glob("stderr*")
         ]
-    assert ranks.run(1, tmp_path / "stderr", main, app, [*train, str(tmp_path / "one")]) == [0]
+    assert ranks.run(1, tmp_path / "stderr", run_train, f"{train}/one") == [0]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 2 and two == pytest.approx(one, rel=2e-6)
 
