@@ -83,10 +83,8 @@ def test_a_long_wait_for_the_disk_is_said_once(tmp_path, monkeypatch, capsys):
     saver.wait()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waited")]
     assert said == [
-        (
-            "waited 12 s for the save of step 20; if this repeats, "
-            "raise checkpoint.every or take a faster disk"
-        )
+        "waited 12 s for the save of step 20; if this repeats, "
+        "raise checkpoint.every or take a faster disk"
     ]
 
 

@@ -36,10 +36,8 @@ MISTAKES = [  # words after train.py, part of the message
     ("onw --data my.txt", "onw: neither a file nor a recipe; did you mean own?"),
     (
         "my.txt",
-        (
-            "my.txt: text, no configuration; `python -m gpt2_triton train "
-            "own --data my.txt` trains on it"
-        ),
+        "my.txt: text, no configuration; `python -m gpt2_triton train "
+        "own --data my.txt` trains on it",
     ),
     ("missing.yaml", "missing.yaml: cannot read the configuration: No such file"),
     # JSON is YAML, and not only text

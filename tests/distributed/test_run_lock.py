@@ -110,10 +110,8 @@ def test_without_flock_the_file_is_the_lock(tmp_path, without_flock, holder):
     holder.wait()
     refuse(
         tmp_path,
-        (
-            f"pid {holder.pid} on .*, may write to {tmp_path}; "
-            f"if it has ended, delete {tmp_path / NAME}, "
-        ),
+        f"pid {holder.pid} on .*, may write to {tmp_path}; "
+        f"if it has ended, delete {tmp_path / NAME}, ",
     )
     (tmp_path / NAME).unlink()
     with lock_run_dir(tmp_path):

@@ -229,10 +229,8 @@ def compare(precision: str) -> int:
             wrong += len(first)
             lines = "".join(f"\n  {first.count(line)} x {line}" for line in dict.fromkeys(first))
             print(
-                (
-                    f"{precision}, {condition}, {way}: {len(passes) - len(first)} "
-                    f"of {len(passes)} equal{lines}"
-                ),
+                f"{precision}, {condition}, {way}: {len(passes) - len(first)} "
+                f"of {len(passes)} equal{lines}",
                 flush=True,
             )
         if disturbed := sum(value != want_control for value in controls):
