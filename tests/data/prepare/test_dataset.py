@@ -4,8 +4,6 @@ the bytes of an unbroken one.
 `datasets` streams them from a folder, as from the Hub; the Hub is a server in this process.
 """
 
-import functools
-import hashlib
 import multiprocessing
 import os
 import random
@@ -25,7 +23,7 @@ from gpt2_triton.data.shards import map_tokens, open_shards
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.errors import DataError
 from tests.data.prepare.hub_server import NOBODY
-from tests.data.prepare.test_text import contents
+from tests.data.prepare.test_text import Stop, checked_record, contents, stop_at
 from tests.support.commands import run_tool
 from tests.support.json_files import read_json
 
@@ -108,15 +106,9 @@ def test_dataset_shards_hold_the_documents_after_end_of_text(folder, tmp_path):
     sizes = [shard.count for shard in open_shards(str(out / "*.bin"), 256, 4)]
     *full, last, end, val = sizes
     assert set(full) == {SHARD} == {val} and SHARD // 2 <= end <= last
-    record = read_json(out / "shards.json")
+    record = checked_record(out)
     assert record["source"] == folder.source._asdict() and folder.source.field == "text"
     assert record["tokenizer"] == "bytes"
-    for name, row in record["shards"].items():
-        data = (out / name).read_bytes()
-        assert row == {
-            "tokens": (len(data) - 1024) // 2,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
     assert sorted(record["shards"]) == names and not (out / PROGRESS).exists()
 
 
@@ -128,32 +120,18 @@ def test_dataset_stops_after_tokens_with_a_tenth_for_validation(folder, tmp_path
     assert len(map_tokens(out / "val_000000.bin")) == val
 
 
-class Stop(Exception):
-    pass
-
-
 def test_dataset_stopped_at_any_shard_resumes_to_the_same_bytes(
     folder, tmp_path, unbroken, monkeypatch
 ):
     """Before and after each write of progress.json; without it, a shard
     is left that no record has.
     """
-    record, out = build._record_progress, tmp_path / "out"
-
-    def stop_there(out_dir, recipe, shards, places, after, count):
-        if len(shards) < count or after:
-            record(out_dir, recipe, shards, places)
-        if len(shards) >= count:
-            raise Stop
-
+    out = tmp_path / "out"
     for count in range(1, len(unbroken) - 1):
         for after in (False, True):
-            monkeypatch.setattr(
-                build, "_record_progress", functools.partial(stop_there, after=after, count=count)
-            )
-            with pytest.raises(Stop):
+            with monkeypatch.context() as patch, pytest.raises(Stop):
+                stop_at(patch, count, after)
                 prepare(folder, out)
-    monkeypatch.setattr(build, "_record_progress", record)
     assert contents(prepare(folder, out, workers=2)) == unbroken
 
 

@@ -69,6 +69,16 @@ def prepare_text(inputs, out, tokenizer="bytes", val_fraction=0.1, workers=1, **
     )
 
 
+def checked_record(directory):
+    """Return the record of shards after a comparison of its rows with them."""
+    record = read_json(directory / "shards.json")
+    for name, row in record["shards"].items():
+        data = (directory / name).read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        assert row == {"tokens": (len(data) - 1024) // 2, "sha256": sha256}
+    return record
+
+
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -86,18 +96,12 @@ def test_text_is_split_by_characters_and_recorded(tmp_path, text_file):
     cut = int(len(TEXT) * 0.75)
     assert text_of(out, "train").decode() == TEXT[:cut]
     assert text_of(out, "val").decode() == TEXT[cut:]
-    record = read_json(out / "shards.json")
+    record = checked_record(out)
     assert record["source"] == [
         {"file": "input.txt", "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}
     ]
     assert (record["tokenizer"], record["val_fraction"]) == ("bytes", 0.25)
     assert sorted(record["shards"]) == ["train_000000.bin", "val_000000.bin"]
-    for name, row in record["shards"].items():
-        data = (out / name).read_bytes()
-        assert row == {
-            "tokens": (len(data) - 1024) // 2,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
     assert sorted(os.listdir(tmp_path / "a")) == ["out"] and os.stat(out).st_mode & 0o777 == 0o755
 
 
@@ -229,6 +233,19 @@ class Stop(Exception):
     pass
 
 
+def stop_at(patch, count, after):
+    """Stop before or after progress.json is written with so many shards."""
+    record = build._record_progress
+
+    def stop_there(out_dir, recipe, shards, places):
+        if len(shards) < count or after:
+            record(out_dir, recipe, shards, places)
+        if len(shards) >= count:
+            raise Stop
+
+    patch.setattr(build, "_record_progress", stop_there)
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(
     many, tmp_path, monkeypatch, capsys, after
@@ -236,19 +253,12 @@ def test_text_stopped_at_any_shard_resumes_to_the_same_bytes(
     """Before or after each write of progress.json; without it, a shard
     is left that no record has.
     """
-    record, out = build._record_progress, tmp_path / "out"
+    out = tmp_path / "out"
     directory, unbroken = many
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
     for count in range(1, len(unbroken) - 1):
-
-        def stop_there(out_dir, recipe, shards, places, count=count):
-            if len(shards) < count or after:
-                record(out_dir, recipe, shards, places)
-            if len(shards) >= count:
-                raise Stop
-
         with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(build, "_record_progress", stop_there)
+            stop_at(patch, count, after)
             prepare_many(directory, out)
         assert not (out / "shards.json").exists()
     assert contents(prepare_many(directory, out, workers=2)) == unbroken
