@@ -89,6 +89,11 @@ def records(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+def outcome(run: Path) -> tuple[Any, ...]:
+    """Return what equal runs have in common: the newest checkpoint's tensors, and the records."""
+    return final_bytes(run), records(run)
+
+
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records(run) if "loss" in record]
 

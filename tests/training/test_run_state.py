@@ -81,24 +81,26 @@ def test_run_state_counts_both_kinds_of_skipped_steps():
     assert seen == [4, 2, 0, 0]
 
 
+LIMITED = Config.model_validate(
+    dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4))
+)
+
+
 def test_rewind_after_so_many_steps_without_update():
     """At step 12 the last two had no update: the target is 8, the last
     multiple of 4 up to step 10.
     """
-    config = Config.model_validate(
-        dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4))
-    )
     state = RunState(step=12, without_update=1, skipped_in_a_row=1)
-    assert not state.is_rewind_due(config)
+    assert not state.is_rewind_due(LIMITED)
     state.without_update = state.skipped_in_a_row = 2
-    assert state.is_rewind_due(config) and state.rewind_target(config, [4, 8, 10, 12]) == 8
-    assert state.rewind_target(config, [6, 7, 12]) == 7 and state.rewind_target(config, [12]) == 0
-    state.raise_if_unstable(config, 8, str)  # a rewind comes first
+    assert state.is_rewind_due(LIMITED) and state.rewind_target(LIMITED, [4, 8, 10, 12]) == 8
+    assert state.rewind_target(LIMITED, [6, 7, 12]) == 7 and state.rewind_target(LIMITED, [12]) == 0
+    state.raise_if_unstable(LIMITED, 8, str)  # a rewind comes first
     state.rewinds, state.rewound_to = MAX_REWINDS, 4
-    state.raise_if_unstable(config, 8, str)  # those to step 4 do not count
+    state.raise_if_unstable(LIMITED, 8, str)  # those to step 4 do not count
     state.rewound_to = 8
     with pytest.raises(NonFiniteError, match=f"step 12: .* after {MAX_REWINDS} rewinds to step 8"):
-        state.raise_if_unstable(config, 8, str)
+        state.raise_if_unstable(LIMITED, 8, str)
     for step, loss in ((10, 2.0), (11, 1.0), (12, 3.0)):
         state.record_validation(step, loss)
     state.rewind_to(8, (4, 1.0))
@@ -116,9 +118,6 @@ def test_rewind_after_so_many_steps_without_update():
 
 
 def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
-    config = Config.model_validate(
-        dict(train=dict(rewind_after=2, skip_limit=2), checkpoint=dict(every=4))
-    )
     with pytest.raises(
         NonFiniteError,
         match=(
@@ -127,5 +126,5 @@ def test_raise_if_unstable_without_a_checkpoint_to_rewind_to():
         ),
     ):
         RunState(step=3, without_update=2, skipped_in_a_row=2).raise_if_unstable(
-            config, 0, lambda: "those there"
+            LIMITED, 0, lambda: "those there"
         )

@@ -15,10 +15,16 @@ from gpt2_triton.training.setup import choose_precision
 from gpt2_triton.training.start import starting
 
 
-def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
+@pytest.fixture
+def a100(monkeypatch):
+    """A GPU without fp8."""
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(device, "architecture", lambda: "8.0")
+
+
+@pytest.mark.usefixtures("a100")
+def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path):
     refused = "train.precision: fp8 needs .*, {} is 8.0; set it to bf16"
     config = Config.model_validate(dict(train=dict(precision="fp8", dtype="bf16")))
     with (
@@ -31,11 +37,9 @@ def test_fp8_is_refused_before_the_run_has_a_directory(tmp_path, monkeypatch):
         train(Path("gpt2_124m"), "--train.precision", "fp8", plan=True)
 
 
-def test_auto_keeps_no_fp8_on_a_gpu_without_it(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("a100")
+def test_auto_keeps_no_fp8_on_a_gpu_without_it(tmp_path):
     (tmp_path / "state.json").write_text('{"config": {"train": {"precision": "fp8"}}}')
-    monkeypatch.setattr(device, "present", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(device, "architecture", lambda: "8.0")
     config = Config.model_validate(dict(train=dict(precision="auto", dtype="bf16")))
     with pytest.raises(ConfigError, match="NVIDIA A100 is 8.0; set it to bf16"):
         choose_precision(config, tmp_path)

@@ -31,6 +31,7 @@ from tests.support.loop import (
     final_bytes,
     losses,
     make_trainer,
+    outcome,
     poison,
     records,
     train,
@@ -69,8 +70,7 @@ def test_resume_after_any_step_gives_the_bytes_of_the_unbroken_run(unbroken, tmp
     assert train_until(k, run_config(), tmp_path) == 128 + signal.SIGTERM
     assert final_bytes(tmp_path)[0] == f"step_{k:08d}"
     assert train(run_config(), tmp_path, resume=True) == 0
-    assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert records(tmp_path) == records(unbroken)
+    assert outcome(tmp_path) == outcome(unbroken)
 
 
 def unreadable(*_):
@@ -90,7 +90,7 @@ def test_resumed_run_does_once_what_the_stop_left_out(unbroken, tmp_path, monkey
         before_steps(unreadable, patch)
         train(run_config(), tmp_path, resume=True)
     assert train(run_config(), tmp_path, resume=True) == 0
-    assert records(tmp_path) == records(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+    assert outcome(tmp_path) == outcome(unbroken)
 
 
 @pytest.mark.parametrize("validated", [0, 2, 4, STEPS])
@@ -109,7 +109,7 @@ def test_signal_within_a_validation_breaks_it_off_and_the_resumed_run_repeats_it
         state, _ = load_checkpoint(find_checkpoint(tmp_path))
         assert (state["step"], state["left_out"][0]) == (validated, "eval.every")
     assert train(run_config(), tmp_path, resume=True) == 0
-    assert records(tmp_path) == records(unbroken) and final_bytes(tmp_path) == final_bytes(unbroken)
+    assert outcome(tmp_path) == outcome(unbroken)
 
 
 def signal_within_validation(patch, step):
@@ -149,8 +149,7 @@ def test_time_limit_saves_and_the_resumed_run_has_the_bytes_of_the_unbroken_one(
     assert final_bytes(tmp_path)[0] == "step_00000002" and (tmp_path / PREEMPTED).exists()
     assert train(run_config(), tmp_path, resume=True) == 0
     assert not (tmp_path / PREEMPTED).exists()
-    assert final_bytes(tmp_path) == final_bytes(unbroken)
-    assert records(tmp_path) == records(unbroken)
+    assert outcome(tmp_path) == outcome(unbroken)
 
 
 def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbroken, tmp_path):
@@ -162,7 +161,7 @@ def test_shifted_windows_and_decay_by_tau_change_a_run_and_resume_exactly(unbrok
     assert train(config, whole) == 0 and losses(whole)[0] != fixed[0]
     train_until(2, config, broken)
     assert train(config, broken, resume=True) == 0
-    assert final_bytes(broken) == final_bytes(whole) and records(broken) == records(whole)
+    assert outcome(broken) == outcome(whole)
 
 
 @pytest.mark.slow
@@ -228,9 +227,7 @@ def test_fp8_run_resumes_exactly_and_changes_its_precision_on_resume(tmp_path):
 
     train(config(), tmp_path / "unbroken", False)
     again = resumed("resumed", config("auto"))  # auto keeps what the run has
-    assert final_bytes(again) == final_bytes(tmp_path / "unbroken") and records(again) == records(
-        tmp_path / "unbroken"
-    )
+    assert outcome(again) == outcome(tmp_path / "unbroken")
     validations = [r for r in records(again) if "val_loss" in r]
     assert len(validations) == 3 and all(
         0 < abs(r["val_loss"] - r["val_loss_fp8"]) < 0.05 for r in validations
@@ -279,13 +276,13 @@ def test_train_prints_its_directory_its_checkpoint_and_how_to_continue(
 
 
 def test_resume_of_a_finished_run_changes_nothing(unbroken, capsys):
-    before = final_bytes(unbroken), records(unbroken)
+    before = outcome(unbroken)
     assert train(run_config(parallel=dict(gpus=1)), unbroken, resume=True) == 0
     printed = capsys.readouterr().out
     assert "changed: parallel.gpus null -> 1\n" in printed and "learning rate" not in printed
     assert f"all {STEPS} steps are done; raise train.steps to continue\n" in printed
     assert "\nnext: " in printed and printed.endswith(f"plot {unbroken} -o loss.png\n")
-    assert (final_bytes(unbroken), records(unbroken)) == before
+    assert outcome(unbroken) == before
 
 
 def test_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(unbroken):
