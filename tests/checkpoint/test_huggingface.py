@@ -67,8 +67,8 @@ def edit_tensors(directory, edit):
 
 
 def imported(directory, **sections):
-    """Return our flat tensors from a directory of Hugging Face."""
-    return to_flat_buffers(huggingface.read(str(directory)), config_of(**sections))
+    """Return our flat parameters from a directory of Hugging Face."""
+    return to_flat_buffers(huggingface.read(str(directory)), config_of(**sections))["params"]
 
 
 @pytest.mark.parametrize("sizes, act", [*((sizes, "gelu") for sizes in SIZES), (SIZES[0], "relu2")])
@@ -114,13 +114,15 @@ def test_a_run_with_masters_keeps_every_bit(saved, tmp_path):
 
 
 def test_import_rounds_bf16_without_masters_as_torch_does(saved):
-    exact, rounded = imported(saved)["params"], imported(saved, train=dict(dtype="bf16"))
-    assert list(rounded) == ["params"] and torch.equal(rounded["params"], exact.bfloat16())
+    config = config_of(train=dict(dtype="bf16"))
+    rounded = to_flat_buffers(huggingface.read(str(saved)), config)
+    assert list(rounded) == ["params"]
+    assert torch.equal(rounded["params"], imported(saved).bfloat16())
 
 
 def test_import_zeroes_padding_rows_and_drops_surplus_positions(saved):
     config = config_of(block_size=8, seq_len=8)
-    params = to_flat_buffers(huggingface.read(str(saved)), config)["params"]
+    params = imported(saved, block_size=8, seq_len=8)
     theirs = load_file(saved / "model.safetensors")
     assert torch.equal(
         by_name(params, config.model)["wpe.weight"], theirs["transformer.wpe.weight"][:8]
@@ -132,7 +134,7 @@ def test_import_takes_older_spellings_of_the_same_model(saved, copy):
     """No prefix, causal masks, a head that repeats wte: older versions of
     transformers and others wrote these.
     """
-    expected = imported(saved)["params"]
+    expected = imported(saved)
 
     def without_prefix(tensors):
         for name in list(tensors):
@@ -143,20 +145,20 @@ def test_import_takes_older_spellings_of_the_same_model(saved, copy):
 
     edit_tensors(copy, without_prefix)
     edit_json(copy / "config.json", tie_word_embeddings=False, layer_norm_epsilon=...)
-    assert torch.equal(imported(copy)["params"], expected)
+    assert torch.equal(imported(copy), expected)
 
 
 def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     their_model().save_pretrained(tmp_path, max_shard_size="100KB")
     first, *others = sorted(tmp_path.glob("model-*.safetensors"))
-    assert others and torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
+    assert others and torch.equal(imported(tmp_path), imported(saved))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(first.name, "weights.safetensors"))
     with pytest.raises(CheckpointError, match="weights.safetensors: .*No such file"):
         imported(tmp_path)
     first.rename(tmp_path / "weights.safetensors")
     save_file({"ema": torch.zeros(1)}, tmp_path / "ema.safetensors")  # in no index
-    assert torch.equal(imported(tmp_path)["params"], imported(saved)["params"])
+    assert torch.equal(imported(tmp_path), imported(saved))
     index.unlink()  # then they may be of several models
     with pytest.raises(
         CheckpointError, match=f"no index, and {len(others) + 2} other .safetensors; "
@@ -169,7 +171,7 @@ def test_import_of_other_precisions_is_exact(saved, copy, dtype):
     edit_tensors(
         copy, lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items()})
     )
-    assert torch.equal(imported(copy)["params"], imported(saved)["params"].to(dtype).float())
+    assert torch.equal(imported(copy), imported(saved).to(dtype).float())
 
 
 WRAPPED = [
@@ -184,7 +186,7 @@ def test_import_takes_names_with_wrappers(saved, copy, part):
     edit_tensors(
         copy, lambda t: [t.update({name.replace(*part, 1): t.pop(name)}) for name in list(t)]
     )
-    assert torch.equal(imported(copy)["params"], imported(saved)["params"])
+    assert torch.equal(imported(copy), imported(saved))
 
 
 def test_import_takes_matrices_of_either_order(saved, copy):
@@ -194,14 +196,14 @@ def test_import_takes_matrices_of_either_order(saved, copy):
         copy,
         lambda t: t.update({name: t[name].T.contiguous() for name in t if name.endswith(turned)}),
     )
-    assert torch.equal(imported(copy)["params"], imported(saved)["params"])
+    assert torch.equal(imported(copy), imported(saved))
 
 
 def test_import_takes_the_head_for_an_absent_embedding(saved, copy):
     """safetensors.torch.save_model keeps one of the tied pair: the first by name."""
     save_model(transformers.GPT2LMHeadModel.from_pretrained(saved), copy / "model.safetensors")
     assert "transformer.wte.weight" not in load_file(copy / "model.safetensors")
-    assert torch.equal(imported(copy)["params"], imported(saved)["params"])
+    assert torch.equal(imported(copy), imported(saved))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_import_leaves_out_other_heads_and_names_them(tmp_path, capsys, kind):
     config.pad_token_id = 0
     model = getattr(transformers, kind)(config)
     model.save_pretrained(tmp_path)
-    wte = by_name(imported(tmp_path)["params"], config_of().model)["wte.weight"]
+    wte = by_name(imported(tmp_path), config_of().model)["wte.weight"]
     assert torch.equal(wte, model.transformer.wte.weight)
     heads = sorted(
         name for name in model.state_dict() if not name.startswith(("transformer.", "lm_head."))
