@@ -2,11 +2,11 @@
 after the keys that are given.
 """
 
+import functools
 import math
 
 import pytest
 
-import gpt2_triton.kernels as kernels
 from gpt2_triton import device
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
@@ -24,7 +24,8 @@ from gpt2_triton.config.schema import ModelConfig
 from gpt2_triton.config.step_shape import StepShape
 from gpt2_triton.config.values import TOKENIZER_SIZES
 from gpt2_triton.errors import ConfigError, DataError
-from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
+from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES
+from tests.config.test_recipes import require_fit
 
 LENGTHS = (5_000, 100_000, 4_000_000, 100_000_000, 10_000_000_000)
 CARDS = {"4090": 23.5, "h200": 139.8}
@@ -47,6 +48,9 @@ def config_for(characters, gpu_gib=None, gpus=1, tokens=None, **given):
     return Config.load(choice.recipe, keys | given | DATA, gpus)
 
 
+on_h200 = functools.partial(config_for, gpu_gib=139.8)
+
+
 def test_each_recipe_of_own_text_is_chosen_for_some_text():
     choices = [ON_A_CPU, FINETUNING, *ON_A_GPU.values()]
     named = [name for name in recipes.names() if name.startswith(recipes.OWN)]
@@ -60,9 +64,7 @@ def test_keys_are_valid_and_fit_the_machine(characters, gpu):
     config = config_for(characters, CARDS.get(gpu))
     shape = StepShape.of(config)
     budget = (device.memory_bytes(gpu) if gpu else 2 << 30) - CONTEXT_BYTES - MODULE_BYTES
-    config = choose_recompute(config, kernels, budget, shape)
-    plan, _ = plan_memory(config, kernels, shape)
-    assert plan.total <= budget
+    require_fit(config, budget, shape)
 
 
 @pytest.mark.parametrize("characters", LENGTHS)
@@ -90,18 +92,18 @@ def test_a_text_of_any_script_is_read_three_times_in_finetuning(per_character):
     Russian or Chinese character.
     """
     tokens = int(500_000 * per_character)
-    assert 2.4 < epochs(config_for(500_000, 139.8, tokens=tokens, init_from="hf:gpt2"), tokens) <= 3
+    assert 2.4 < epochs(on_h200(500_000, tokens=tokens, init_from="hf:gpt2"), tokens) <= 3
 
 
 def test_short_texts_are_seen_forty_times_and_long_ones_four_times_at_most():
-    on_gpu = [(epochs_of(config_for(n, 139.8), n), n) for n in LENGTHS]
+    on_gpu = [(epochs_of(on_h200(n), n), n) for n in LENGTHS]
     assert all(39 < seen <= 40 for seen, n in on_gpu if n < 20_000_000)
     assert all(1 < seen <= 4 for seen, n in on_gpu if n >= 20_000_000)
     assert all(config_for(n).train.steps <= 600 for n in LENGTHS)  # on a CPU
 
 
 def test_model_and_tokens_grow_with_the_text():
-    configs = [config_for(n, 139.8) for n in LENGTHS]
+    configs = [on_h200(n) for n in LENGTHS]
     assert [c.data.tokenizer for c in configs] == ["bytes"] * 3 + ["gpt2"] * 2
     assert [c.n_params for c in configs] == sorted(c.n_params for c in configs)
     assert (configs[-1].model.n_layer, configs[-1].model.n_embd, configs[-1].train.step_tokens) == (
@@ -115,13 +117,13 @@ def test_model_and_tokens_grow_with_the_text():
 @pytest.mark.parametrize("gpus", [2, 3, 8])
 def test_step_divides_among_gpus(gpus):
     for n in LENGTHS:
-        assert StepShape.of(config_for(n, 139.8, gpus), gpus).gpus == gpus
+        assert StepShape.of(on_h200(n, gpus=gpus), gpus).gpus == gpus
 
 
 def test_other_keys_follow_the_given_ones():
-    assert config_for(1_000_000, 139.8, train__steps="1e3").optim.warmup == 100
-    usual = config_for(1_000_000, 139.8)
-    half = config_for(1_000_000, 139.8, train__total_batch_tokens="8192")
+    assert on_h200(1_000_000, train__steps="1e3").optim.warmup == 100
+    usual = on_h200(1_000_000)
+    half = on_h200(1_000_000, train__total_batch_tokens="8192")
     assert (half.train.step_tokens, half.train.steps) == (
         8192,
         pytest.approx(2 * usual.train.steps, abs=1),
@@ -147,13 +149,13 @@ def test_other_keys_follow_the_given_ones():
         128256,
     ) and gpt2.eval == llama3.eval
     assert config_for(1_000_000, eval__every="0").checkpoint.best == "none"
-    assert not config_for(1_000_000, 139.8, model__size="llama:c768").model.dropout
-    qwen3 = config_for(1_000_000, 139.8, model__size="qwen3:0.6b")
+    assert not on_h200(1_000_000, model__size="llama:c768").model.dropout
+    qwen3 = on_h200(1_000_000, model__size="qwen3:0.6b")
     assert (qwen3.model.vocab_size, qwen3.model.dropout) == (151_936, 0)
 
 
 def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_given_ones():
-    usual, long = config_for(1_000_000, 139.8), config_for(100_000_000, 139.8)
+    usual, long = on_h200(1_000_000), on_h200(100_000_000)
     assert (
         usual.model.dropout
         and usual.data.windows == "shifted"
@@ -161,37 +163,33 @@ def test_short_texts_are_kept_from_overfitting_and_keys_against_that_follow_the_
         and usual.train.patience
     )
     assert (long.model.dropout, long.data.windows, long.train.patience) == (0, "fixed", 0)
-    assert config_for(1_000_000, 139.8, optim__weight_decay="0.5").weight_decay == 0.5
-    assert config_for(1_000_000, 139.8, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
-    assert (
-        config_for(1_000_000, 139.8, train__dtype="fp32").optim.master
-        == "none"
-        != usual.optim.master
-    )
+    assert on_h200(1_000_000, optim__weight_decay="0.5").weight_decay == 0.5
+    assert on_h200(1_000_000, optim__name="adamw").optim.lr <= 1e-3 < usual.optim.lr
+    assert on_h200(1_000_000, train__dtype="fp32").optim.master == "none" != usual.optim.master
     for given in (dict(eval__every="0"), dict(checkpoint__best="none")):
-        assert config_for(1_000_000, 139.8, **given).train.patience == 0
+        assert on_h200(1_000_000, **given).train.patience == 0
 
 
 @pytest.mark.parametrize("characters", [100_000_000, 1_000_000_000, 10_000_000_000])
 def test_the_block_of_a_long_text_follows_the_given_keys(characters):
-    usual = config_for(characters, 139.8).model
+    usual = on_h200(characters).model
     assert usual.arch == "llama" and usual.qk_norm and 3 * usual.n_embd > usual.inner
-    wide = config_for(characters, 139.8, model__n_embd="640").model
+    wide = on_h200(characters, model__n_embd="640").model
     assert (wide.n_head, wide.n_kv_head, wide.inner) == (10, 2, 1664 + 64 * (usual.n_embd == 512))
-    assert config_for(characters, 139.8, model__n_kv_head="1").model.n_kv_head == 1
-    gpt2 = config_for(characters, 139.8, model__arch="gpt2").model
+    assert on_h200(characters, model__n_kv_head="1").model.n_kv_head == 1
+    gpt2 = on_h200(characters, model__arch="gpt2").model
     assert gpt2 == ModelConfig(
         n_layer=usual.n_layer,
         n_head=usual.n_head,
         n_embd=usual.n_embd,
         block_size=usual.block_size,
     )
-    d12 = config_for(characters, 139.8, model__size="d12").model
+    d12 = on_h200(characters, model__size="d12").model
     assert (d12.arch, d12.qk_norm, d12.inner) == ("gpt2", False, 4 * 768)
-    assert config_for(characters, 139.8, model__size="llama:c768").model.inner == 2048
-    adamw = config_for(characters, 139.8, optim__name="adamw").optim
+    assert on_h200(characters, model__size="llama:c768").model.inner == 2048
+    adamw = on_h200(characters, optim__name="adamw").optim
     assert adamw.lr <= 1e-3 and adamw.adamw_lr is None
-    assert config_for(characters, 139.8, train__dtype="fp32").optim.master == "none"
+    assert on_h200(characters, train__dtype="fp32").optim.master == "none"
 
 
 def test_weights_from_the_hub_decide_size_and_tokenizer():
@@ -213,7 +211,7 @@ def test_weights_from_the_hub_decide_size_and_tokenizer():
         )
     other = config_for(1_000_000, init_from="hf:DIR", model__n_layer="6")
     assert (other.model.n_layer, other.model.n_embd, other.model.block_size) == (6, 768, 1024)
-    short = config_for(20_000, 139.8, init_from="hf:gpt2", train__seq_len="256")
+    short = on_h200(20_000, init_from="hf:gpt2", train__seq_len="256")
     assert (short.model.block_size, short.train.seq_len) == (1024, 256)
 
 
@@ -225,7 +223,7 @@ def test_finetuning_saves_no_oftener_than_its_steps_pay_for():
         (12_000_000, 5),
         (100_000_000, 11),
     ):
-        config = config_for(characters, 139.8, init_from="hf:gpt2")
+        config = on_h200(characters, init_from="hf:gpt2")
         every = config.eval.every
         assert every == config.checkpoint.every and math.ceil(config.train.steps / every) == saves
 

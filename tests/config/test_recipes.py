@@ -9,8 +9,6 @@ import pytest
 
 import gpt2_triton.kernels as kernels
 from gpt2_triton import device
-from gpt2_triton.commands import tools
-from gpt2_triton.commands.app import main
 from gpt2_triton.config import recipes
 from gpt2_triton.config.config import Config
 from gpt2_triton.config.step_shape import StepShape
@@ -18,32 +16,35 @@ from gpt2_triton.data.prepare import dataset, text
 from gpt2_triton.data.shards import open_shards
 from gpt2_triton.errors import DataError
 from gpt2_triton.model.memory_plan import CONTEXT_BYTES, MODULE_BYTES, choose_recompute, plan_memory
+from tests.support.commands import run_tool
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict(gpt2_124m=124, gpt2_350m=354, gpt2_774m=774, gpt2_1558m=1558, gpt3_125m=125)
 SIZES |= dict(gpt2_124m_fast=124, gpt2_1558m_fast=1558, modern_124m=114)
 
 
-def require_fit(config, gpu, gpus=1):
-    """Fail unless the plan of a run on `gpus` GPUs of this name fits each."""
-    budget, shape = (
-        device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES,
-        StepShape.of(config, gpus),
-    )
+def require_fit(config, budget, shape):
+    """Fail unless the plan of a run takes so many bytes at most."""
     config = choose_recompute(config, kernels, budget, shape)
     plan, _ = plan_memory(config, kernels, shape)
     assert plan.total <= budget
 
 
+def require_fit_on(gpu, config, gpus=1):
+    """Fail unless the plan of a run on `gpus` GPUs of this name fits each."""
+    budget = device.memory_bytes(gpu) - CONTEXT_BYTES - MODULE_BYTES
+    require_fit(config, budget, StepShape.of(config, gpus))
+
+
 @pytest.mark.parametrize("name", ["gpt2_1558m", "gpt2_1558m_fast"])
 def test_the_largest_recipes_fit_an_h100(name):
     """The others fit 24 GB, below."""
-    require_fit(Config.load(name), "h100")
+    require_fit_on("h100", Config.load(name))
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_124m_fast"])
 def test_gpt2_124m_fits_eight_gpus_of_24_gb(name):
-    require_fit(Config.load(name, gpus=8), "4090", 8)
+    require_fit_on("4090", Config.load(name, gpus=8), 8)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -52,10 +53,10 @@ def test_24_gb_take_every_recipe_but_1558m(name):
     config = Config.load(name)
     fits = {"gpt2_1558m": 4, "gpt2_1558m_fast": 0}.get(name, config.train.batch_size)
     if fits:
-        require_fit(config.replace(train={"batch_size": fits}), "4090")
+        require_fit_on("4090", config.replace(train={"batch_size": fits}))
     if fits < config.train.batch_size:
         with pytest.raises(AssertionError):
-            require_fit(config.replace(train={"batch_size": 2 * fits or 1}), "4090")
+            require_fit_on("4090", config.replace(train={"batch_size": 2 * fits or 1}))
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -85,10 +86,8 @@ def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypa
     assert command and command in told
     with pytest.raises(DataError) as raised:
         open_shards(pattern, 128_256, 1024)
-    command, train = (
-        re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1].split(),
-        [],
-    )
+    command = re.search(r"python -m gpt2_triton (prepare [^`]*)`", str(raised.value))[1]
+    train = []
     monkeypatch.setattr(
         dataset, "prepare_dataset", lambda given, out, tokenizer, *_: train.append((out, tokenizer))
     )
@@ -98,4 +97,4 @@ def test_missing_data_of_a_recipe_names_the_command_that_makes_it(name, monkeypa
         "prepare_text",
         lambda measured, out, tokenizer, *_, **__: train.append((out, tokenizer)),
     )
-    assert main(tools, command) == 0 and train == [(Path(pattern).parent, "llama3")]
+    assert run_tool(command) == 0 and train == [(Path(pattern).parent, "llama3")]
