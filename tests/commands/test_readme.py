@@ -59,10 +59,8 @@ KEYS = {key for key, _ in options()}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 # each once
 FOUND = {(c.line, c.inline): c for page in USED for c in commands(text_of(page))}.values()
-RUN = {  # tools that run to their end on tiny data
-    "prepare", "sample", "export", "hellaswag", "perplexity", "plot", "configs", "--version",
-    "tokenizer",
-}  # fmt: skip
+# tools that run to their end on tiny data
+RUN = {*"prepare sample export hellaswag perplexity plot configs --version tokenizer".split()}
 PARSED = {"stats", "compile"}
 OPTIONS = sorted(
     {
@@ -76,17 +74,7 @@ OPTIONS = sorted(
 # torchrun's, and no option
 OF_OTHERS = {"--max-restarts", "--nproc_per_node", "--signals-to-handle", "--section.key"}
 SOURCES = ("gpt2_triton", "benchmarks", "eval", "configs", "tests")
-SHELL = {
-    "git",
-    "python3",
-    "pip",
-    "make",
-    "docker",
-    "wandb",
-    "sbatch",
-    "torchrun",
-    "eval/lm_eval.sh",
-}
+SHELL = {*"git python3 pip make docker wandb sbatch torchrun eval/lm_eval.sh".split()}
 
 
 def of(program):
