@@ -71,6 +71,13 @@ def imported(directory, **sections):
     return to_flat_buffers(huggingface.read(str(directory)), config_of(**sections))["params"]
 
 
+def require_refused(message, directory, **sections):
+    """Require an error of one line at an import."""
+    with pytest.raises(CheckpointError, match=message) as error:
+        imported(directory, **sections)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("sizes, act", [*((sizes, "gelu") for sizes in SIZES), (SIZES[0], "relu2")])
 def test_exported_weights_give_our_logits_in_transformers(tmp_path, sizes, act):
     config = config_of(**sizes, dropout=0.1).replace(model={"activation": act})
@@ -154,16 +161,12 @@ def test_import_reads_the_files_of_an_index_as_one_model(saved, tmp_path):
     assert others and torch.equal(imported(tmp_path), imported(saved))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(first.name, "weights.safetensors"))
-    with pytest.raises(CheckpointError, match="weights.safetensors: .*No such file"):
-        imported(tmp_path)
+    require_refused("weights.safetensors: .*No such file", tmp_path)
     first.rename(tmp_path / "weights.safetensors")
     save_file({"ema": torch.zeros(1)}, tmp_path / "ema.safetensors")  # in no index
     assert torch.equal(imported(tmp_path), imported(saved))
     index.unlink()  # then they may be of several models
-    with pytest.raises(
-        CheckpointError, match=f"no index, and {len(others) + 2} other .safetensors; "
-    ):
-        imported(tmp_path)
+    require_refused(f"no index, and {len(others) + 2} other .safetensors; ", tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -228,16 +231,12 @@ def test_import_leaves_out_other_heads_and_names_them(tmp_path, capsys, kind):
 
 def test_pickles_and_adapters_are_refused_with_what_to_do(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match="and 0 other .safetensors; .*snapshots.* convert a .bin by save_pre"
-    ):
-        imported(copy)
+    require_refused("and 0 other .safetensors; .*snapshots.* convert a .bin by save_pre", copy)
     save_file(
         {"base_model.model.lora_A.weight": torch.zeros(1)}, copy / "adapter_model.safetensors"
     )
     (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it .*merge_and_unload"):
-        imported(copy)
+    require_refused("is a LoRA adapter; merge it .*merge_and_unload", copy)
 
 
 REFUSED_CONFIGS = [
@@ -282,9 +281,7 @@ REFUSED_CONFIGS = [
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 def test_import_refuses_other_models(copy, keys, message):
     edit_json(copy / "config.json", **keys)
-    with pytest.raises(CheckpointError, match=message) as error:
-        imported(copy, vocab_size=keys.get("vocab_size", 300))
-    assert "\n" not in str(error.value)
+    require_refused(message, copy, vocab_size=keys.get("vocab_size", 300))
 
 
 REFUSED_TENSORS = [
@@ -322,30 +319,24 @@ REFUSED_TENSORS = [
 @pytest.mark.parametrize(("edit", "message"), REFUSED_TENSORS)
 def test_import_refuses_wrong_tensors(copy, edit, message):
     edit_tensors(copy, edit)
-    with pytest.raises(CheckpointError, match=message):
-        imported(copy)
+    require_refused(message, copy)
 
 
 def test_import_refuses_damaged_files(copy):
     (copy / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="config.json: cannot be read"):
-        imported(copy)
+    require_refused("config.json: cannot be read", copy)
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(CheckpointError, match="download it again .*git lfs pull"):
-        imported(copy)
+    require_refused("download it again .*git lfs pull", copy)
 
 
 def test_import_into_a_run_of_other_sizes_names_the_keys_to_set(saved):
-    with pytest.raises(
-        CheckpointError,
-        match="n_layer 2, vocab_size 300, .* n_layer 1, vocab_size 256; set",
-    ):
-        imported(saved, n_layer=1, vocab_size=256)
-    with pytest.raises(
-        CheckpointError,
-        match="; set model.block_size to 16",
-    ):
-        imported(saved, block_size=32)
+    require_refused(
+        "n_layer 2, vocab_size 300, .* n_layer 1, vocab_size 256; set",
+        saved,
+        n_layer=1,
+        vocab_size=256,
+    )
+    require_refused("; set model.block_size to 16", saved, block_size=32)
 
 
 def test_import_of_gpt2s_tokens_into_a_run_of_bytes_names_the_tokenizer_too():
