@@ -13,6 +13,11 @@ from tests.data.prepare.hub_server import NOBODY
 from tests.support.commands import run_tool
 
 
+def require_refused(message, *arguments):
+    with pytest.raises(DataError, match=message):
+        pretokenized.download(*arguments)
+
+
 def test_pretokenized_shards_are_checked_renamed_and_recorded(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_tool("prepare pretokenized fineweb10B --shards 2") == 0
@@ -44,11 +49,9 @@ def test_pretokenized_downloads_missing_and_damaged_shards(hub, tmp_path):
 
 def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "broken", True)
-    with pytest.raises(
-        DataError,
-        match="fineweb_val_000000.bin: .*; run the same command again",
-    ):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1)
+    require_refused(
+        "fineweb_val_000000.bin: .*; run the same command again", "fineweb10B", tmp_path / "out", 1
+    )
     assert not list((tmp_path / "out").glob("*.bin"))
     monkeypatch.setattr(hub, "broken", False)
     pretokenized.download("fineweb10B", tmp_path / "out", 1)
@@ -57,21 +60,20 @@ def test_pretokenized_damaged_download_leaves_no_shard(hub, tmp_path, monkeypatc
 def test_pretokenized_refuses_other_files(hub, tmp_path, monkeypatch):
     bad = b"not a shard" * 200
     monkeypatch.setitem(hub.files, "fineweb_train_000001.bin", bad)
-    with pytest.raises(DataError, match="not a shard: it begins with"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1)
+    require_refused("not a shard: it begins with", "fineweb10B", tmp_path / "out", 1)
     assert [path.name for path in (tmp_path / "out").glob("*.bin")] == ["val_000000.bin"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "val_000000.bin").write_bytes(b"mine")
-    with pytest.raises(DataError, match="val_000000.bin: in use: "):
-        pretokenized.download("fineweb10B", tmp_path / "other", 1)
+    require_refused("val_000000.bin: in use: ", "fineweb10B", tmp_path / "other", 1)
     assert (tmp_path / "other" / "val_000000.bin").read_bytes() == b"mine"
-    with pytest.raises(DataError, match="--shards 9: kjj0/fineweb10B-gpt2 has 3; ask"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 9)
-    with pytest.raises(DataError, match="unknown data 'fineweb'; choose fineweb10B, "):
-        pretokenized.download("fineweb", tmp_path / "out", 9)
+    require_refused(
+        "--shards 9: kjj0/fineweb10B-gpt2 has 3; ask", "fineweb10B", tmp_path / "out", 9
+    )
+    require_refused("unknown data 'fineweb'; choose fineweb10B, ", "fineweb", tmp_path / "out", 9)
     hub.files.clear()
-    with pytest.raises(DataError, match="kjj0/fineweb10B-gpt2: no files .*_train_NNNNNN.bin or"):
-        pretokenized.download("fineweb10B", tmp_path / "out", 1)
+    require_refused(
+        "kjj0/fineweb10B-gpt2: no files .*_train_NNNNNN.bin or", "fineweb10B", tmp_path / "out", 1
+    )
 
 
 def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsys):
@@ -90,11 +92,11 @@ def test_pretokenized_without_a_network_is_one_line(tmp_path, monkeypatch, capsy
 
 def test_a_dataset_that_needs_a_licence_says_so(hub, tmp_path):
     """The Hub's answer for a repository that it does not show."""
-    with pytest.raises(
-        DataError,
-        match="a/b: cannot read: RepositoryNotFound.*; check the name; .* `hf auth login`",
-    ):
-        pretokenized.download("a/b", tmp_path / "out")
+    require_refused(
+        "a/b: cannot read: RepositoryNotFound.*; check the name; .* `hf auth login`",
+        "a/b",
+        tmp_path / "out",
+    )
     with (
         pytest.raises(DataError, match="; accept the licence .* log in"),
         hub_errors("a", ""),

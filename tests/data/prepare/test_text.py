@@ -79,6 +79,11 @@ def checked_record(directory):
     return record
 
 
+def require_refused(message, *arguments, **options):
+    with pytest.raises(DataError, match=message):
+        prepare_text(*arguments, **options)
+
+
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -161,12 +166,10 @@ def test_text_prepared_already_is_left_alone(tmp_path, text_file, monkeypatch, c
 def test_text_never_overwrites_other_data(tmp_path, text_file):
     out = prepare_text([text_file], tmp_path / "out")
     before = contents(out)
-    with pytest.raises(DataError, match="out: in use: it holds other data; .*--out"):
-        prepare_text([text_file], out, val_fraction=0.2)
+    require_refused("out: in use: it holds other data; .*--out", [text_file], out, val_fraction=0.2)
     assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["input.txt", "out"]
     (out / "val_000000.bin").write_bytes(b"cut off")
-    with pytest.raises(DataError, match="in use"):
-        prepare_text([text_file], out)
+    require_refused("in use", [text_file], out)
 
 
 def test_text_refuses_files_that_are_not_text(tmp_path):
@@ -185,20 +188,24 @@ def test_text_refuses_files_that_are_not_text(tmp_path):
         ),
         ("lfs.txt", "a pointer of Git LFS, not the text; `git lfs pull` "),
     ):
-        with pytest.raises(DataError, match=f"{name}[:,]? ?{message}"):
-            prepare_text([tmp_path / name], tmp_path / "out")
+        require_refused(f"{name}[:,]? ?{message}", [tmp_path / name], tmp_path / "out")
     (tmp_path / "cut.jsonl").write_text("{")
-    with pytest.raises(
-        DataError, match="cut.jsonl, line 1: not JSON: .*\n.*latin.txt, line 2: not UTF-8: "
-    ):
-        prepare_text([tmp_path], tmp_path / "out")
+    require_refused(
+        "cut.jsonl, line 1: not JSON: .*\n.*latin.txt, line 2: not UTF-8: ",
+        [tmp_path],
+        tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 1.5])
 def test_text_refuses_an_empty_split(tmp_path, text_file, fraction):
-    with pytest.raises(DataError, match=f"val_fraction: an empty split: {fraction} of"):
-        prepare_text([text_file], tmp_path / "out", val_fraction=fraction)
+    require_refused(
+        f"val_fraction: an empty split: {fraction} of",
+        [text_file],
+        tmp_path / "out",
+        val_fraction=fraction,
+    )
 
 
 # ---- stopping and resuming ----
@@ -276,10 +283,13 @@ def test_text_that_was_begun_is_not_continued_with_other_text(many, tmp_path, mo
         patch.setattr(build, "balance_last_two", lambda *_: _fail("No space left"))
         prepare_many(directory, out)
     before = contents(out)
-    with pytest.raises(
-        DataError, match="out: begun with another source: .*; give that again, remove the directory"
-    ):
-        prepare_text([directory / "b.txt"], out, val_fraction=0.4, shard_tokens=1300)
+    require_refused(
+        "out: begun with another source: .*; give that again, remove the directory",
+        [directory / "b.txt"],
+        out,
+        val_fraction=0.4,
+        shard_tokens=1300,
+    )
     assert contents(out) == before
 
 
@@ -347,16 +357,20 @@ def test_text_refuses_a_damaged_gz(tmp_path):
         ("none", b"plain"),
     ):
         (tmp_path / f"{name}.txt.gz").write_bytes(data)
-        with pytest.raises(
-            DataError, match=f"{name}.txt.gz: cannot read: .*; correct the path or copy"
-        ):
-            prepare_text([tmp_path / f"{name}.txt.gz"], tmp_path / "out")
+        require_refused(
+            f"{name}.txt.gz: cannot read: .*; correct the path or copy",
+            [tmp_path / f"{name}.txt.gz"],
+            tmp_path / "out",
+        )
 
 
 def test_input_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     """Text in the place of a path, and code, whose ending does not say that it is text."""
-    with pytest.raises(DataError, match="wordword: cannot read: File name too long; correct the"):
-        prepare_text([Path("word" * 100)], tmp_path / "out")
+    require_refused(
+        "wordword: cannot read: File name too long; correct the",
+        [Path("word" * 100)],
+        tmp_path / "out",
+    )
     path = tmp_path / "x.py"
     path.write_text("pass")
 
@@ -364,8 +378,7 @@ def test_input_that_cannot_be_opened_is_refused(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(documents, "open", refuse, raising=False)
-    with pytest.raises(DataError, match="x.py: cannot read: Permission denied; correct the"):
-        prepare_text([path], tmp_path / "out")
+    require_refused("x.py: cannot read: Permission denied; correct the", [path], tmp_path / "out")
 
 
 def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatch):
@@ -376,8 +389,7 @@ def test_text_changed_after_measuring_is_refused(tmp_path, text_file, monkeypatc
 
     measure = documents.measure
     monkeypatch.setattr(documents, "measure", measure_and_append)
-    with pytest.raises(DataError, match="it changed meanwhile: .* start again"):
-        prepare_text([text_file], tmp_path / "out")
+    require_refused("it changed meanwhile: .* start again", [text_file], tmp_path / "out")
 
 
 # ---- several workers ----
@@ -395,10 +407,12 @@ def _die(place, how, step):
 def test_text_worker_that_dies_is_one_line(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(build, "BATCH_CHARS", 500)
     monkeypatch.setattr(documents, "measure", _die)
-    with pytest.raises(
-        DataError, match="one of 2 workers died, .*; try again with fewer --workers"
-    ):
-        prepare_text([text_file], tmp_path / "out", workers=2)
+    require_refused(
+        "one of 2 workers died, .*; try again with fewer --workers",
+        [text_file],
+        tmp_path / "out",
+        workers=2,
+    )
 
 
 def test_text_workers_end_before_a_second_ctrl_c_counts():
