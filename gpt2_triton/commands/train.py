@@ -106,28 +106,25 @@ def train(
         )
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
-    if not text:
-        settings = _load(config, overrides, gpus or 1, run_dir)
-    if gpu:
-        from gpt2_triton import device  # imports torch, which takes seconds
-
-        gpu = device.find_gpu(gpu)
+    resumed = run_dir if resume else None
     if text:
         machine = own.machine_of(gpus or 1, gpu)
-        chosen = own.settings(text, overrides, machine, run_dir if resume else None, download=False)
+        chosen = own.settings(text, overrides, machine, resumed, download=False)
         settings = chosen.config
-        if plan:
-            chosen.describe()
-            chosen.report_left_out()
-    elif plan:
-        _check_weights(settings)
-        _check_rows(settings)
-        if resume and run_dir:
-            settings = _with_precision_of(run_dir, settings)
+    else:
+        settings = _load(config, overrides, gpus or 1, run_dir)
     if not plan:
         print(settings.to_yaml().rstrip())
         _print_sources(settings)
         return 0
+    if text:
+        chosen.describe()
+        chosen.report_left_out()
+    else:
+        _check_weights(settings)
+        _check_rows(settings)
+        if resumed:
+            settings = _with_precision_of(resumed, settings)
     report = _plan(settings, StepShape.of(settings, gpus), gpu, picked=str(config) == OWN)
     print(report.text(buffers))
     return 0 if report.fits else OutOfMemoryError.exit_code
@@ -282,6 +279,8 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
     from gpt2_triton import device
 
     device.require_triton()
+    if gpu:
+        gpu = device.find_gpu(gpu)
     # the run's table of launch parameters
     on_cpu = picked and not gpu and device.select_interpreter()
     import gpt2_triton.kernels as kernels
