@@ -84,8 +84,6 @@ def machine_of(gpus: int, gpu: str | None = None) -> Machine:
     """Return what a run gets on this machine, or on the GPU that a plan names."""
     from gpt2_triton import device
 
-    if gpu:
-        gpu = device.find_gpu(gpu)
     has_gpus = gpu or device.present()
     return Machine(gpus, device.memory_bytes(gpu) / 2**30 if has_gpus else None)
 

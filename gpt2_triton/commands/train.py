@@ -106,6 +106,10 @@ def train(
         )
     if not (plan or print_config):
         return _start(config, overrides, run_dir, resume, text)
+    if gpu:
+        from gpt2_triton import device  # imports torch, which takes seconds
+
+        gpu = device.find_gpu(gpu)
     resumed = run_dir if resume else None
     if text:
         machine = own.machine_of(gpus or 1, gpu)
@@ -279,8 +283,6 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
     from gpt2_triton import device
 
     device.require_triton()
-    if gpu:
-        gpu = device.find_gpu(gpu)
     # the run's table of launch parameters
     on_cpu = picked and not gpu and device.select_interpreter()
     import gpt2_triton.kernels as kernels

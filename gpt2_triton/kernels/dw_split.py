@@ -44,7 +44,7 @@ class TileSplit(NamedTuple):
 
 
 def cdiv(x: int, y: int) -> int:
-    """Return x / y, rounded up; triton.cdiv, of which a plan would make 100,000, takes longer."""
+    """Return x / y, rounded up; a plan calls it 100,000 times, and triton.cdiv is slow."""
     return -(-x // y)
 
 
