@@ -9,11 +9,17 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.record import Target
 from benchmarks.speed import epilogues, qk_norm, sampling, text
+from benchmarks.speed.sizes import work_of
 from gpt2_triton.data.shards import write_shard
+from gpt2_triton.model.init_weights import INIT_STD
+from gpt2_triton.model.model import Model
+from gpt2_triton.model.tables import param_views
 from tests.conftest import DEVICE
+from tests.support import reference
 
 
 def test_losses_of_tokens_become_nats_per_byte(tmp_path, monkeypatch):
@@ -83,12 +89,19 @@ def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, mon
 
 
 def test_qk_norm_compares_steps_and_operations_in_turns(tmp_path, monkeypatch):
-    """Without QK-norm a step takes 1.0 s, with it 1.1 s or 1.3 s in turn."""
-    turns = {False: itertools.repeat(1.0), True: itertools.cycle([1.1, 1.3])}
+    """Without QK-norm a step takes 1.0 s, or 1.05 s with larger q and k; with it 1.1 s or 1.3 s in
+    turn.
+    """
+    turns = dict(
+        plain=itertools.repeat(1.0),
+        like_normed=itertools.repeat(1.05),
+        normed=itertools.cycle([1.1, 1.3]),
+    )
 
     def run(model, packed, numbers):
-        counted = [SimpleNamespace(seconds=next(turns[model.normed]))] * (qk_norm.STEPS - 2)
-        return [SimpleNamespace(seconds=9e9)] * 2 + counted
+        if numbers.start == 0:
+            return [SimpleNamespace(seconds=9e9)] * len(numbers)
+        return [SimpleNamespace(seconds=next(turns[model.kind]))] * len(numbers)
 
     def operations(work, steps):
         ms = 3.0 if work.config().model.qk_norm else 2.0
@@ -96,19 +109,47 @@ def test_qk_norm_compares_steps_and_operations_in_turns(tmp_path, monkeypatch):
         return [SimpleNamespace(name=name, spans=[()] * 12, ms=[ms] * 24) for name in names], None
 
     def model(config, *_):
-        return MagicMock(normed=config.model.qk_norm)
+        return MagicMock(kind="normed" if config.model.qk_norm else "plain")
 
+    def enlarge(model):
+        assert model.kind != "normed"
+        model.kind = "like_normed"
+
+    power = MagicMock()
+    power.return_value.__enter__.return_value.joules = lambda seconds: 700 * seconds
+    monkeypatch.setattr(qk_norm, "Power", power)
     monkeypatch.setattr(qk_norm, "Model", model)
-    for name in ("compile_run", "begun", "packed_batch"):
+    monkeypatch.setattr(qk_norm, "enlarge_queries_and_keys", enlarge)
+    monkeypatch.setattr(qk_norm, "begun", lambda model, packed: model)
+    for name in ("compile_run", "calibrate", "packed_batch", "step_inputs"):
         monkeypatch.setattr(qk_norm, name, MagicMock())
     monkeypatch.setattr(qk_norm, "run_steps", run)
     monkeypatch.setattr(qk_norm.ops, "measure", operations)
     out = tmp_path / "record.json"
     qk_norm.measure(target=Target(out, "abc1234"))
     section = json.loads(out.read_text())["qk_norm"]
-    half = 2.365 * statistics.stdev([0.1, 0.3] * 4) / 8**0.5
-    step = [section[f"fp8.{key}"] for key in ("ms", "normed_ms", "longer", "half_width")]
-    assert step == pytest.approx([1000, 1200, 0.2, half], rel=1e-3)
-    product = [section[f"bf16_product_of_qkv.{key}"] for key in ("ms", "normed_ms", "longer")]
-    assert product == [48.0, 72.0, 0.5]
+    ms = [section[f"fp8.{kind}_ms"] for kind in turns]
+    assert ms == pytest.approx([1000, 1050, 1200])
+    assert section["fp8.normed_joules"] == pytest.approx(840)
+    for kind, seconds in (("plain", 1.0), ("like_normed", 1.05)):
+        ratios = [1.1 / seconds, 1.3 / seconds] * 4
+        half = 2.365 * statistics.stdev(ratios) / 8**0.5
+        longer = section[f"fp8.longer_than_{kind}"], section[f"fp8.half_width_{kind}"]
+        assert longer == pytest.approx((1.2 / seconds - 1, half), rel=1e-3)
+    product = [section[f"bf16_product_of_qkv.{key}"] for key in ("plain_ms", "normed_ms")]
+    assert product == [48.0, 72.0]
     assert section["bf16_attention_backward.normed_ms"] == 36.0
+    assert section["bf16_attention_backward.longer_than_plain"] == 0.5
+
+
+def test_enlarged_queries_and_keys_have_rms_1():
+    keys = ("--model.n_layer", "1", "--train.seq_len", "64", "--train.total_batch_tokens", "64")
+    model = Model(work_of("llama:c768", 1, keys=keys).config(), reference, "cpu")
+    model.initialise(0)
+    qk_norm.enlarge_queries_and_keys(model)
+    (weight,) = param_views(model.A.Params, model.state.params, model.dims).qkvw
+    inputs = torch.randn(64, 768, generator=torch.Generator().manual_seed(0))
+    out = inputs @ weight.float().T
+    q, k, v = out.split([model.dims["Cq"], model.dims["Ckv"], model.dims["Ckv"]], 1)
+    rms = [part.square().mean().sqrt().item() for part in (q, k, v)]
+    assert rms == pytest.approx([1, 1, INIT_STD * 768**0.5], rel=0.02)
