@@ -20,7 +20,7 @@ from gpt2_triton.data.loader import TrainLoader, ValidationLoader
 from gpt2_triton.data.shards import Shard
 from gpt2_triton.errors import ConfigError
 
-WEIGHTED = re.compile(r"(.+)=([^=/]*)")
+WEIGHTED = re.compile(r"(.+?)\s*=\s*([^=/]*)")
 LONGEST_PERIOD = 1 << 16  # samples; shares that need more are rounded to this part
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of sources; the first has data.seed
 
@@ -54,7 +54,7 @@ def sources(given: str) -> list[Source]:
 
 def _weight(path: str, text: str) -> Fraction:
     try:
-        weight = Fraction(text.strip())
+        weight = Fraction(text)
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
     if weight <= 0:

@@ -119,7 +119,8 @@ def test_a_mixture_is_read_from_yaml_and_from_the_command_line(tmp_path):
         assert sources(text) == [(text, 1)]
     (tmp_path / "lr=x").touch()
     assert sources(str(tmp_path / "lr=x")) == [(str(tmp_path / "lr=x"), 1)]
-    assert sources("a/*.bin=1,") == [("a/*.bin", 1)]
+    for text in ("a/*.bin=1,", "a/*.bin = 1", " a/*.bin =1 , "):
+        assert sources(text) == [("a/*.bin", 1)]
     assert names(sources("x/a/*.bin=1,y/a/*.bin=1,b/*.bin=1")) == ["a_1", "a_2", "b"]
 
 
