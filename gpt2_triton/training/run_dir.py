@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt2_triton.checkpoint.load import latest_checkpoint
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.run_lock import lock_run_dir
-from gpt2_triton.errors import CheckpointError, ConfigError
+from gpt2_triton.errors import ConfigError
 from gpt2_triton.training.metrics import METRICS, STATS, read_metrics
 from gpt2_triton.training.preemption import unmarked_by_errors
 from gpt2_triton.training.start import Resume
@@ -19,8 +19,7 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
     checkpoint, or None to start a new run.
 
     ConfigError if another process writes to `run_dir`, or if it has metrics but no checkpoint
-    and `resume` is False.  CheckpointError if all checkpoints are damaged, or if there is
-    none and `resume` is "must".
+    and `resume` is False.  CheckpointError if all checkpoints are damaged.
     """
     held.enter_context(lock_run_dir(run_dir))
     held.enter_context(unmarked_by_errors(run_dir))
@@ -32,9 +31,6 @@ def open_run_dir(run_dir: Path, resume: Resume, held: contextlib.ExitStack) -> P
 
 def _begin(run_dir: Path, resume: Resume) -> None:
     """Begin a new run; keep aside the logs of an earlier start that saved no checkpoint."""
-    if resume == "must":
-        todo = "correct --run_dir, or give --resume alone to start a new run"
-        raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
     metrics = run_dir / METRICS
     logged = metrics.exists() and metrics.stat().st_size > 0
     if logged and not resume:

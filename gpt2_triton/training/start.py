@@ -12,8 +12,9 @@ from gpt2_triton.checkpoint.format import list_steps
 from gpt2_triton.config.config import Config
 from gpt2_triton.console import print_line
 from gpt2_triton.distributed.launcher_env import rank_and_size
-from gpt2_triton.errors import ConfigError
+from gpt2_triton.errors import CheckpointError, ConfigError
 from gpt2_triton.training.metrics import METRICS, RUN
+from gpt2_triton.training.preemption import unmarked_by_errors
 from gpt2_triton.version import triton_notice
 
 Resume = bool | Literal["must"]
@@ -86,8 +87,8 @@ def require_rows(config: Config, tokenizer: str) -> None:
 
 
 def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
-    """Raise ConfigError for a path that cannot be a run directory, and for one with
-    checkpoints unless `resume`.
+    """Raise ConfigError for a path that cannot be a run directory, and for one with checkpoints
+    unless `resume`; CheckpointError for one without, if `resume` is "must".
     """
     if run_dir is None:
         if resume:
@@ -109,6 +110,10 @@ def check_run_dir(run_dir: Path | None, resume: Resume) -> None:
             f"--run_dir: cannot write to {there}; choose another, or correct its permissions"
         )
     found = list_steps(run_dir / "checkpoints")
+    if resume == "must" and not found:
+        todo = "correct --run_dir, or give --resume alone to start a new run"
+        with unmarked_by_errors(run_dir):
+            raise CheckpointError(f"--resume must: {run_dir} has no checkpoint; {todo}")
     if found and not resume:
         last = found[-1][1].name
         raise ConfigError(

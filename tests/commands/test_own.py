@@ -345,6 +345,13 @@ def test_resume_takes_the_keys_of_the_run(here, trained, monkeypatch):
     assert trained[1].optim.lr == 5e-4
 
 
+def test_resume_must_is_refused_before_the_text_is_prepared(here, capsys):
+    assert run_train("own --data my.txt --run_dir run --resume must") == 4
+    err = capsys.readouterr().err
+    assert err.startswith("error: --resume must: run has no checkpoint; ")
+    assert files(here) == ["my.txt"]
+
+
 def test_resume_needs_no_text_while_the_shards_are_there(here, trained, monkeypatch, capsys):
     line = "own --run_dir run --resume"
     assert run_train(line) == 2 and "own: needs --data" in capsys.readouterr().err

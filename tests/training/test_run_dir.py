@@ -37,13 +37,14 @@ def test_resume_of_nothing_is_said(tmp_path, held, capsys):
     )
 
 
-def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path):
-    with pytest.raises(
-        CheckpointError, match="^--resume must: .*typo has no checkpoint; correct --run_dir"
-    ):
-        with contextlib.ExitStack() as held:
-            open_run_dir(tmp_path / "typo", "must", held)
-    assert os.listdir(tmp_path / "typo") == []
+@pytest.mark.parametrize("name", ["typo", "stopped"])
+def test_resume_must_refuses_a_new_run_and_leaves_nothing(tmp_path, name):
+    (tmp_path / "stopped").mkdir()
+    (tmp_path / "stopped" / PREEMPTED).touch()
+    refused = f"^--resume must: .*{name} has no checkpoint; correct --run_dir"
+    with pytest.raises(CheckpointError, match=refused):
+        check_run_dir(tmp_path / name, "must")
+    assert not (tmp_path / name / PREEMPTED).exists() and not (tmp_path / "typo").exists()
 
 
 @pytest.mark.parametrize(("error", "stays"), [(CheckpointError, False), (KeyboardInterrupt, True)])
