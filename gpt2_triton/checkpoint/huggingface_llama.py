@@ -37,9 +37,17 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     if absent:
         raise CheckpointError(f"{path}: has no {', '.join(absent)}; download it again")
     kind = config["model_type"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # the first since 5.0
+    rope_type = rope.get("rope_type", rope.get("type", "default"))  # the latter before 4.43
+    is_stretched = rope_type == "llama3"
     given = {key: value for key, value in config.items() if value is not None}
-    require_supported(path, given, {key: (value,) for key, value in REQUIRED[kind].items()})
+    given |= {"rope_type": rope_type} | {key: rope.get(key) for key in SCALING}
+    required = REQUIRED[kind] | (SCALING if is_stretched else {})
+    supported = {key: (value,) for key, value in required.items()}
+    require_supported(path, given, supported | {"rope_type": ("default", "llama3")})
     sizes = {ours: config[theirs] for ours, theirs in KEYS.items()}
+    sizes["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    sizes["rope_factor"] = rope.get("factor") if is_stretched else 1.0
     by_default = config["hidden_size"] // config["num_attention_heads"]
     head_dim = config.get("head_dim")
     if head_dim is None:
@@ -47,24 +55,7 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     sizes |= {"head_dim": None if head_dim == by_default else head_dim}
     # False without the key, as in transformers
     sizes |= {"tied": bool(config.get("tie_word_embeddings")), "qk_norm": kind == "qwen3"}
-    return model_config_from_sizes(str(path), arch="llama", **sizes, **_rope(path, config))
-
-
-def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return theta and factor, from transformers 5's rope_parameters or from earlier keys."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
-    # the latter before transformers 4.43
-    kind = given.get("rope_type", given.get("type", "default"))
-    other = [key for key, value in SCALING.items() if given.get(key) != value]
-    factor = 1.0
-    if kind == "llama3" and given.get("factor") and not other:
-        factor = float(given["factor"])
-    elif kind != "default":
-        raise CheckpointError(
-            f"{path}: rotary positions of type {kind} {given}, and only Llama 3's are supported"
-        )
-    return {"rope_theta": float(theta), "rope_factor": factor}
+    return model_config_from_sizes(str(path), arch="llama", **sizes)
 
 
 def config(model: ModelConfig, stored: str) -> dict[str, Any]:

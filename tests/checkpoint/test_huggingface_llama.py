@@ -177,15 +177,19 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
         to_flat_buffers(huggingface.read(str(out)), model.config)
 
 
-LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0))
+LINEAR = dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0), mlp_bias=True)
 NO_FACTOR = dict(rope_parameters=dict(rope_type="llama3") | SCALING)
+OTHER_BANDS = dict(
+    rope_parameters=dict(rope_type="llama3", factor=8.0) | SCALING | {"low_freq_factor": 2.0}
+)
 
 
 @pytest.mark.parametrize(
     "change, named",
     [
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=0), "head_dim"),
-        (LINEAR, "type linear {"), (NO_FACTOR, "type llama3 {"),
+        (LINEAR, "mlp_bias is True, .*; rope_type is 'linear', and only 'default' or 'llama3' is"),
+        (OTHER_BANDS, "low_freq_factor is 2.0, and only 1.0"), (NO_FACTOR, "rope_factor None"),
         (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip

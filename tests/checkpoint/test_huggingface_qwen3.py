@@ -96,7 +96,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768
     "change, named",
     [
         (dict(use_sliding_window=True), "use_sliding_window is True, and only False is supported"),
-        (dict(rope_parameters=None, rope_scaling=YARN), "positions of type yarn {"),
+        (dict(rope_parameters=None, rope_scaling=YARN), "rope_type is 'yarn', and only"),
         (dict(attention_bias=True), "attention_bias is True, and only False is supported"),
         (dict(model_type="qwen2"), "model_type is 'qwen2', and only 'gpt2' or 'llama' or 'qwen3'"),
         (dict(model_type="llama"), "k_norm.weight is no part of a Llama of 2 layers"),
