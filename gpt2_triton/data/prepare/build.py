@@ -185,26 +185,24 @@ def _cut(
 ) -> Iterator[tuple[str, np.ndarray, Place]]:
     """Yield (name, tokens, place after them) of each shard, without the first `skip` tokens."""
     for split, of_split in itertools.groupby(tokenised, key=lambda pair: pair[0].split):
-        # the last two are of the newest batch
-        rest = np.empty(0, np.uint16)
-        state = None
-        length = 0
+        rest = np.empty(0, np.uint16)  # of the newest batch
         while shard := source.next_shard(split, shards):
             name, size = shard
             held = [rest]
-            while sum(map(len, held)) < size and (pair := next(of_split, None)):
+            missing = size - len(rest)
+            while missing > 0 and (pair := next(of_split, None)):
                 batch, tokens = pair
-                state = batch.state
-                length = len(tokens)
-                held.append(tokens[skip:])
-                skip = max(0, skip - length)
-                progress.advance(batch.characters if source.unit == "characters" else len(held[-1]))
-            tokens = np.concatenate(held)
-            if not len(tokens):
+                new = tokens[skip:]
+                skip = max(0, skip - len(tokens))
+                held.append(new)
+                missing -= len(new)
+                progress.advance(batch.characters if source.unit == "characters" else len(new))
+            joined = np.concatenate(held)
+            if not len(joined):
                 break
-            rest = tokens[size:].copy()  # a view would keep the whole shard in memory
-            # the caller adds it to `shards`
-            yield name, tokens[:size], {"state": state, "skip": length - len(rest)}
+            rest = joined[size:].copy()  # a view would keep the whole shard in memory
+            place = {"state": batch.state, "skip": len(tokens) - len(rest)}
+            yield name, joined[:size], place  # the caller adds it to `shards`
         else:
             return
 
