@@ -164,9 +164,12 @@ def reduced_gradients(state: State) -> Tensor:
 def coalesce(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join adjacent spans (start, length) and leave out empty ones."""
     out: list[tuple[int, int]] = []
+    end = -1
     for start, length in spans:
-        if out and sum(out[-1]) == start:
-            out[-1] = out[-1][0], out[-1][1] + length
-        elif length:
+        if start == end:
+            start, before = out.pop()
+            length += before
+        if length:
             out.append((start, length))
+            end = start + length
     return out
