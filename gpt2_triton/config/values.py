@@ -6,7 +6,7 @@ pydantic puts the text of a ValueError raised here into the message about the ke
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -123,17 +123,18 @@ def whole_number(text: str) -> int | None:
         return None
 
 
-def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def closest(name: str, known: Collection[str], prefix: str = "") -> str:
     """Return "; did you mean NAME?": names with the same last part, a similar
     name or last part, else "".
     """
-    known = list(known)
+    by_last = dict[str, list[str]]()
+    for one in known:
+        by_last.setdefault(one.rpartition(".")[2], []).append(one)
     last = name.rpartition(".")[2]
-    lasts = [one.rpartition(".")[2] for one in known]
-    near = [one for one, other in zip(known, lasts) if other == last]
-    near = near or difflib.get_close_matches(
-        name, known, n=1, cutoff=0.66 if len(name) == 3 else 0.75
-    )
-    like = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
-    near = near or [one for one, other in zip(known, lasts) if other in like]
-    return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
+    cutoff = 0.66 if len(name) == 3 else 0.75
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    similar_lasts = difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
+    of_similar_last = [one for part in similar_lasts for one in by_last[part]]
+    near = by_last.get(last) or similar or of_similar_last
+    names = " or ".join(prefix + one for one in near)
+    return f"; did you mean {names}?" if near else ""
