@@ -19,9 +19,8 @@ from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError
 from gpt2_triton.inference.losses import Stopped
+from gpt2_triton.model.forward import padded_length
 from gpt2_triton.model.model import Model
-
-MULTIPLE = 32
 
 Scores = dict[str, float]  # rows, and acc and acc_norm with the standard error of each
 
@@ -140,9 +139,10 @@ def batches(lengths: np.ndarray, budget: int, longest: int) -> Iterator[tuple[np
     """
     order = np.argsort(-lengths, kind="stable")
     while len(order):
-        T = min(-(-int(lengths[order[0]]) // MULTIPLE) * MULTIPLE, longest)
-        yield order[: budget // T], T
-        order = order[budget // T :]
+        T = padded_length(int(lengths[order[0]]), longest)
+        count = budget // T
+        yield order[:count], T
+        order = order[count:]
 
 
 def predictions(questions: Questions, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from gpt2_triton.data.loader import ValidationLoader
 from gpt2_triton.data.tokenizer import get_tokenizer
 from gpt2_triton.distributed.control import SINGLE_PROCESS, ControlGroup
 from gpt2_triton.errors import DataError, same_on_all_ranks
+from gpt2_triton.model.forward import padded_length
 from gpt2_triton.model.model import Model
 
 
@@ -130,7 +131,7 @@ def padded_batches(model: Model, ids: np.ndarray) -> Iterator[tuple[slice, np.nd
     n = ids.shape[1]
     if n == 0:
         return
-    T = min(-(-n // 32) * 32, model.T)  # multiples of 32: few kernels are compiled
+    T = padded_length(n, model.T)
     most = model.B * model.T // T
     for first in range(0, len(ids), most):
         rows = slice(first, first + most)

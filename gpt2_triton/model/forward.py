@@ -14,6 +14,13 @@ from gpt2_triton.model.model_view import ModelView
 from gpt2_triton.model.view import Planned, make_view
 
 
+def padded_length(n: int, longest: int) -> int:
+    """Return n rounded up to a multiple of 32, so that few kernels are compiled; at most
+    `longest`.
+    """
+    return min(-(-n // 32) * 32, longest)
+
+
 def head_loss(K: Kernels, m: schedule.View) -> None:
     """losses = cross entropy of each token; nothing is kept for a backward pass."""
     a = m.a
@@ -84,7 +91,7 @@ class ForwardPasses(Planned):
         """Write keys and values of up to T tokens into the cache of each of `sequences`."""
         T = self.T
         if self.arena.is_cpu:  # no more rows than the window needs: the interpreter is slow
-            T = min(-(-len(window) // 32) * 32, T)
+            T = padded_length(len(window), T)
         v = self.view(1, T)
         # rows after the window: decoding overwrites each before reading it
         ids = np.zeros((1, T), np.int32)
