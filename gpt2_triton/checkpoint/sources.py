@@ -130,10 +130,9 @@ def _with_tokenizer(config: Config, step_dir: Path) -> Config:
     """Return a configuration with its tokenizer's path here; CheckpointError if it is lost."""
     name = config.data.tokenizer
     run_dir = step_dir.parent.parent
-    for place in (step_dir, run_dir):
-        found = located(name, place)
-        if found != name:
-            break
+    found = located(name, step_dir)
+    if found == name:
+        found = located(name, run_dir)
     if name not in NAMES and (found == name or identity(found) != name):
         raise CheckpointError(
             f"{step_dir}: its tokenizer ({name[:15]}...) is not there; "
