@@ -122,8 +122,9 @@ def _weight_files(directory: Path) -> list[Path]:
     """Return model.safetensors, else an index's files, else the only file; or CheckpointError."""
     if (directory / MODEL).is_file():
         return [directory / MODEL]
-    for index in sorted(directory.glob(INDEX))[:1]:
-        files_of = read_object(index).get("weight_map", {})
+    indices = sorted(directory.glob(INDEX))
+    if indices:
+        files_of = read_object(indices[0]).get("weight_map", {})
         return [directory / Path(part).name for part in sorted(set(files_of.values()))]
     if (directory / ADAPTER).is_file():
         raise CheckpointError(
