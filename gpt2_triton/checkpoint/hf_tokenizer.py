@@ -134,10 +134,10 @@ def merges(tokens: list[bytes]) -> Iterator[list[bytes]]:
     for token in tokens:
         parts = [bytes([b]) for b in token]
         while len(parts) > 2:
-            pairs = [
+            ranks = [
                 rank.get(left + right, len(tokens)) for left, right in itertools.pairwise(parts)
             ]
-            first = pairs.index(min(pairs))
+            first = ranks.index(min(ranks))
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         if len(parts) == 2:
             yield parts
@@ -149,6 +149,6 @@ def every_merge(tokens: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
-        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        known = (cut for cut in cuts if rank.keys() >= {*cut})
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [cut for cut in cuts if all(part in rank for part in cut)]
         yield from sorted(known, key=lambda cut: [rank[part] for part in cut])
