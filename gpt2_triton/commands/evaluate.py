@@ -121,7 +121,8 @@ def perplexity(
         found: dict[str, object] = {"checkpoint": checkpoint, "shards": paths}
         rows = [result._asdict() for result in results]
         by_name = dict(zip(validation.names, rows, strict=True))
-        write_json(json, found | ({"sources": by_name, "loss": loss} if several else rows[0]))
+        found |= {"sources": by_name, "loss": loss} if several else rows[0]
+        write_json(json, found)
 
 
 def _open_sources(shards: Sequence[str], config: Config) -> "list[tuple[Source, list[Shard]]]":
