@@ -182,7 +182,8 @@ class Trainer:
     def _end(self, step: int) -> int:
         """Save a run that ends early; return the exit code once all checkpoints are written."""
         stopping = self.signals.stop
-        impatient = step < self.config.train.steps and self.state.is_out_of_patience(self.config)
+        is_done = step >= self.config.train.steps
+        impatient = not is_done and self.state.is_out_of_patience(self.config)
         if impatient:
             best = self.run_dir / "best"
             why = f"{self.config.train.patience} validations without a lower loss than in {best}"
@@ -192,7 +193,7 @@ class Trainer:
             if not rewind:  # else the resumed run does it
                 self._save(step)
         self.wait_for_save(raise_errors=True)
-        if not stopping or (step >= self.config.train.steps and not self.state.left_out):
+        if not stopping or (is_done and not self.state.left_out):
             run = shlex.quote(str(self.run_dir))
             sample = command_line(f"sample {run}")
             self.log.info(f"next: {sample}, {command_line(f'plot {run} -o loss.png')}")
