@@ -61,8 +61,8 @@ def expected(config: Config) -> str:
 
 def _product_seconds(config: Config) -> float:
     m = config.model
-    count = config.flops_per_token * config.train.step_tokens
+    operations = config.flops_per_token * config.train.step_tokens
     if config.optim.name == "muon":
-        layers = config.n_params - m.n_embd * (m.head_row + m.padded_vocab)
-        count += MUON_OPERATIONS * m.n_embd * layers
-    return count / product_flops()
+        of_layers = config.n_params - m.n_embd * (m.head_row + m.padded_vocab)
+        operations += MUON_OPERATIONS * m.n_embd * of_layers
+    return operations / product_flops()
