@@ -59,8 +59,9 @@ class WandbLogger:
             "WANDB_TAGS": ("tags", log.wandb_tags and log.wandb_tags.split(",")),
             "WANDB_DIR": ("dir", str(run_dir)),
         }
+        given = [argument for variable, argument in ours.items() if not os.environ.get(variable)]
         self._run = wandb.init(
-            **dict(argument for variable, argument in ours.items() if not os.environ.get(variable)),
+            **dict(given),
             id=self.run_id,
             resume="allow",
             mode=mode,
