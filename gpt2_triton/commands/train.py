@@ -264,12 +264,12 @@ def parse_overrides(words: Iterable[str], hint: str = "") -> dict[str, str]:
         elif key in given:
             problems.append(f"--{key}: given twice; remove one")
         is_alone = not equals and (not rest or rest[0].startswith("--"))
-        if is_alone and key in known and known[key].annotation is not bool:
-            problems.append(
-                f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE"
-            )
         if is_alone:
             value = "true"
+            if key in known and known[key].annotation is not bool:
+                problems.append(
+                    f"--{key}: expected a value after it; if it starts with --, write --{key}=VALUE"
+                )
         elif not equals:
             value = rest.popleft()
         given[key] = value
