@@ -289,19 +289,15 @@ def _plan(config: Config, shape: StepShape, gpu: str | None, picked: bool) -> "R
     from gpt2_triton.commands.plan import Gpu, plan_report
 
     if on_cpu:
-        return plan_report(
-            config, kernels, Gpu("this machine", device.free_and_total_bytes("cpu")[1]), shape
-        )
-    here = device.present() and not gpu
-    named = gpu or device.DEFAULT
-    name = f"the GPU {named}"
-    if here:
-        name = "this GPU"
-    elif not gpu:
-        name += " (--gpu names another)"
-    architecture = device.architecture() if here else device.gpu_of(named).architecture
+        planned = Gpu("this machine", device.free_and_total_bytes("cpu")[1])
+    elif device.present() and not gpu:
+        nbytes = device.memory_bytes(None)
+        planned = Gpu("this GPU", nbytes, device.architecture(), device.own_key())
+    else:
+        key = gpu or device.DEFAULT
+        name = f"the GPU {key}" if gpu else f"the GPU {key} (--gpu names another)"
+        planned = Gpu(name, device.memory_bytes(key), device.gpu_of(key).architecture, key)
+    architecture = planned.architecture or device.UNKNOWN
     if config.train.precision == "fp8" and architecture != device.UNKNOWN:
-        require_fp8(name, architecture)
-    key = device.own_key() if here else named
-    planned = Gpu(name, device.memory_bytes(gpu), architecture, key)
+        require_fp8(planned.name, architecture)
     return plan_report(config, kernels, planned, shape)

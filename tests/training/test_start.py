@@ -21,6 +21,7 @@ def a100(monkeypatch):
     monkeypatch.setattr(device, "present", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(device, "architecture", lambda: "8.0")
+    monkeypatch.setattr(device, "memory_bytes", lambda name: 40 << 30)
 
 
 @pytest.mark.usefixtures("a100")
