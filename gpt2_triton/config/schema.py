@@ -170,6 +170,13 @@ class ModelConfig(ConfigSection):
         "llama",
         formats=("hf",),
     )
+    logit_cap: float = kept(
+        0.0,
+        "C > 0 makes a logit z of the output head C * tanh(z / C); 0 leaves it",
+        "llama",
+        ge=0,
+        formats=("hf",),
+    )
     rope_theta: float = kept(500_000.0, "base of the rotations' frequencies", "llama", gt=1)
     rope_factor: float = kept(
         1.0, "divisor of the low frequencies: 8 in Llama 3.1, 32 in 3.2, 1 for none", "llama", ge=1
