@@ -265,7 +265,7 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     dw = empty32(Vp, C)
     lns = dataclasses.replace(operand(R, C, math.nan, dtype=E5M2), amax=None, rows=lnf.rows[:0])
     step_in = torch.tensor([0, 0, 0, 1 / R, 0, 0, 0, 0], dtype=F32, device=DEVICE)
-    K.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, False)
+    K.classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in, False)
     stored = (full(lnf).float() * (rs * lns.scale)[:, None]).to(E5M2)
     yield same(op, "lns", lns.columns.view(torch.uint8), in_pairs(stored))
     K.classifier_dx(dln, p, wte, rs, ks, targets)

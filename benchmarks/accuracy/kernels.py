@@ -154,7 +154,7 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     dln = empty(s.R, s.C)
     K.classifier_target(zt, lnf, wte, targets)
     K.classifier_fwd(p, scratch(s), lnf, wte, zt, targets, s.V)
-    K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, targets, step_in, False)
+    K.classifier_loss(losses, rs, ks, lns, scratch(s), zt, lnf, targets, step_in, False)
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     K.matmul_dw(dwte, scratch(s), p, lns, False)
     rows = token_rows(s, tokens(s), targets)

@@ -21,6 +21,10 @@ exponent is wide enough.  Losses up to 70 are as exact as fp32 logits allow.  p 
 2^108, a loss of 75.  S leaves out j = t, so nothing cancels where the target's probability is
 near 1: a loss of 1e-6 has full precision.
 
+With a soft cap (model.logit_cap) the logits are cap * tanh(z / cap), and zt, p, S and the loss are
+of these.  For dz, p is stored times the cap's derivative at j, 1 - tanh(z[r, j] / cap)^2, and ks
+has the target's derivative as a factor.
+
 S sums p before p is rounded for storage.  Sums of rounded values would raise the error of
 losses from 3e-6 to 1.7e-3.  They would at best halve the gradients' error of 9e-4; rounding
 dlnf to bf16 adds 1.7e-3 anyway.
@@ -37,7 +41,12 @@ from torch import Tensor
 from gpt2_triton.kernels import fp8_matmul, hopper
 from gpt2_triton.kernels.blocks import describe, describe_halves, store_block
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, scale_and_add_target
+from gpt2_triton.kernels.device_math import (
+    LOG2E,
+    exp_relative_tile,
+    scale_and_add_target,
+    soft_cap,
+)
 from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, peek_exponent, to_e5m2
 from gpt2_triton.kernels.fp8 import Fp8, Operand, full, stored, transpose
 from gpt2_triton.kernels.hopper import classifier as hopper_classifier
@@ -66,8 +75,9 @@ def _log1p(x):
 
 @triton.jit
 def _classifier_target_kernel(
-    zt_ptr, lnf_ptr, wte_ptr, targets_ptr, R, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    zt_ptr, lnf_ptr, wte_ptr, targets_ptr, R, C, CAP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     target = tl.load(targets_ptr + r, mask=r < R, other=-1).to(tl.int64)
     products = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -77,16 +87,20 @@ def _classifier_target_kernel(
         lnf = tl.load(lnf_ptr + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0)
         products += lnf * wte.to(tl.float32)
-    tl.store(zt_ptr + r, tl.sum(products, 1) * LOG2E, mask=r < R)
+    z = tl.sum(products, 1)
+    zt = z * LOG2E if CAP == 0 else soft_cap(z, LOG2E, CAP * LOG2E)[0]
+    tl.store(zt_ptr + r, zt, mask=r < R)
 
 
 @triton.jit
 def _classifier_fwd_kernel(
     p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr,
-    wte_scale_ptr, R, C, V, Vp, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    wte_scale_ptr, R, C, V, Vp, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write p, and its rows' sums in each tile to part[tile_n, r]; in fp8 also rounded p's."""
+    """Write p, times the cap's derivative, and p's rows' sums in each tile to part[tile_n, r]; in
+    fp8 also rounded p's.
+    """
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
     SHIFT: tl.constexpr = 0 if p_scale_ptr is None else P_SHIFT
@@ -109,12 +123,19 @@ def _classifier_fwd_kernel(
             peek = tl.load(peek_ptr + r, mask=r < R, other=0.0)
             reference += peek_exponent(peek) + SHIFT
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        p = exp_relative_tile(z, factor, reference, target, j)
+        logits = z * factor
+        slope = 1.0
+        if CAP != 0:
+            logits, slope = soft_cap(z, factor, CAP * LOG2E)
+        p = exp_relative_tile(logits, reference, target, j)
         p = tl.where((j < V)[None, :], p, 0.0)
         tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
+        p *= slope
         if p_scale_ptr is not None:
             p = nearest_e5m2(p)
-            tl.store(part_ptr + (tiles_n + tile_n) * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
+            if CAP == 0:
+                row = part_ptr + (tiles_n + tile_n) * R
+                tl.store(row + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
         if p_desc is not None:
             left, right = halves(p)
             if p_scale_ptr is not None:
@@ -126,8 +147,9 @@ def _classifier_fwd_kernel(
 
 @triton.jit
 def _classifier_loss_kernel(
-    losses_ptr, rs_ptr, ks_ptr, lns_ptr, lns_scale_ptr, s_ptr, lnf_ptr, lnf_scale_ptr, targets_ptr,
-    step_in_ptr, R, C, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    losses_ptr, rs_ptr, ks_ptr, lns_ptr, lns_scale_ptr, s_ptr, zt_ptr, lnf_ptr, lnf_scale_ptr,
+    targets_ptr, step_in_ptr, R, C, ACC: tl.constexpr, CAP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = tl.load(targets_ptr + r, mask=r < R, other=-1) >= 0
@@ -144,10 +166,13 @@ def _classifier_loss_kernel(
         scale = tl.load(step_in_ptr + LOSS_SCALE)
         rs = tl.where(valid, scale / (1.0 / unit + s), 0.0)
         tl.store(rs_ptr + r, rs, mask=r < R)
-        stored_s = s
-        if lns_scale_ptr is not None:
-            stored_s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
-        tl.store(ks_ptr + r, -rs * stored_s, mask=r < R)
+        target_s = s
+        if CAP != 0:
+            tanh = tl.load(zt_ptr + r, mask=r < R, other=0.0) / (CAP * LOG2E)
+            target_s *= 1.0 - tanh * tanh
+        elif lns_scale_ptr is not None:
+            target_s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
+        tl.store(ks_ptr + r, -rs * target_s, mask=r < R)
         # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
         if lns_scale_ptr is not None:
             tl.store(lns_scale_ptr, 128.0 * tl.load(lnf_scale_ptr) / scale)
@@ -192,13 +217,19 @@ def _classifier_dx_kernel(
 
 
 @contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")
-def classifier_target(zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor) -> None:
-    """Write zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
+def classifier_target(
+    zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor, cap: float = 0.0
+) -> None:
+    """Write zt = log2(e) * (lnf . wte[target]), capped unless `cap` is 0; 0 where the target is
+    -1.
+    """
     R, C = lnf.shape
     if isinstance(lnf, Fp8) and isinstance(wte, Fp8):
-        return fp8_matmul.classifier_target(zt, lnf, wte, targets)
+        return fp8_matmul.classifier_target(zt, lnf, wte, targets, cap)
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
-    _classifier_target_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](zt, lnf, wte, targets, R, C, **row)
+    _classifier_target_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
+        zt, lnf, wte, targets, R, C, CAP=cap, **row
+    )
 
 
 def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
@@ -215,26 +246,28 @@ def classifier_fwd(
     zt: Tensor,
     targets: Tensor,
     V: int,
+    cap: float = 0.0,
 ) -> None:
     """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.
     If p is an Fp8, its rows, columns and scale are written, in units of
-    2^peek_exponent(rowsum[2R:3R]).
+    2^peek_exponent(rowsum[2R:3R]).  With a `cap`, p is stored times the cap's derivative, and
+    without the sums of what is stored.
     """
     R = len(zt)
     peek = None
     stored_sums = None
     part = rowsum[R:]
     if isinstance(p, Fp8):
-        stored_sums = rowsum[R : 2 * R]
+        stored_sums = None if cap else rowsum[R : 2 * R]
         peek = rowsum[2 * R : 3 * R]
         part = rowsum[3 * R :]
-        _exponentials(None, peek, None, part, lnf, wte[:PEEK], zt, None, targets, V)
-    _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, zt, peek, targets, V)
+        _exponentials(None, peek, None, part, lnf, wte[:PEEK], zt, None, targets, V, cap)
+    _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, zt, peek, targets, V, cap)
 
 
 def _exponentials(
     p: Operand | None, sums: Tensor, stored_sums: Tensor | None, part: Tensor, lnf: Operand,
-    wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor, V: int,
+    wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor, V: int, cap: float,
 ) -> None:  # fmt: skip
     """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
@@ -252,13 +285,13 @@ def _exponentials(
     )
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(x)):
         hopper_classifier.classifier_fwd(
-            Forms.of(p), part, Forms.of(lnf), Forms.of(wte), zt, peek, targets, V
+            Forms.of(p), part, Forms.of(lnf), Forms.of(wte), zt, peek, targets, V, cap
         )
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(plain, block_m, block_n), p_scale, part,
             describe(x, block_m, block_k), describe(w, block_n, block_k),
-            zt, peek, targets, x_scale, w_scale, R, C, V, Vp, **row,
+            zt, peek, targets, x_scale, w_scale, R, C, V, Vp, CAP=cap, **row,
         )  # fmt: skip
         if isinstance(p, Fp8):
             transpose(p.columns, p.rows, pairs=True)
@@ -275,10 +308,10 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     return R * (sums + parts * triton.cdiv(Vp, tile))
 
 
-@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets[R] step_in[8]")
+@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] zt[R] lnf[R,C] targets[R] step_in[8]")
 def classifier_loss(
-    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None,
-    rowsum: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool,
+    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None, rowsum: Tensor,
+    zt: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool, cap: float = 0.0,
 ) -> None:  # fmt: skip
     """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs *
     lnf.  Without a backward pass, rs, ks and lns are None.  An fp8 lns has columns only,
@@ -290,8 +323,9 @@ def classifier_loss(
     plain, scale = (None, lns.scale) if isinstance(lns, Fp8) else (lns, None)
     row = tuned("classifier_rows", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        losses, rs, ks, plain, scale, rowsum, x, lnf_scale, targets, step_in, R, C, ACC=acc, **row
-    )
+        losses, rs, ks, plain, scale, rowsum, zt, x, lnf_scale, targets, step_in, R, C, ACC=acc,
+        CAP=cap, **row,
+    )  # fmt: skip
     if isinstance(lns, Fp8):
         fp8_matmul.classifier_lns(lns, x, rs)
 

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_triton.kernels.contract import contract
-from gpt2_triton.kernels.device_math import LOG2E, activation, dot
+from gpt2_triton.kernels.device_math import LOG2E, activation, dot, soft_cap
 from gpt2_triton.kernels.epilogue import RopeArguments
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import dtype_name, next_power_of_2, tuned
@@ -54,8 +54,10 @@ def _decode_embed_kernel(x_ptr, seq_ptr, wte_ptr, wpe_ptr, C, BLOCK_C: tl.conste
 
 
 @triton.jit
-def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT: tl.constexpr):
-    """Store res + act(acc + b) at the offsets `at`; n holds the indices of acc's last dimension."""
+def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT: tl.constexpr, CAP: tl.constexpr):
+    """Store res + act(acc + b), capped, at the offsets `at`; n holds the indices of acc's last
+    dimension.
+    """
     if b_ptr is not None:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if ACT != "":
@@ -63,13 +65,15 @@ def _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT: tl.constexpr):
         acc = activation(acc.to(dtype).to(tl.float32), ACT, dtype)  # training rounds before it, too
     if res_ptr is not None:
         acc += tl.load(res_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if CAP != 0:
+        acc, _ = soft_cap(acc, 1.0, CAP)
     tl.store(out_ptr + at, acc, mask=mask)
 
 
 @triton.jit
 def _decode_matvec_kernel(
     out_ptr, x_ptr, w_ptr, b_ptr, lnw_ptr, lnb_ptr, res_ptr, B, N, K, eps,
-    ACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr, CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -88,13 +92,13 @@ def _decode_matvec_kernel(
                 x += tl.load(lnb_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, ACT)
+        _finish(acc, out_ptr, b_ptr, res_ptr, m * N + n, n < N, n, N, ACT, CAP)
         x_ptr += K
 
 
 @triton.jit
 def _decode_matmul_kernel(
-    out_ptr, x_ptr, w_ptr, b_ptr, res_ptr, B, N, K, ACT: tl.constexpr,
+    out_ptr, x_ptr, w_ptr, b_ptr, res_ptr, B, N, K, ACT: tl.constexpr, CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -107,7 +111,7 @@ def _decode_matmul_kernel(
         acc = dot(x, w.T, acc)
     at = m[:, None] * N + n[None, :]
     mask = (m < B)[:, None] & (n < N)[None, :]
-    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT)
+    _finish(acc, out_ptr, b_ptr, res_ptr, at, mask, n, N, ACT, CAP)
 
 
 @triton.jit
@@ -203,9 +207,10 @@ def decode_matmul(
     norm: Norm | None = None,
     res: Tensor | None = None,
     act: str = "",
+    cap: float = 0.0,
 ) -> None:
-    """out = res + act(norm(x) @ w.T + b) of bf16 or fp32; None leaves out the norm or res.
-    Only up to NARROW_ROWS rows may have a norm.
+    """out = res + act(norm(x) @ w.T + b) of bf16 or fp32; None leaves out the norm or res, and a
+    `cap` that is not 0 caps out.  Only up to NARROW_ROWS rows may have a norm.
     """
     x = full(x)
     w = full(layer.w)
@@ -217,14 +222,14 @@ def decode_matmul(
         block_k = next_power_of_2(K)
         block_n = min(max(1, row.pop("ELEMENTS") // block_k), next_power_of_2(N))
         _decode_matvec_kernel[(triton.cdiv(N, block_n),)](
-            out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, BLOCK_N=block_n, BLOCK_K=block_k,
-            **row,
+            out, x, w, b, lnw, lnb, res, B, N, K, eps, ACT=act, CAP=cap, BLOCK_N=block_n,
+            BLOCK_K=block_k, **row,
         )  # fmt: skip
         return
     assert norm is None, f"{B} rows with a norm"
     row = tuned("decode_matmul", dtype_name(x), BLOCK_M=B, BLOCK_N=N, BLOCK_K=K)
     grid = (triton.cdiv(B, row["BLOCK_M"]), triton.cdiv(N, row["BLOCK_N"]))
-    _decode_matmul_kernel[grid](out, x, w, b, res, B, N, K, ACT=act, **row)
+    _decode_matmul_kernel[grid](out, x, w, b, res, B, N, K, ACT=act, CAP=cap, **row)
 
 
 @contract("att[B,C] cache[B,T,2,Ckv]+ <- qkv[B,D] seq[B,5] rope.table[Tr,HS]? rope.norm.w[2,HS]?")

@@ -45,14 +45,34 @@ def dot_added_in_fp32(a, b, acc):
 
 
 @triton.jit
-def exp_relative_tile(z, factor, reference, target, j):
-    """Return p = 2^(factor * z - reference), at most 2^108, of a tile of logits z; 0 at the target.
-    reference and target belong to the tile's rows, j are the tile's columns.
+def _reciprocal(x):
+    """Return 1 / x, within one ulp."""
+    if not _WIDEN and is_cuda():
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        r = 1.0 / x
+    return r
+
+
+@triton.jit
+def soft_cap(z, factor, CAP: tl.constexpr):
+    """Return c = CAP * tanh(factor * z / CAP) and its derivative by factor * z, 1 - (c / CAP)^2."""
+    # tanh(x) = 1 - 2 / (1 + e^2x)
+    tanh = 1.0 - 2.0 * _reciprocal(1.0 + tl.exp2(z * (factor * (2.0 * LOG2E / CAP))))
+    return CAP * tanh, 1.0 - tanh * tanh
+
+
+@triton.jit
+def exp_relative_tile(logits, reference, target, j):
+    """Return p = 2^(logits - reference), at most 2^108, of a tile; 0 at the target.  reference and
+    target belong to the tile's rows, j are the tile's columns.
     """
     # NaN stays NaN: a plain minimum would turn NaN into 2^108, and a broken
     # run would have a finite loss
     exponent = tl.minimum(
-        z * factor - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL
+        logits - reference[:, None], _MAX_EXPONENT, propagate_nan=tl.PropagateNan.ALL
     )
     return tl.where(j[None, :] != target[:, None], tl.exp2(exponent), 0.0)
 

@@ -40,7 +40,7 @@ from gpt2_triton.kernels.blocks import (
     load_block,
     store_block,
 )
-from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu
+from gpt2_triton.kernels.device_math import LOG2E, dgelu, dot, gelu, soft_cap
 from gpt2_triton.kernels.e4m3 import STEPS, ZERO, quantise, to_e5m2, token_at
 from gpt2_triton.kernels.epilogue import Epilogue, RopeArguments
 from gpt2_triton.kernels.fp8 import Fp8, Operand, block, full, in_fp8, transpose
@@ -116,7 +116,7 @@ def _fp8_matmul_kernel(
 
 @triton.jit
 def _fp8_classifier_target_kernel(
-    zt_ptr, lnf_ptr, wte_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C,
+    zt_ptr, lnf_ptr, wte_ptr, targets_ptr, lnf_scale_ptr, wte_scale_ptr, R, C, CAP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Write zt, the diagonal of lnf @ wte[targets].T, summed as classifier_fwd sums logits."""
@@ -131,7 +131,9 @@ def _fp8_classifier_target_kernel(
         wte = tl.load(wte_ptr + target[:, None] * C + c[None, :], mask=mask, other=0.0)
         z = dot(lnf, wte.T, z)
     factor = 1.0 / (tl.load(lnf_scale_ptr) * tl.load(wte_scale_ptr)) * LOG2E
-    tl.store(zt_ptr + r, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), 1) * factor, mask=r < R)
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), 1)
+    zt = diagonal * factor if CAP == 0 else soft_cap(diagonal, factor, CAP * LOG2E)[0]
+    tl.store(zt_ptr + r, zt, mask=r < R)
 
 
 @triton.jit
@@ -183,8 +185,8 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     return triton.cdiv(M, block_m)
 
 
-def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
-    """Write zt = log2(e) * (lnf . wte[target]), 0 where the target is -1."""
+def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor, cap: float) -> None:
+    """Write zt = log2(e) * (lnf . wte[target]), capped; 0 where the target is -1."""
     R, C = lnf.shape
     block_r = block(R, 128)
     block_c = block(C, 128)
@@ -197,6 +199,7 @@ def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor) -> None:
         wte.scale,
         R,
         C,
+        CAP=cap,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=8,

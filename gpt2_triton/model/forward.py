@@ -26,11 +26,21 @@ def head_loss(K: Kernels, m: schedule.View) -> None:
     a = m.a
     schedule.final_norm(K, m)
     schedule.cast_head(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets, m.cap)
     for r in m.head_chunks:
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V, m.cap)
         K.classifier_loss(
-            a.losses[r], None, None, None, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, False
+            a.losses[r],
+            None,
+            None,
+            None,
+            a.scratch,
+            a.zt[r],
+            a.lnf[r],
+            m.targets[r],
+            m.s.step_in,
+            False,
+            m.cap,
         )
 
 
@@ -78,7 +88,7 @@ class ForwardPasses(Planned):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]
             rows = slice(b * T + t, b * T + t + n)
-            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head)
+            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head, cap=v.cap)
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
 

@@ -62,7 +62,7 @@ class Kernels(Protocol):
 
     # classifier.py
     def classifier_target(
-        self, zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor
+        self, zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor, cap: float = 0.0
     ) -> None: ...
     def classifier_fwd(
         self,
@@ -73,6 +73,7 @@ class Kernels(Protocol):
         zt: Tensor,
         targets: Tensor,
         V: int,
+        cap: float = 0.0,
     ) -> None: ...
     def classifier_loss(
         self,
@@ -81,10 +82,12 @@ class Kernels(Protocol):
         ks: Tensor | None,
         lns: Operand | None,
         rowsum: Tensor,
+        zt: Tensor,
         lnf: Operand,
         targets: Tensor,
         step_in: Tensor,
         acc: bool,
+        cap: float = 0.0,
     ) -> None: ...
     def classifier_dx(
         self, dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor
@@ -100,6 +103,7 @@ class Kernels(Protocol):
         norm: Norm | None = None,
         res: Tensor | None = None,
         act: str = "",
+        cap: float = 0.0,
     ) -> None: ...
     def decode_attention(
         self,

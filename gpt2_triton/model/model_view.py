@@ -111,6 +111,7 @@ class ModelView(Generic[WeightsT, ActsT]):
     NH: int
     activation: str  # of the MLP
     V: int
+    cap: float  # model.logit_cap
     head_chunks: list[slice]  # the rows that the head takes at a time
     recompute: list[Recompute]  # of each layer
     step: Step

@@ -73,13 +73,23 @@ def head(K: Kernels, m: View, acc: bool) -> None:
     if not acc:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
-    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets)
+    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets, m.cap)
     for r in m.head_chunks:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
-        K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V)
+        K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V, m.cap)
         K.classifier_loss(
-            a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], m.targets[r], m.s.step_in, acc
+            a.losses[r],
+            a.rs[r],
+            a.ks[r],
+            lns,
+            a.scratch,
+            a.zt[r],
+            a.lnf[r],
+            m.targets[r],
+            m.s.step_in,
+            acc,
+            m.cap,
         )
         K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], m.targets[r])
         K.matmul_dw(m.net.head.dw, a.scratch, p, lns, acc or r.start > 0)

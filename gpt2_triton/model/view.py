@@ -90,6 +90,7 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         L=d["L"],
         NH=d["NH"],
         V=d["V"],
+        cap=config.model.logit_cap,
         head_chunks=[slice(i, min(i + d["Rc"], d["R"])) for i in range(0, d["R"], d["Rc"])],
         recompute=model.recompute,
         step=Step(state.step_out, state.step_in, state.step_key),

@@ -75,6 +75,8 @@ BF16: dict[str, dict[str, object]] = dict(
     log=dict(stats_every=1),
     sample=dict(every=1, top_k=50),
 )
+GROUPED = dict(arch="llama", n_kv_head=4, n_inner=2048)
+MODERN = GROUPED | dict(qk_norm=True, logit_cap=15)
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16": {},
     "bf16, recompute": dict(
@@ -85,7 +87,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
     "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
-    "bf16, qk_norm": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048, qk_norm=True)),
+    "bf16, qk_norm": dict(model=MODERN),
     "bf16, llama 8B": dict(
         model=dict(
             arch="llama", n_layer=1, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14_336, tied=False
@@ -103,15 +105,11 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp8, llama": dict(
         train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)
     ),
-    "fp8, qk_norm": dict(
-        train=dict(precision="fp8"),
-        model=dict(arch="llama", n_kv_head=4, n_inner=2048, qk_norm=True),
-    ),
+    "fp8, qk_norm": dict(train=dict(precision="fp8"), model=MODERN),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
 }
 RUNS |= {act: dict(model=dict(activation=act)) for act in ACTIVATIONS if act != "gelu"}
-GROUPED = dict(arch="llama", n_kv_head=4, n_inner=2048)
 WIDE_HEADS = dict(arch="llama", n_head=6, n_kv_head=2, head_dim=128, n_inner=2048)
 HOPPER_RUNS: dict[str, dict[str, dict[str, object]]] = {  # of kernels/hopper, beside some of RUNS
     "1600 channels": dict(model=dict(n_head=25, n_embd=1600), train=dict(batch_size=16)),

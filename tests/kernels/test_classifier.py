@@ -43,6 +43,7 @@ def cases(*sizes):
 
 
 SCALE = 1 / 3000  # the loss scale
+caps = pytest.mark.parametrize("cap", [0.0, 5.0])
 
 
 # fp32: exponents of 10 are off by an ulp or two.  bf16: rounding moves a value by up to 2 EPS
@@ -73,9 +74,9 @@ def step_in():
     return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 4, device=DEVICE)
 
 
-def target_logits(lnf, wte, targets):
+def target_logits(lnf, wte, targets, cap=0.0):
     zt = poisoned(len(targets))
-    cl.classifier_target(zt, lnf, wte, targets)
+    cl.classifier_target(zt, lnf, wte, targets, cap)
     return zt
 
 
@@ -87,19 +88,21 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
         scratch(R, Vp, lnf.dtype),
         poisoned(R),
     )
-    cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, step_in(), False)
+    zt = target_logits(lnf, wte, targets)
+    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
+    cl.classifier_loss(losses, None, None, None, rowsum, zt, lnf, targets, step_in(), False)
     return losses, p
 
 
-def run_chunk(lnf, wte, targets, V):
+def run_chunk(lnf, wte, targets, V, cap=0.0):
     """Return the outputs of all launchers for one chunk of rows: losses, p, rs, ks, lns, dln."""
     R, C = lnf.shape
     p, rowsum = poisoned(R, len(wte), dtype=lnf.dtype), scratch(R, len(wte), lnf.dtype)
     losses, rs, ks = (poisoned(R) for _ in range(3))
     lns, dln = (poisoned(R, C, dtype=lnf.dtype) for _ in range(2))
-    cl.classifier_fwd(p, rowsum, lnf, wte, target_logits(lnf, wte, targets), targets, V)
-    cl.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in(), False)
+    zt = target_logits(lnf, wte, targets, cap)
+    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap)
+    cl.classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in(), False, cap)
     cl.classifier_dx(dln, p, wte, rs, ks, targets)
     return losses, p, rs, ks, lns, dln
 
@@ -107,24 +110,26 @@ def run_chunk(lnf, wte, targets, V):
 # ---- each launcher ----
 
 
+@caps
 @dtypes
 @pytest.mark.parametrize("R,C,V", SHAPES)
-def test_target_matches_float64(rng, R, C, V, dtype):
+def test_target_matches_float64(rng, R, C, V, dtype, cap):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
-    zt = target_logits(lnf, wte, targets)
-    [want] = exact("classifier_target", [zt], lnf, wte, targets)
+    zt = target_logits(lnf, wte, targets, cap)
+    [want] = exact("classifier_target", [zt], lnf, wte, targets, cap)
     assert error(zt, want) < 1e-6  # products and sums are fp32, whatever the storage
     assert (zt[targets < 0] == 0).all()
 
 
+@caps
 @cases(*SHAPES)
-def test_fwd_matches_float64(rng, R, C, V, dtype):
+def test_fwd_matches_float64(rng, R, C, V, dtype, cap):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     Vp = len(wte)
-    zt = target_logits(lnf, wte, targets)
+    zt = target_logits(lnf, wte, targets, cap)
     p, rowsum = poisoned(R, Vp, dtype=dtype), scratch(R, Vp, dtype)
-    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
-    want, want_rowsum = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V)
+    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap)
+    want, want_rowsum = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V, cap)
     assert error(p, want) < tolerance(dtype)
     # summed before p is rounded; tensor cores drop bits of a logit's partial sums
     assert error(rowsum[:R], want_rowsum) < (2e-6 if INTERPRET else 1e-5)
@@ -133,20 +138,23 @@ def test_fwd_matches_float64(rng, R, C, V, dtype):
     assert (p[rows, targets[rows].long()] == 0).all()
 
 
+@caps
 @accumulate
 @dtypes
 @pytest.mark.parametrize("R,C,V", SHAPES)
-def test_stats_match_float64(rng, R, C, V, dtype, acc):
+def test_stats_match_float64(rng, R, C, V, dtype, acc, cap):
     lnf, _, targets = draw(rng, R, C, V, dtype)
     s = rng(R).mul(6).exp()  # 1e-8 to 1e8
+    zt = rng(R)
     losses, rs, ks, lns = (
         rng(R) if acc else poisoned(R),
         poisoned(R),
         poisoned(R),
         poisoned(R, C, dtype=dtype),
     )
-    want = exact("classifier_loss", [losses, rs, ks, lns], s, lnf, targets, step_in(), acc)
-    cl.classifier_loss(losses, rs, ks, lns, s, lnf, targets, step_in(), acc)
+    inputs = s, zt, lnf, targets, step_in(), acc, cap
+    want = exact("classifier_loss", [losses, rs, ks, lns], *inputs)
+    cl.classifier_loss(losses, rs, ks, lns, *inputs)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
         assert error(got, expected) < 1e-6
     if not acc:
@@ -176,7 +184,7 @@ def test_dx_matches_float64(rng, R, C, V, dtype):
 # ---- the recipe ----
 
 
-def head(lnf, wte, targets, V, chunk):
+def head(lnf, wte, targets, V, chunk, cap):
     """Return losses, dlnf and dwte as in the schedule: chunk by chunk, then the
     target rows by embedding_bwd.
     """
@@ -185,7 +193,7 @@ def head(lnf, wte, targets, V, chunk):
     dwte = poisoned(Vp, C)
     for first in range(0, R, chunk):
         rows = slice(first, first + chunk)
-        losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V)
+        losses, p, _, ks, lns, dln = run_chunk(lnf[rows], wte, targets[rows], V, cap)
         matmul_dw(
             dwte,
             scratch_of(matmul_dw_scratch(len(p), NAMES[p.dtype], (Vp, C))),
@@ -206,10 +214,13 @@ def head(lnf, wte, targets, V, chunk):
     return losses, dln, dwte
 
 
-def autograd_head(lnf, wte, targets, V):
+def autograd_head(lnf, wte, targets, V, cap):
     """Return the same from float64 autograd of torch's cross entropy over V classes."""
     lnf, wte = lnf.double().requires_grad_(), wte.double().requires_grad_()
-    losses = F.cross_entropy(lnf @ wte[:V].T, targets.long(), ignore_index=-1, reduction="none")
+    logits = lnf @ wte[:V].T
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    losses = F.cross_entropy(logits, targets.long(), ignore_index=-1, reduction="none")
     (losses.sum() * SCALE).backward()
     return losses.detach(), lnf.grad, wte.grad
 
@@ -219,12 +230,13 @@ RECIPES = [(77, 48, 300, dtype, chunk) for dtype in DTYPES for chunk in (77, 30)
 RECIPES += [pytest.param(*size, torch.bfloat16, 3072, marks=pytest.mark.gpu) for size in GPT2]
 
 
+@caps
 @pytest.mark.parametrize("R,C,V,dtype,chunk", RECIPES, ids=str)
-def test_loss_and_gradients_equal_those_of_cross_entropy(rng, R, C, V, dtype, chunk):
+def test_loss_and_gradients_equal_those_of_cross_entropy(rng, R, C, V, dtype, chunk, cap):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
     wte *= 3  # losses around 10
-    losses, dln, dwte = head(lnf, wte, targets, V, chunk)
-    want_losses, want_dln, want_dwte = autograd_head(lnf, wte, targets, V)
+    losses, dln, dwte = head(lnf, wte, targets, V, chunk, cap)
+    want_losses, want_dln, want_dwte = autograd_head(lnf, wte, targets, V, cap)
     assert error(losses, want_losses) < 1e-6  # logits and losses are fp32 in both dtypes
     assert (losses[targets < 0] == 0).all() and (dln[targets < 0] == 0).all()
     # bf16: p, dln and lns are each rounded once; dln and dwte contain two of these roundings

@@ -455,14 +455,14 @@ def head_operands(rng):
     return lnf, wte, targets
 
 
-def exponentials(lnf, wte, targets, n=R):
+def exponentials(lnf, wte, targets, cap, n=R):
     """Return p, its row sums and zt of the first n rows as the launchers write
     them; p is full of NaN before.
     """
     zt, rowsum = poisoned(R), poisoned(classifier_fwd_scratch(R, VP, "fp8"))
     p = dataclasses.replace(operand(R, VP, dtype=E5M2), scale=poisoned(1), amax=None)[:n]
-    K.classifier_target(zt, lnf, wte, targets)
-    K.classifier_fwd(p, rowsum, lnf[:n], wte, zt[:n], targets[:n], V)
+    K.classifier_target(zt, lnf, wte, targets, cap)
+    K.classifier_fwd(p, rowsum, lnf[:n], wte, zt[:n], targets[:n], V, cap)
     return p, rowsum, zt
 
 
@@ -470,36 +470,40 @@ def units(peek):
     return torch.exp2(torch.floor(torch.log2(1 + peek)))
 
 
-def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch):
+@pytest.mark.parametrize("cap", [0.0, 8.0])
+def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch, cap):
     """p is exactly the target's where wte's row equals the target's: zt is
     summed as the product sums.
     """
     monkeypatch.setattr(classifier, "PEEK", 256)
     lnf, wte, targets = head_operands(rng)
-    p, rowsum, zt = exponentials(lnf, wte, targets)
+    p, rowsum, zt = exponentials(lnf, wte, targets, cap)
     operands = dequantised(lnf), dequantised(wte)
-    [exact_zt] = exact("classifier_target", [zt], *operands, targets)
+    [exact_zt] = exact("classifier_target", [zt], *operands, targets, cap)
     assert error(zt, exact_zt) < (1e-3 if DEVICE == "cuda" else 1e-6)  # 14 bits
-    want, _ = exact("classifier_fwd", [poisoned(R, VP), poisoned(R)], *operands, zt, targets, V)
+    outputs = poisoned(R, VP), poisoned(R)
+    want, sums = exact("classifier_fwd", outputs, *operands, zt, targets, V, cap)
+    _, peek_sums = exact("classifier_fwd", outputs, *operands, zt, targets, 256, cap)
     peek = rowsum[2 * R : 3 * R].double()
-    assert error(peek, want[:, :256].sum(1)) < (1e-3 if DEVICE == "cuda" else 1e-5)
+    assert error(peek, peek_sums) < (1e-3 if DEVICE == "cuda" else 1e-5)
     want /= units(peek)[:, None]
     differ = bits(p.rows) != bits(rounded((want * 128).float(), E5M2))
     assert p.scale.item() == 128 and differ.float().mean() < (0.01 if DEVICE == "cuda" else 1e-4)
     assert torch.equal(bits(p.columns), in_pairs(p.rows))
-    assert error(rowsum[:R], want.sum(1)) < (1e-3 if DEVICE == "cuda" else 1e-5)
-    assert error(rowsum[R : 2 * R], dequantised(p).sum(1)) < 1e-6
+    assert error(rowsum[:R], sums / units(peek)) < (1e-3 if DEVICE == "cuda" else 1e-5)
     rows = (targets >= 0).nonzero()[:, 0]
-    twin = dequantised(p)[rows, targets[rows].long() + V // 2] * units(peek)[rows]
-    assert (twin[units(peek)[rows] < 2**20] == 1).all()  # above 2^23 it becomes 0
+    if not cap:
+        assert error(rowsum[R : 2 * R], dequantised(p).sum(1)) < 1e-6
+        twin = dequantised(p)[rows, targets[rows].long() + V // 2] * units(peek)[rows]
+        assert (twin[units(peek)[rows] < 2**20] == 1).all()  # above 2^23 it becomes 0
     assert not p.rows.float()[rows, targets[rows].long()].any() and not p.rows.float()[:, V:].any()
 
 
-@pytest.mark.parametrize("n", [R, 48])
-def test_the_head_s_gradients_equal_float64(n, rng):
+@pytest.mark.parametrize("n,cap", [(R, 0.0), (48, 0.0), (R, 8.0)])
+def test_the_head_s_gradients_equal_float64(n, cap, rng):
     """Of all rows, and of a chunk that is shorter than its buffers."""
     lnf, wte, targets = head_operands(rng)
-    p, rowsum, _ = exponentials(lnf, wte, targets, n)
+    p, rowsum, zt = exponentials(lnf, wte, targets, cap, n)
     lns = Fp8(lnf.rows[:0], operand(R, C, dtype=E5M2).columns, poisoned(1), None, True)[:n]
     step_in = torch.tensor([float("nan")] * 3 + [1 / 3000] + [float("nan")] * 4, device=DEVICE)
     plain, results = poisoned(n, C, dtype=BF16), []
@@ -507,9 +511,13 @@ def test_the_head_s_gradients_equal_float64(n, rng):
     whole[:n] *= units(rowsum[2 * n : 3 * n])
     for form, sums in ((plain, whole), (lns, rowsum)):
         losses, rs, ks = (poisoned(n) for _ in range(3))
-        K.classifier_loss(losses, rs, ks, form, sums, lnf[:n], targets[:n], step_in, False)
+        words = sums, zt[:n], lnf[:n], targets[:n], step_in, False, cap
+        K.classifier_loss(losses, rs, ks, form, *words)
         results.append(losses)
-    zero = ks.double() + rs.double() * dequantised(p).sum(1)  # the sum of a row of dlogits
+    stored = dequantised(p).sum(1)  # without a cap the sum of a row of dlogits is 0
+    if cap:
+        stored = rowsum[:n].double() * reference.slope(zt[:n].double() / math.log2(math.e), cap)
+    zero = ks.double() + rs.double() * stored
     assert (zero.abs() <= 1e-6 * ks.abs()).all() and torch.equal(*results)
     assert lns.scale.item() == pytest.approx(128 * 32 * 3000, rel=1e-6)
     stored = rounded(lnf.value[:n].float() * (rs * lns.scale)[:, None], E5M2)

@@ -335,7 +335,8 @@ def test_classifier_dx_wide_matches_float64(rng, seed):
 
 
 @seeds
-def test_fp8_classifier_fwd_matches_float64(rng, seed):
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_fp8_classifier_fwd_matches_float64(rng, seed, cap):
     R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
     zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
@@ -345,17 +346,17 @@ def test_fp8_classifier_fwd_matches_float64(rng, seed):
     with simulated(hopper_classifier, seed):
         operands = Forms(lnf, scale=lnf_scale), Forms(wte, scale=wte_scale), zt
         written = Forms(p, columns.view(torch.int16), scale)
-        hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V)
+        hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V, cap)
         sums = poisoned(2, R)
-        hopper_classifier.classifier_fwd(Forms(plain), sums, *operands, None, targets, V)
+        hopper_classifier.classifier_fwd(Forms(plain), sums, *operands, None, targets, V, cap)
     wide = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
-    want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V)
+    want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V, cap)
     assert error(plain, want) < EPS[BF16]
     unit = torch.exp2(torch.floor(torch.log2(1 + peek.double())))
     other = bits(p) != bits(rounded((128 * want / unit[:, None]).float(), E5M2))
     assert scale.item() == 128 and other.float().mean() < 1e-4  # rounded the other way
     assert torch.equal(bits(columns), in_pairs(p))
-    assert error(part[1].sum(0), p.double().sum(1) / 128) < 1e-6
+    assert cap or error(part[1].sum(0), p.double().sum(1) / 128) < 1e-6
     assert error(part[0].sum(0) * unit, sums) < 1e-6
 
 
@@ -407,7 +408,8 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
 
 
 @seeds
-def test_classifier_fwd_matches_float64(rng, seed):
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_classifier_fwd_matches_float64(rng, seed, cap):
     R, C, V, Vp = 200, 136, 300, 320
     lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
     targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
@@ -415,14 +417,10 @@ def test_classifier_fwd_matches_float64(rng, seed):
     with simulated(hopper_classifier, seed):
         for stored, part in zip((p, None), parts):
             operands = Forms(lnf), Forms(wte), zt
-            hopper_classifier.classifier_fwd(Forms(stored), part, *operands, None, targets, V)
-    want = torch.exp2(
-        lnf.double() @ wte.double().T / torch.log(torch.tensor(2.0).double()) - zt.double()[:, None]
-    )
-    columns = torch.arange(Vp)[None, :]
-    want = want * ((columns < V) & (columns != targets[:, None]))
+            hopper_classifier.classifier_fwd(Forms(stored), part, *operands, None, targets, V, cap)
+    want, sums = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V, cap)
     assert error(p, want) < EPS[BF16]
-    assert error(parts[0].sum(0), want.sum(1)) < 1e-6 and torch.equal(*parts)
+    assert error(parts[0].sum(0), sums) < 1e-6 and torch.equal(*parts)
 
 
 def matmul_is_wrong(rng, seed, **replaced):

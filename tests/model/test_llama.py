@@ -126,7 +126,10 @@ def require_autograd_s_step(model):
     params = leaves_of(model)
     words = 300, model.dims["NH"], model.train_view.a.rope, 1e-6
     micro_batches = batches(model.config, model.shape.accumulation)
-    losses = [torch_reference.llama_loss(params, *batch, *words) for batch in micro_batches]
+    cap = model.config.model.logit_cap
+    losses = [
+        torch_reference.llama_loss(params, *batch, *words, cap=cap) for batch in micro_batches
+    ]
     want = torch.stack(losses).mean()
     want.backward()
     train_steps(model, 1)

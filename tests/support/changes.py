@@ -10,6 +10,7 @@ CHANGES = {
         n_inner=96,
         norm_eps=1e-6,
         qk_norm=True,
+        logit_cap=15.0,
         rope_theta=1e4,
         rope_factor=8.0,
         tied=False,

@@ -279,15 +279,15 @@ def decode_embed(x, seq, wte, wpe):
     x.copy_(wte[seq[:, 0].long()] + (0 if wpe is None else wpe[seq[:, 1].long()]))
 
 
-def decode_matmul(out, x, layer, norm=None, res=None, act=""):
-    """out = res + act(norm(x) @ w.T + b); the norm is LayerNorm, or RMSNorm without b"""
+def decode_matmul(out, x, layer, norm=None, res=None, act="", cap=0.0):
+    """out = res + act(norm(x) @ w.T + b), capped; the norm is LayerNorm, or RMSNorm without b"""
     if norm is not None and norm.b is None:
         x = F.rms_norm(x, x.shape[1:], norm.w, norm.eps)
     elif norm is not None:
         x = F.layer_norm(x, x.shape[1:], norm.w, norm.b, norm.eps)
     y = x @ layer.w.T if layer.b is None else x @ layer.w.T + layer.b
     y = ACTIVATIONS[act](y) if act else y
-    out.copy_(y if res is None else res + y)
+    out.copy_(capped(y if res is None else res + y, cap))
 
 
 def decode_attention(att, cache, qkv, seq, NH, rope=None):
@@ -330,26 +330,38 @@ def sample_token(seq, logits, V, temperature, top_k, top_p):
 # ---- classifier with deferred normalisation ----
 
 
-def classifier_target(zt, lnf, wte, targets):
-    """zt = log2(e) * (lnf . wte[target]); 0 where the target is -1."""
+def capped(z, cap):
+    """cap * tanh(z / cap), or z"""
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def slope(logits, cap):
+    """The derivative of `capped`, of its result."""
+    return 1 - (logits / cap) ** 2 if cap else torch.ones_like(logits)
+
+
+def classifier_target(zt, lnf, wte, targets, cap=0.0):
+    """zt = log2(e) * the logit of the target; 0 where the target is -1."""
     valid = targets >= 0
-    zt.copy_((lnf * wte[targets.clamp(min=0).long()]).sum(-1) * LOG2E * valid)
+    logits = capped((lnf * wte[targets.clamp(min=0).long()]).sum(-1), cap)
+    zt.copy_(logits * LOG2E * valid)
 
 
-def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V):
-    """p = exp(logit - target logit), 0 at the target and in the padding;
-    rowsum: sums of p's rows.
+def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap=0.0):
+    """p = exp(logit - target logit) times the cap's derivative, 0 at the target and in the padding;
+    rowsum: sums of rows without the derivative.
     """
-    e = torch.exp2(torch.clamp(lnf @ wte.T * LOG2E - zt[:, None], max=108))
+    logits = capped(lnf @ wte.T, cap)
+    e = torch.exp2(torch.clamp(logits * LOG2E - zt[:, None], max=108))
     e[:, V:] = 0
     rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
     e[rows, targets[rows].long()] = 0
     rowsum[: len(targets)] = e.sum(-1)
     if p is not None:
-        p.copy_(e)
+        p.copy_(e * slope(logits, cap))
 
 
-def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
+def classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in, acc, cap=0.0):
     """losses (+)= log(1 + S); rs, ks scale the parts of dlogits; lns = rs * lnf;
     all None for losses alone.
     """
@@ -357,7 +369,7 @@ def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
     _give(losses, torch.log1p(s) * valid, acc)
     if lns is not None:
         rs.copy_(scale / (1 + s) * valid)
-        ks.copy_(-scale * s / (1 + s) * valid)
+        ks.copy_(-scale * s / (1 + s) * slope(zt / LOG2E, cap) * valid)
         lns.copy_(rs[:, None] * lnf)
 
 

@@ -86,10 +86,10 @@ def gpt2_loss(
 
 def llama_loss(
     params: Any, ids: Tensor, targets: Tensor, V: int, NH: int, rope: Tensor, eps: float,
-    linear: Callable[[str, Tensor, Tensor, None], Tensor] = _linear,
+    linear: Callable[[str, Tensor, Tensor, None], Tensor] = _linear, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return Llama 3's cross entropy, as gpt2_loss; `rope` has the cosines
-    and sines of each position.
+    and sines of each position.  A `cap` that is not 0 is of the logits.
     """
     p, (B, T) = params, ids.shape
     C, HS = p.wte.shape[1], rope.shape[1]
@@ -117,11 +117,15 @@ def llama_loss(
         gate, up = linear("fc", norm(x, 2 * l + 1), p.fcw[l], None).chunk(2, -1)
         x = x + linear("fcproj", F.silu(gate) * up, p.fcprojw[l], None)
     return _cross_entropy(
-        norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean"
+        norm(x, 2 * len(p.qkvw)), getattr(p, "lmhead", p.wte)[:V], targets, "mean", cap
     )
 
 
-def _cross_entropy(x: Tensor, w: Tensor, targets: Tensor, reduction: str) -> Tensor:
+def _cross_entropy(
+    x: Tensor, w: Tensor, targets: Tensor, reduction: str, cap: float = 0.0
+) -> Tensor:
     logits = F.linear(x, w).flatten(0, 1)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
     losses = F.cross_entropy(logits, targets.flatten().long(), ignore_index=-1, reduction="none")
     return losses if reduction == "none" else losses.sum() / targets.numel()

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile
+from gpt2_triton.kernels.device_math import LOG2E, exp_relative_tile, soft_cap
 from gpt2_triton.kernels.e4m3 import P_SHIFT, nearest_e5m2, paired_columns, peek_exponent, to_e5m2
 from gpt2_triton.kernels.hopper.fp8_matmul import TILE_K as FP8_TILE_K
 from gpt2_triton.kernels.hopper.fp8_matmul import unscale_of
@@ -27,7 +27,9 @@ from gpt2_triton.kernels.hopper.pipeline import (
     corner,
     describe,
     issue_mma,
+    joined,
     mma_loop,
+    quarters,
     tiles,
     tma_store,
 )
@@ -39,12 +41,45 @@ FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N
 
 
 @gluon.jit
+def _capped_quarter(z, head, n, V, CAP: gl.constexpr):
+    """Return p of a quarter from column n on, times the cap's derivative, and p's rows' sums.
+    head = (factor, reference, target).
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
+    reference = gl.convert_layout(head[1], rows, assert_trivial=True)
+    target = gl.convert_layout(head[2], rows, assert_trivial=True)
+    j = n + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, z.type.layout))
+    logits, slope = soft_cap(z, head[0], CAP)
+    p = exp_relative_tile(logits, reference, target, j)
+    if n + z.shape[1] > V:
+        p = gl.where((j < V)[None, :], p, 0.0)
+    return p * slope, gl.convert_layout(gl.sum(p, 1), head[1].type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def capped_exponentials(z, head, n, V, CAP: gl.constexpr):
+    """Return p of a tile of products, times the cap's derivative, and p's rows' sums.  Registers
+    would not hold p and the derivative of a whole tile.
+    """
+    WIDTH: gl.constexpr = z.shape[1] // 4
+    first, second, third, fourth = quarters(z)
+    first, sums0 = _capped_quarter(first, head, n, V, CAP)
+    second, sums1 = _capped_quarter(second, head, n + WIDTH, V, CAP)
+    third, sums2 = _capped_quarter(third, head, n + 2 * WIDTH, V, CAP)
+    fourth, sums3 = _capped_quarter(fourth, head, n + 3 * WIDTH, V, CAP)
+    p = joined(joined(first, second), joined(third, fourth))
+    p = gl.convert_layout(p, z.type.layout, assert_trivial=True)
+    return p, (sums0 + sums1) + (sums2 + sums3)
+
+
+@gluon.jit
 def classifier_partition(
     p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr,
-    wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp,
+    wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp, CAP: gl.constexpr,
 ):  # fmt: skip
-    """Multiply tiles of logits; store p, unless p_desc is None, and the row sums of p before
-    rounding.  If p is fp8, also store the row sums of the rounded p.
+    """Multiply tiles of logits; store p, times the cap's derivative, unless p_desc is None, and the
+    row sums of p before that and before rounding.  If p is fp8, also store the row sums of the
+    rounded p.
     """
     LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
     FP8: gl.constexpr = p_scale_ptr is not None  # p
@@ -67,14 +102,18 @@ def classifier_partition(
             reference += peek_exponent(peek) + SHIFT
         target = gl.load(targets_ptr + r, mask=r < R, other=-1)
         z, step = mma_loop(accs, ring, step + 1, gl.cdiv(C, ring.a.shape[2]), False, True)
-        j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        p = exp_relative_tile(z, factor, reference, target, j)
-        if n + BLOCK_N > V:  # in all tiles this mask would be a sixth of the instructions
-            p = gl.where((j < V)[None, :], p, 0.0)
+        if CAP == 0:
+            j = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+            p = exp_relative_tile(z * factor, reference, target, j)
+            if n + BLOCK_N > V:  # in all tiles this mask would be a sixth of the instructions
+                p = gl.where((j < V)[None, :], p, 0.0)
+            sums = gl.sum(p, 1)
+        else:
+            p, sums = capped_exponentials(z, (factor, reference, target), n, V, CAP * LOG2E)
         tile_n = n // BLOCK_N
-        gl.store(part_ptr + tile_n * R + r, gl.sum(p, 1) * (2.0**SHIFT), mask=r < R)
+        gl.store(part_ptr + tile_n * R + r, sums * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
-            if FP8:
+            if FP8 and CAP == 0:
                 stored_sums = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
                 row = gl.cdiv(Vp, BLOCK_N) + tile_n
                 gl.store(part_ptr + row * R + r, stored_sums, mask=r < R)
@@ -94,7 +133,7 @@ def classifier_partition(
 @gluon.jit
 def _classifier_kernel(
     p_desc, columns_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr,
-    lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp,
+    lnf_scale_ptr, wte_scale_ptr, R, C, V, Vp, CAP: gl.constexpr,
 ):  # fmt: skip
     DEPTH: gl.constexpr = lnf_desc.block_type.shape[1]
     a_bufs = gl.allocate_shared_memory(lnf_desc.dtype, [STAGES, BLOCK_M, DEPTH], lnf_desc.layout)
@@ -111,7 +150,7 @@ def _classifier_kernel(
     gl.warp_specialize([
         (classifier_partition, (
             p_desc, columns_desc, p_scale_ptr, part_ptr, zt_ptr, peek_ptr, targets_ptr,
-            lnf_scale_ptr, wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp,
+            lnf_scale_ptr, wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp, CAP,
         )),
         (load_partition, (lnf_desc, (wte_desc,), None, ring, None, R, Vp, C, BLOCK_N, True)),
     ], [1], [24])
@@ -127,6 +166,7 @@ def classifier_fwd(
     peek: Tensor | None,
     targets: Tensor,
     V: int,
+    cap: float,
 ) -> None:
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
     scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
@@ -138,5 +178,5 @@ def classifier_fwd(
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
         describe(p.rows, TILE_M, TILE_N), describe(p.columns, TILE_N, TILE_M // 2), p.scale, part,
         describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k), zt, peek,
-        targets, lnf.scale, wte.scale, R, C, V, Vp, **OPTIONS,
+        targets, lnf.scale, wte.scale, R, C, V, Vp, CAP=cap, **OPTIONS,
     )  # fmt: skip
