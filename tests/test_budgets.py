@@ -41,7 +41,7 @@ CEILINGS = {
     "tests/benchmarks/speed": 5_150,
     "tests/benchmarks/tune": 1_300,
     "tests/chaos": 4_950,
-    "tests/checkpoint": 24_200,
+    "tests/checkpoint": 24_350,
     "tests/commands": 15_250,
     "tests/config": 7_700,
     "tests/data": 10_900,

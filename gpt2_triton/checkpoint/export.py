@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_triton.checkpoint import huggingface, llmc, source_files
+from gpt2_triton.checkpoint import huggingface, huggingface_llama, llmc, source_files
 from gpt2_triton.checkpoint.sources import open_weights
 from gpt2_triton.checkpoint.weights import Weights
 from gpt2_triton.config.schema import choices
@@ -45,3 +45,4 @@ def export(source: str | Weights, out: Path, format: str, dtype: str) -> None:
             f"note: {rows - named:,} of {rows:,} tokens have no text in the exported tokenizer",
             error=True,
         )
+    huggingface_llama.print_uncapped(weights.model)

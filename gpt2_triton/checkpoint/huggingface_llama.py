@@ -8,6 +8,7 @@ from typing import Any
 
 from gpt2_triton.checkpoint.weights import model_config_from_sizes, require_supported
 from gpt2_triton.config.schema import ModelConfig
+from gpt2_triton.console import print_line
 from gpt2_triton.errors import CheckpointError
 
 # our name: the key in config.json
@@ -17,6 +18,7 @@ KEYS = {
     "vocab_size": "vocab_size", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
 }  # fmt: skip
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by model_type
+CAP = "final_logit_softcapping"  # Gemma 2's key, which transformers' CLASSES do not read
 # keys that change what a model computes, with the supported value, also the default
 REQUIRED = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -55,7 +57,24 @@ def model(path: Path, config: Mapping[str, Any]) -> ModelConfig:
     sizes |= {"head_dim": None if head_dim == by_default else head_dim}
     # False without the key, as in transformers
     sizes |= {"tied": bool(config.get("tie_word_embeddings")), "qk_norm": kind == "qwen3"}
+    sizes |= {"logit_cap": config.get(CAP) or 0.0}
     return model_config_from_sizes(str(path), arch="llama", **sizes)
+
+
+def _kind(model: ModelConfig) -> str:
+    """Return the model_type of an export."""
+    return "qwen3" if model.qk_norm else "llama"
+
+
+def print_uncapped(model: ModelConfig) -> None:
+    """Tell users of an export with a cap that transformers' class computes logits without it."""
+    if model.logit_cap:
+        print_line(
+            f"note: transformers' {CLASSES[_kind(model)]} does not apply {CAP} "
+            f"{model.logit_cap:g}; greedy text is the same, for probabilities cap its logits: "
+            "docs/guide/interop.md",
+            error=True,
+        )
 
 
 def config(model: ModelConfig, stored: str) -> dict[str, Any]:
@@ -71,7 +90,8 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling if model.rope_factor > 1 else None,
     }
-    kind = "qwen3" if model.qk_norm else "llama"
+    cap = {CAP: model.logit_cap} if model.logit_cap else {}
+    kind = _kind(model)
     named = {"architectures": [CLASSES[kind]], "model_type": kind, "torch_dtype": stored}
     # without it 4.57 and 5.0 warn of Mistral's old pattern
     named |= {"transformers_version": "5.0.0"}
@@ -79,6 +99,7 @@ def config(model: ModelConfig, stored: str) -> dict[str, Any]:
         named
         | sizes
         | rope
+        | cap
         | REQUIRED[kind]
         | {"tie_word_embeddings": model.tied, "initializer_range": 0.02}
     )

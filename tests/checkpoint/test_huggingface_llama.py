@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from gpt2_triton.checkpoint import huggingface
 from gpt2_triton.checkpoint.export import export
@@ -82,6 +82,25 @@ def test_a_config_of_any_version_of_transformers_gives_the_same_model(tmp_path, 
         found = huggingface.read(str(out))
         assert (found.model.rope_theta, found.model.rope_factor) == (theta, factor)
         assert torch.equal(to_flat_buffers(found, model.config)["params"], model.state.params.cpu())
+
+
+NOTE = (
+    "note: transformers' {} does not apply final_logit_softcapping 15; greedy text is the "
+    "same, for probabilities cap its logits: docs/guide/interop.md\n"
+)
+
+
+@pytest.mark.parametrize("qk_norm, kind", [(False, LlamaForCausalLM), (True, Qwen3ForCausalLM)])
+def test_a_cap_is_kept_and_a_note_names_the_class_without_it(tmp_path, capsys, qk_norm, kind):
+    model, _, out = exported(tmp_path, logit_cap=15.0, qk_norm=qk_norm)
+    assert capsys.readouterr().err == NOTE.format(kind.__name__)
+    assert kind.from_pretrained(out).config.final_logit_softcapping == 15
+    assert huggingface.read(str(out)).model == model.config.model
+    assert is_read(out, model)
+    edit_json(out / "config.json", final_logit_softcapping=None)
+    uncapped = huggingface.read(str(out))
+    assert uncapped.model.logit_cap == 0
+    assert "final_logit_softcapping" not in huggingface.config_of(uncapped.model, "fp32")
 
 
 def edit(out, change):
@@ -190,6 +209,7 @@ OTHER_BANDS = dict(
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=0), "head_dim"),
         (LINEAR, "mlp_bias is True, .*; rope_type is 'linear', and only 'default' or 'llama3' is"),
         (OTHER_BANDS, "low_freq_factor is 2.0, and only 1.0"), (NO_FACTOR, "rope_factor None"),
+        (dict(final_logit_softcapping=-1.0), "logit_cap -1.0, "),
         (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip
