@@ -2,14 +2,13 @@
 autocast, torch.compile.
 
     python -m benchmarks.losses.torch_train CONFIG --run_dir DIR
-        [--fp32] [--cap C] [--KEY VALUE]
+        [--fp32] [--KEY VALUE]
 
 Initial weights, batches and learning rates are the same as in `gpt2-triton
 train` with these options on one GPU.  AdamW is fused.  With optim.name muon,
 torch.optim.Muon updates the layers' matrices: q, k and v apart, and Llama's
 gate and value.  The model is torch_gpt2.GPT2 or torch_llama.Llama with cuDNN's
-attention; the loss leaves out the vocabulary's padding.  --cap C replaces each
-logit by C tanh(logit / C), which our models do not have.  With --fp32, or with
+attention; the loss leaves out the vocabulary's padding.  With --fp32, or with
 train.dtype fp32, it computes in fp32 without TF32 and without torch.compile.
 Without a GPU it trains on the CPU.  DIR receives run.json and metrics.jsonl,
 which ends with the validation loss, but no checkpoints.
@@ -60,17 +59,10 @@ Batch = tuple[Tensor, Tensor]  # ids and targets, int64 [B, T]
 Step = tuple[int, Tensor, Tensor, float]
 
 
-def model_of(m: ModelConfig, cap: float = 0) -> Module:
-    """Return GPT-2 or Llama in PyTorch; its loss leaves out the padding of the vocabulary, and
-    takes logits of at most `cap`, if it is not 0.
-    """
+def model_of(m: ModelConfig) -> Module:
+    """Return GPT-2 or Llama in PyTorch; its loss leaves out the padding of the vocabulary."""
     model = GPT2(m) if m.arch == "gpt2" else Llama(m)
-
-    def of_the_loss(head: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
-        known = logits[..., : m.vocab_size]
-        return cap * torch.tanh(known.float() / cap) if cap else known
-
-    model.head.register_forward_hook(of_the_loss)
+    model.head.register_forward_hook(lambda head, inputs, logits: logits[..., : m.vocab_size])
     return model
 
 
@@ -95,7 +87,7 @@ def by_name(p: Any) -> dict[str, Tensor]:
     return found
 
 
-def model_like_ours(config: Config, cap: float) -> Module:
+def model_like_ours(config: Config) -> Module:
     """Return PyTorch's model on this device, with the initial weights of `gpt2-triton train`."""
     import gpt2_triton.kernels as K  # after select_device
     from gpt2_triton.model import architecture
@@ -113,7 +105,7 @@ def model_like_ours(config: Config, cap: float) -> Module:
     del ours
     gc.collect()  # frees its arena
     torch.cuda.empty_cache()
-    model = model_of(config.model, cap)
+    model = model_of(config.model)
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown and set(missing) <= {"head.weight", "rope"}  # what no parameter is
     return model.to(device_name())
@@ -258,12 +250,12 @@ def validation_loss(model: nn.Module, config: Config, fp32: bool) -> float:
     return total.item() / loader.count
 
 
-def train(config: Config, run_dir: Path, fp32: bool, cap: float = 0) -> None:
+def train(config: Config, run_dir: Path, fp32: bool) -> None:
     """Train and validate; write run.json and metrics.jsonl."""
     from gpt2_triton.training.run_info import describe_start, write_run
 
     shape = StepShape.of(config, 1)
-    model = model_like_ours(config, cap)
+    model = model_like_ours(config)
     fast = device_name() == "cuda" and not fp32
     # a CPU would compile for longer than it trains
     loss_of = torch.compile(model) if fast else model
@@ -285,7 +277,7 @@ def train(config: Config, run_dir: Path, fp32: bool, cap: float = 0) -> None:
 
 
 @app.default
-def command(config: str, *keys: Keys, run_dir: Path, fp32: bool = False, cap: float = 0) -> None:
+def command(config: str, *keys: Keys, run_dir: Path, fp32: bool = False) -> None:
     """Train a configuration with PyTorch.
 
     Args:
@@ -293,11 +285,10 @@ def command(config: str, *keys: Keys, run_dir: Path, fp32: bool = False, cap: fl
         keys: Keys of a configuration, as --train.steps 100.
         run_dir: Directory for metrics.jsonl and run.json.
         fp32: Compute in fp32, without autocast.
-        cap: Largest logit; 0 leaves them as they are.
     """
     given = Config.load(config, parse_overrides(keys))
     select_device()
-    train(given, run_dir, fp32 or given.train.dtype == "fp32", cap)
+    train(given, run_dir, fp32 or given.train.dtype == "fp32")
 
 
 if __name__ == "__main__":

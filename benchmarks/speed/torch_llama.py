@@ -45,6 +45,7 @@ class Llama(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         C = c.n_embd
+        self.cap = c.logit_cap
         self.wte = nn.Embedding(c.padded_vocab, C)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.RMSNorm(C, c.norm_eps)
@@ -57,11 +58,15 @@ class Llama(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, 0.0, 0.02)
 
+    def logits(self, rows: Tensor) -> Tensor:
+        z = self.head(rows)
+        return self.cap * torch.tanh(z.float() / self.cap) if self.cap else z
+
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.wte(ids)
         cos, sin = self.rope[: ids.shape[1]].chunk(2, -1)
         for layer in self.layers:
             x = layer(x, cos, sin)
         chunks = zip(self.ln_f(x).flatten(0, 1).chunk(CHUNKS), targets.view(-1).chunk(CHUNKS))
-        losses = [F.cross_entropy(self.head(rows), of, reduction="sum") for rows, of in chunks]
+        losses = [F.cross_entropy(self.logits(rows), of, reduction="sum") for rows, of in chunks]
         return sum(losses, torch.zeros((), device=x.device)) / targets.numel()

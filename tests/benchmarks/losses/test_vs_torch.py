@@ -10,10 +10,11 @@ SMALL = """--model.n_layer 1 --model.n_head 1 --model.n_embd 64 --model.block_si
     --train.steps 3 --optim.warmup 3 --optim.lr 1e-3 --eval.tokens 32""".split()
 FP32 = ["--train.dtype", "fp32"]
 MODERN = ["--model.arch", "llama", "--model.qk_norm", "true"]
+CAPPED = [*MODERN, "--model.logit_cap", "0.1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [[], [*FP32, *MODERN]], ids=str)
+@pytest.mark.parametrize("keys", [[], [*FP32, *MODERN], [*FP32, *CAPPED]], ids=str)
 def test_ours_and_pytorch_agree(keys, monkeypatch):
     """Both select Triton's interpreter where there is no GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
