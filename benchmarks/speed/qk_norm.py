@@ -1,13 +1,13 @@
-"""Times steps and operations of llama:c768 with and without QK-norm, in turns on one GPU.
+"""Times steps of llama:c768 with and without QK-norm and a cap of its logits, in turns on one GPU.
 
     python -m benchmarks.speed.qk_norm
 
 Power, and so speed, depends on the numbers that are multiplied.  The norm makes rows of q and k of
-RMS 1, and initial weights make smaller ones.  So a third model without the norm has weights that
-make q and k as large: the norm's own cost is what a step takes beside this one.
+RMS 1, and initial weights make smaller ones.  So one model without the norm has weights that make
+q and k as large: the norm's own price is what a step takes beside this one's.
 
-The record's section `qk_norm` has for bf16 and fp8 the milliseconds and joules of a step, and in it
-the milliseconds of the operations that norm heads.  An H200 takes about 2 minutes.
+The record's section `qk_norm` has a row for each model in bf16 and in fp8: milliseconds and joules
+of a step, and the milliseconds of the operations that norm or cap.  An H200 takes about 4 minutes.
 """
 
 import gc
@@ -35,9 +35,11 @@ from gpt2_triton.training.lr_schedule import step_inputs
 
 TURNS = 8
 UNCOUNTED, COUNTED = 8, 17  # steps of a turn
-OPERATIONS = {"product_of_qkv": "matmul_rope", "attention_backward": "attention_bwd"}
+OPERATIONS = ("matmul_rope", "attention_bwd", "classifier_fwd")
+NORM = ("--model.qk_norm", "true")
+KEYS = {"plain": (), "qk_norm": NORM, "qk_norm_and_cap": (*NORM, "--model.logit_cap", "15")}
 
-app = make_app("python -m benchmarks.speed.qk_norm", "Steps of Llama with and without QK-norm.")
+app = make_app("python -m benchmarks.speed.qk_norm", "Prices of QK-norm and of a cap of logits.")
 
 
 class Steps:
@@ -78,30 +80,28 @@ def enlarge_queries_and_keys(model: Model) -> None:
         weight[:rows].mul_(1 / (INIT_STD * math.sqrt(dims["C"])))
 
 
-def steps_in_turns(plain: Work, normed: Work) -> dict[str, float]:
-    """Return the milliseconds and joules of a step: without the norm, without it where q and k are
-    as large as with it, and with it.  Return also how much longer the last takes than either, with
-    half the widths of their 95% intervals.
+def in_turns(programs: dict[str, Steps]) -> dict[str, dict[str, float]]:
+    """Return for each program the milliseconds and joules of a step, and how much longer it is than
+    the step of the program before and than the first's, with half the widths of 95% intervals.
     """
-    programs = dict(
-        plain=Steps(plain), like_normed=Steps(plain, like_normed=True), normed=Steps(normed)
-    )
     for program in programs.values():
         program.turn()  # captures the step
     turns = [{name: each.turn() for name, each in programs.items()} for _ in range(TURNS)]
-    found: dict[str, float] = {}
-    for name in programs:
+    rows: dict[str, dict[str, float]] = {}
+    names = list(programs)
+    for i, name in enumerate(names):
         of_program = [turn[name] for turn in turns]
-        found[f"{name}_ms"] = statistics.median(ms for ms, _ in of_program)
+        row = {"ms": statistics.median(ms for ms, _ in of_program)}
         joules = [joules for _, joules in of_program if joules is not None]
         if joules:
-            found[f"{name}_joules"] = statistics.median(joules)
-    for name in ("plain", "like_normed"):
-        ratios = [turn["normed"][0] / turn[name][0] for turn in turns]
-        found[f"longer_than_{name}"] = statistics.fmean(ratios) - 1
-        half = student_t(TURNS - 1) * statistics.stdev(ratios) / math.sqrt(TURNS)
-        found[f"half_width_{name}"] = half
-    return found
+            row["joules"] = statistics.median(joules)
+        if i > 0:
+            for key, other in (("longer", names[i - 1]), ("than_first", names[0])):
+                ratios = [turn[name][0] / turn[other][0] - 1 for turn in turns]
+                half = student_t(TURNS - 1) * statistics.stdev(ratios) / math.sqrt(TURNS)
+                row |= {key: statistics.fmean(ratios), f"{key}_half_width": half}
+        rows[name] = row
+    return rows
 
 
 def operations_ms(work: Work) -> dict[str, float]:
@@ -110,8 +110,8 @@ def operations_ms(work: Work) -> dict[str, float]:
     torch.cuda.empty_cache()  # a plan has to fit the memory that torch does not keep
     found, _ = ops.measure(work, COUNTED)
     return {
-        key: sum(len(op.spans) * statistics.median(op.ms) for op in found if op.name == name)
-        for key, name in OPERATIONS.items()
+        name: sum(len(op.spans) * statistics.median(op.ms) for op in found if op.name == name)
+        for name in OPERATIONS
     }
 
 
@@ -120,18 +120,23 @@ def measure(*, target: Target = CURRENT) -> None:
     """Measure steps in bf16 and in fp8, and write the record's section `qk_norm`."""
     figures: dict[str, Any] = {}
     for precision in ("bf16", "fp8"):
-        plain = work_of("llama:c768", precision=precision)
-        normed = work_of("llama:c768", precision=precision, keys=("--model.qk_norm", "true"))
-        rows = {precision: steps_in_turns(plain, normed)}
-        without = operations_ms(plain)
-        for name, ms in operations_ms(normed).items():
-            longer = ms / without[name] - 1
-            rows[f"{precision}_{name}"] = dict(
-                plain_ms=without[name], normed_ms=ms, longer_than_plain=longer
-            )
-        for row, columns in rows.items():
-            print(row, *(f"{name} {value:.4g}" for name, value in columns.items()), flush=True)
-            figures |= {f"{row}.{name}": float(f"{v:.5g}") for name, v in columns.items()}
+        works = {
+            name: work_of("llama:c768", precision=precision, keys=keys)
+            for name, keys in KEYS.items()
+        }
+        programs = dict(
+            plain=Steps(works["plain"]),
+            larger_q_and_k=Steps(works["plain"], like_normed=True),
+            qk_norm=Steps(works["qk_norm"]),
+            qk_norm_and_cap=Steps(works["qk_norm_and_cap"]),
+        )
+        rows = in_turns(programs)
+        del programs
+        for name, work in works.items():
+            rows[name] |= operations_ms(work)
+        for name, columns in rows.items():
+            print(precision, name, *(f"{key} {value:.4g}" for key, value in columns.items()))
+            figures |= {f"{precision}_{name}.{key}": round(v, 5) for key, v in columns.items()}
         target.write("qk_norm", figures, "torch", "triton")
 
 

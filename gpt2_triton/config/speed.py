@@ -23,8 +23,10 @@ def figures_of(gpu: str) -> Figures:
 
 
 def measured_size(model: ModelConfig) -> str | None:
-    """Return the record's name of a model's size; QK-norm's share of a step is left out."""
-    plain = model.model_copy(update={"qk_norm": False})
+    """Return the record's name of a model's size; the shares of QK-norm and of a cap of the logits
+    in a step are left out.
+    """
+    plain = model.model_copy(update={"qk_norm": False, "logit_cap": 0.0})
     for size in SIZES:
         if plain == ModelConfig.model_validate({"size": size}):
             return size.replace(":", "_")

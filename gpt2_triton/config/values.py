@@ -47,8 +47,9 @@ LLAMA_KEYS: dict[str, dict[str, Any]] = {
     "qwen3:1.7b": _QWEN3 | {"n_inner": 6144},
 }
 SIZE_KEYS = ("n_layer", "n_embd", "n_head", "block_size")
-# what a given size replaces in a file: all that any size says, but no vocabulary
-OF_A_SIZE = {"size", *SIZE_KEYS}.union(*LLAMA_KEYS.values()) - {"vocab_size"}
+# what a given size replaces in a file: all that any size says, but no vocabulary; a cap, since
+# GPT-2 has none
+OF_A_SIZE = {"size", "logit_cap", *SIZE_KEYS}.union(*LLAMA_KEYS.values()) - {"vocab_size"}
 
 # tokens of each tokenizer with a name; others are files
 TOKENIZER_SIZES = {"gpt2": 50257, "llama3": 128256, "bytes": 256}

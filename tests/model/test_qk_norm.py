@@ -1,5 +1,5 @@
-"""Norms of the heads of q and k in a step of Llama: gradients of autograd, recomputed bits,
-decoding, and buffers inside their phases.
+"""Norms of the heads of q and k, and a cap of the logits, in a step of Llama: gradients of
+autograd, recomputed bits, decoding, and buffers inside their phases.
 """
 
 import numpy as np
@@ -20,10 +20,12 @@ from tests.support.models import (
     train_steps,
 )
 
+CAP = 0.5  # logits are as large before training
+
 
 def normed(NH=4, NKV=2, HS=64, **more) -> dict:
     sections = llama(NH, NKV, HS, **more)
-    return sections | dict(model=sections["model"] | dict(qk_norm=True))
+    return sections | dict(model=sections["model"] | dict(qk_norm=True, logit_cap=CAP))
 
 
 def make_exact(rope: torch.Tensor) -> None:
@@ -45,6 +47,16 @@ def test_loss_and_gradients_equal_autograd(NH, NKV, HS, C, level):
 @pytest.mark.parametrize("level", ["none", "gelu+ln+qkv", "block"])
 def test_decoding_equals_the_training_forward(level):
     require_decoding_equals_the_forward(exact_model(level, **normed(sample=dict(every=1))))
+
+
+def test_logits_are_capped():
+    sections = normed(sample=dict(every=1))
+    plain = sections | dict(model=sections["model"] | dict(logit_cap=0))
+    ids = np.arange(8, dtype=np.int32)[None]
+    want = exact_model(**plain).logits(ids, 2, 8)
+    assert abs(want).max() > CAP
+    got = exact_model(**sections).logits(ids, 2, 8)
+    assert got == pytest.approx(CAP * np.tanh(want / CAP), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype,NKV", [("fp32", 4), ("bf16", 2)])

@@ -5,7 +5,6 @@ import itertools
 import json
 import statistics
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -88,58 +87,22 @@ def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, mon
     assert section == {f"{name}.d12": 0.5 for name in pairs}
 
 
-def test_qk_norm_compares_steps_and_operations_in_turns(tmp_path, monkeypatch):
-    """Without QK-norm a step takes 1.0 s, or 1.05 s with larger q and k; with it 1.1 s or 1.3 s in
-    turn.
-    """
-    turns = dict(
-        plain=itertools.repeat(1.0),
-        like_normed=itertools.repeat(1.05),
-        normed=itertools.cycle([1.1, 1.3]),
-    )
-
-    def run(model, packed, numbers):
-        if numbers.start == 0:
-            return [SimpleNamespace(seconds=9e9)] * len(numbers)
-        return [SimpleNamespace(seconds=next(turns[model.kind]))] * len(numbers)
-
-    def operations(work, steps):
-        ms = 3.0 if work.config().model.qk_norm else 2.0
-        names = ("matmul_rope", "matmul_rope", "attention_bwd", "adamw")
-        return [SimpleNamespace(name=name, spans=[()] * 12, ms=[ms] * 24) for name in names], None
-
-    def model(config, *_):
-        return MagicMock(kind="normed" if config.model.qk_norm else "plain")
-
-    def enlarge(model):
-        assert model.kind != "normed"
-        model.kind = "like_normed"
-
-    power = MagicMock()
-    power.return_value.__enter__.return_value.joules = lambda seconds: 700 * seconds
-    monkeypatch.setattr(qk_norm, "Power", power)
-    monkeypatch.setattr(qk_norm, "Model", model)
-    monkeypatch.setattr(qk_norm, "enlarge_queries_and_keys", enlarge)
-    monkeypatch.setattr(qk_norm, "begun", lambda model, packed: model)
-    for name in ("compile_run", "calibrate", "packed_batch", "step_inputs"):
-        monkeypatch.setattr(qk_norm, name, MagicMock())
-    monkeypatch.setattr(qk_norm, "run_steps", run)
-    monkeypatch.setattr(qk_norm.ops, "measure", operations)
-    out = tmp_path / "record.json"
-    qk_norm.measure(target=Target(out, "abc1234"))
-    section = json.loads(out.read_text())["qk_norm"]
-    ms = [section[f"fp8.{kind}_ms"] for kind in turns]
-    assert ms == pytest.approx([1000, 1050, 1200])
-    assert section["fp8.normed_joules"] == pytest.approx(840)
-    for kind, seconds in (("plain", 1.0), ("like_normed", 1.05)):
-        ratios = [1.1 / seconds, 1.3 / seconds] * 4
+def test_steps_of_programs_in_turns_are_compared_with_the_program_before_and_the_first():
+    """Steps of 1.0 s, of 1.05 s, and of 1.1 s or 1.3 s in turn."""
+    seconds = dict(plain=[1.0], like_normed=[1.05], normed=[1.1, 1.3])
+    programs = {}
+    for name, each in seconds.items():
+        turn = itertools.cycle((1e3 * s, 700 * s) for s in each)
+        programs[name] = SimpleNamespace(turn=turn.__next__)
+    rows = qk_norm.in_turns(programs)
+    assert rows["plain"] == dict(ms=1000.0, joules=700.0)
+    assert [rows["normed"][key] for key in ("ms", "joules")] == pytest.approx([1200, 840])
+    assert rows["like_normed"]["longer"] == pytest.approx(0.05)
+    for key, first in (("longer", 1.05), ("than_first", 1.0)):
+        ratios = [1.1 / first, 1.3 / first] * 4
         half = 2.365 * statistics.stdev(ratios) / 8**0.5
-        longer = section[f"fp8.longer_than_{kind}"], section[f"fp8.half_width_{kind}"]
-        assert longer == pytest.approx((1.2 / seconds - 1, half), rel=1e-3)
-    product = [section[f"bf16_product_of_qkv.{key}"] for key in ("plain_ms", "normed_ms")]
-    assert product == [48.0, 72.0]
-    assert section["bf16_attention_backward.normed_ms"] == 36.0
-    assert section["bf16_attention_backward.longer_than_plain"] == 0.5
+        found = rows["normed"][key], rows["normed"][f"{key}_half_width"]
+        assert found == pytest.approx((1.2 / first - 1, half), rel=1e-3)
 
 
 def test_enlarged_queries_and_keys_have_rms_1():
