@@ -71,6 +71,17 @@ class Linear(NamedTuple):
     db: Tensor = UNUSED
 
 
+class Targets(NamedTuple):
+    """The tokens that rows of the head predict (kernels/classifier.py)."""
+
+    ids: Tensor  # int32 [R], -1 for none
+    logits: Tensor  # fp32 [R], by classifier_target: log2(e) times their logits
+    cap: float = 0.0  # soft cap of all logits; 0 for none
+
+    def rows(self, rows: slice) -> "Targets":
+        return Targets(self.ids[rows], self.logits[rows], self.cap)
+
+
 class HeadNorm(NamedTuple):
     """The RMSNorm of the heads of q and k (kernels/qk_norm.py)."""
 

@@ -33,7 +33,7 @@ from benchmarks.accuracy.comparison import (
 from gpt2_triton.kernels import fp8
 from gpt2_triton.kernels.fp8 import full
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.operands import Branch, Linear, Norm
+from gpt2_triton.operands import Branch, Linear, Norm, Targets
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Rounding to bf16 gives an error of 1.66e-3, or 2.42e-3 if tensor cores sum 6,400 products in
@@ -245,8 +245,9 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     zt = empty32(R)
     rowsum = empty32(K.classifier_fwd_scratch(R, Vp, "fp8"))
     p = dataclasses.replace(operand(R, Vp, math.nan, dtype=E5M2), amax=None)
-    K.classifier_target(zt, lnf, wte, targets)
-    K.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
+    predicted = Targets(targets, zt)
+    K.classifier_target(predicted, lnf, wte)
+    K.classifier_fwd(p, rowsum, lnf, wte, predicted, V)
     z = exact(lnf) @ exact(wte).T
     at = targets.long()[:, None]
     target = z.gather(1, at)
@@ -265,7 +266,7 @@ def head(R: int, C: int, V: int, Vp: int) -> Iterator[Comparison]:
     dw = empty32(Vp, C)
     lns = dataclasses.replace(operand(R, C, math.nan, dtype=E5M2), amax=None, rows=lnf.rows[:0])
     step_in = torch.tensor([0, 0, 0, 1 / R, 0, 0, 0, 0], dtype=F32, device=DEVICE)
-    K.classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in, False)
+    K.classifier_loss(losses, rs, ks, lns, rowsum, lnf, predicted, step_in, False)
     stored = (full(lnf).float() * (rs * lns.scale)[:, None]).to(E5M2)
     yield same(op, "lns", lns.columns.view(torch.uint8), in_pairs(stored))
     K.classifier_dx(dln, p, wte, rs, ks, targets)

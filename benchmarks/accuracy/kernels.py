@@ -26,7 +26,7 @@ from benchmarks.accuracy.comparison import (
 )
 from benchmarks.activations import ACTIVATIONS
 from gpt2_triton.data.packing import scatter_table
-from gpt2_triton.operands import Branch, Dropout, Linear, Norm, TokenRows
+from gpt2_triton.operands import Branch, Dropout, Linear, Norm, Targets, TokenRows
 
 
 def layernorm(s: Sizes) -> Iterator[Comparison]:
@@ -152,9 +152,10 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     p = empty(s.R, s.Vp)
     lns = empty(s.R, s.C)
     dln = empty(s.R, s.C)
-    K.classifier_target(zt, lnf, wte, targets)
-    K.classifier_fwd(p, scratch(s), lnf, wte, zt, targets, s.V)
-    K.classifier_loss(losses, rs, ks, lns, scratch(s), zt, lnf, targets, step_in, False)
+    predicted = Targets(targets, zt)
+    K.classifier_target(predicted, lnf, wte)
+    K.classifier_fwd(p, scratch(s), lnf, wte, predicted, s.V)
+    K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, predicted, step_in, False)
     K.classifier_dx(dln, p, wte, rs, ks, targets)
     K.matmul_dw(dwte, scratch(s), p, lns, False)
     rows = token_rows(s, tokens(s), targets)

@@ -46,7 +46,11 @@ IN_PLACE = {"adamw": ("w", "m", "v", "low"), "embedding_bwd": ("dwte",), "dropou
 ACCUMULATED = {"dw", "dw2", "db", "dbias", "dwpe", "losses"}
 WARMUP = 10  # steps that are not counted: the clock settles within a second
 # operations that touch only the tokens' rows of wte, and the input that numbers the rows
-GATHERED = {"embedding_fwd": "ids", "classifier_target": "targets", "embedding_bwd": "tokens.order"}
+GATHERED = {
+    "embedding_fwd": "ids",
+    "classifier_target": "targets.ids",
+    "embedding_bwd": "tokens.order",
+}
 
 # launcher: layout of its product, output of M x N, and input with K.
 # forward: a @ w.T, dX: a @ w, dW: a.T @ b

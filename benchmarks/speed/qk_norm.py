@@ -135,7 +135,12 @@ def measure(*, target: Target = CURRENT) -> None:
         for name, work in works.items():
             rows[name] |= operations_ms(work)
         for name, columns in rows.items():
-            print(precision, name, *(f"{key} {value:.4g}" for key, value in columns.items()))
+            print(
+                precision,
+                name,
+                *(f"{key} {value:.4g}" for key, value in columns.items()),
+                flush=True,
+            )
             figures |= {f"{precision}_{name}.{key}": round(v, 5) for key, v in columns.items()}
         target.write("qk_norm", figures, "torch", "triton")
 

@@ -58,6 +58,7 @@ from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
+from gpt2_triton.operands import Targets
 
 # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
 PEEK = 1280
@@ -216,19 +217,15 @@ def _classifier_dx_kernel(
             store_block(dln_desc, [m, column], dln)
 
 
-@contract("zt[R] <- lnf[R,C] wte[Vp,C] targets[R]")
-def classifier_target(
-    zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor, cap: float = 0.0
-) -> None:
-    """Write zt = log2(e) * (lnf . wte[target]), capped unless `cap` is 0; 0 where the target is
-    -1.
-    """
+@contract("targets.logits[R] <- targets.ids[R] lnf[R,C] wte[Vp,C]")
+def classifier_target(targets: Targets, lnf: Operand, wte: Operand) -> None:
+    """Write the targets' logits, zt; 0 where the target is -1."""
     R, C = lnf.shape
     if isinstance(lnf, Fp8) and isinstance(wte, Fp8):
-        return fp8_matmul.classifier_target(zt, lnf, wte, targets, cap)
+        return fp8_matmul.classifier_target(targets, lnf, wte)
     row = tuned("classifier_rows", dtype_name(lnf), BLOCK_R=R, BLOCK_C=C)
     _classifier_target_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        zt, lnf, wte, targets, R, C, CAP=cap, **row
+        targets.logits, lnf, wte, targets.ids, R, C, CAP=targets.cap, **row
     )
 
 
@@ -237,37 +234,35 @@ def _fwd_row(R: int, C: int, Vp: int, dtype: str) -> dict[str, int]:
     return row | hopper.blocks("classifier_fwd", R, Vp, dtype)
 
 
-@contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] zt[R] targets[R]")
+@contract("p[R,Vp]? rowsum[*] <- lnf[R,C] wte[Vp,C] targets.ids[R] targets.logits[R]")
 def classifier_fwd(
     p: Operand | None,
     rowsum: Tensor,
     lnf: Operand,
     wte: Operand,
-    zt: Tensor,
-    targets: Tensor,
+    targets: Targets,
     V: int,
-    cap: float = 0.0,
 ) -> None:
     """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.
     If p is an Fp8, its rows, columns and scale are written, in units of
-    2^peek_exponent(rowsum[2R:3R]).  With a `cap`, p is stored times the cap's derivative, and
+    2^peek_exponent(rowsum[2R:3R]).  With a cap, p is stored times the cap's derivative, and
     without the sums of what is stored.
     """
-    R = len(zt)
+    R = len(targets.ids)
     peek = None
     stored_sums = None
     part = rowsum[R:]
     if isinstance(p, Fp8):
-        stored_sums = None if cap else rowsum[R : 2 * R]
+        stored_sums = None if targets.cap else rowsum[R : 2 * R]
         peek = rowsum[2 * R : 3 * R]
         part = rowsum[3 * R :]
-        _exponentials(None, peek, None, part, lnf, wte[:PEEK], zt, None, targets, V, cap)
-    _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, zt, peek, targets, V, cap)
+        _exponentials(None, peek, None, part, lnf, wte[:PEEK], None, targets, V)
+    _exponentials(p, rowsum[:R], stored_sums, part, lnf, wte, peek, targets, V)
 
 
 def _exponentials(
     p: Operand | None, sums: Tensor, stored_sums: Tensor | None, part: Tensor, lnf: Operand,
-    wte: Operand, zt: Tensor, peek: Tensor | None, targets: Tensor, V: int, cap: float,
+    wte: Operand, peek: Tensor | None, targets: Targets, V: int,
 ) -> None:  # fmt: skip
     """Write p, unless it is None, the sums of its rows, and those of p as it is stored."""
     (R, C), Vp = lnf.shape, wte.shape[0]
@@ -285,13 +280,14 @@ def _exponentials(
     )
     if hopper.takes("classifier_fwd", R, Vp, dtype_name(x)):
         hopper_classifier.classifier_fwd(
-            Forms.of(p), part, Forms.of(lnf), Forms.of(wte), zt, peek, targets, V, cap
+            Forms.of(p), part, Forms.of(lnf), Forms.of(wte), peek, targets, V
         )
     else:
         _classifier_fwd_kernel[(programs(triton.cdiv(R, block_m) * tiles_n),)](
             describe_halves(plain, block_m, block_n), p_scale, part,
             describe(x, block_m, block_k), describe(w, block_n, block_k),
-            zt, peek, targets, x_scale, w_scale, R, C, V, Vp, CAP=cap, **row,
+            targets.logits, peek, targets.ids, x_scale, w_scale, R, C, V, Vp, CAP=targets.cap,
+            **row,
         )  # fmt: skip
         if isinstance(p, Fp8):
             transpose(p.columns, p.rows, pairs=True)
@@ -308,10 +304,13 @@ def classifier_fwd_scratch(R: int, Vp: int, dtype: str) -> int:
     return R * (sums + parts * triton.cdiv(Vp, tile))
 
 
-@contract("losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] zt[R] lnf[R,C] targets[R] step_in[8]")
+@contract(
+    "losses[R]+ rs[R]? ks[R]? lns[R,C]? <- rowsum[*] lnf[R,C] targets.ids[R] targets.logits[R]"
+    " step_in[8]"
+)
 def classifier_loss(
-    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None, rowsum: Tensor,
-    zt: Tensor, lnf: Operand, targets: Tensor, step_in: Tensor, acc: bool, cap: float = 0.0,
+    losses: Tensor, rs: Tensor | None, ks: Tensor | None, lns: Operand | None,
+    rowsum: Tensor, lnf: Operand, targets: Targets, step_in: Tensor, acc: bool,
 ) -> None:  # fmt: skip
     """Write losses (+)= log(1 + S), the factors rs and ks of dlogits, and lns = rs *
     lnf.  Without a backward pass, rs, ks and lns are None.  An fp8 lns has columns only,
@@ -323,8 +322,8 @@ def classifier_loss(
     plain, scale = (None, lns.scale) if isinstance(lns, Fp8) else (lns, None)
     row = tuned("classifier_rows", dtype_name(x), BLOCK_R=R, BLOCK_C=C)
     _classifier_loss_kernel[(triton.cdiv(R, row["BLOCK_R"]),)](
-        losses, rs, ks, plain, scale, rowsum, zt, x, lnf_scale, targets, step_in, R, C, ACC=acc,
-        CAP=cap, **row,
+        losses, rs, ks, plain, scale, rowsum, targets.logits, x, lnf_scale, targets.ids, step_in, R,
+        C, ACC=acc, CAP=targets.cap, **row,
     )  # fmt: skip
     if isinstance(lns, Fp8):
         fp8_matmul.classifier_lns(lns, x, rs)

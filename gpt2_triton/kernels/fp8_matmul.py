@@ -51,6 +51,7 @@ from gpt2_triton.kernels.qk_norm import rotated_before
 from gpt2_triton.kernels.rope import row_for_heads
 from gpt2_triton.kernels.tiles import halves, tile_position, walk
 from gpt2_triton.kernels.tuning import programs, tuned
+from gpt2_triton.operands import Targets
 
 
 @triton.jit
@@ -185,21 +186,21 @@ def launch(out: Operand, a: Fp8, w: Fp8, epilogue: Epilogue, w_is_nk: bool) -> i
     return triton.cdiv(M, block_m)
 
 
-def classifier_target(zt: Tensor, lnf: Fp8, wte: Fp8, targets: Tensor, cap: float) -> None:
-    """Write zt = log2(e) * (lnf . wte[target]), capped; 0 where the target is -1."""
+def classifier_target(targets: Targets, lnf: Fp8, wte: Fp8) -> None:
+    """Write the targets' logits; 0 where the target is -1."""
     R, C = lnf.shape
     block_r = block(R, 128)
     block_c = block(C, 128)
     _fp8_classifier_target_kernel[(triton.cdiv(R, block_r),)](
-        zt,
+        targets.logits,
         lnf.rows,
         wte.rows,
-        targets,
+        targets.ids,
         lnf.scale,
         wte.scale,
         R,
         C,
-        CAP=cap,
+        CAP=targets.cap,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=8,

@@ -80,5 +80,5 @@ def sample(
     # separately: each of the head's 3144 programs would have to normalise its input again
     final_norm(K, m)
     logits = d.logits[: len(d.seq)]
-    K.decode_matmul(logits, m.a.lnf, m.net.head, cap=m.cap)
+    K.decode_matmul(logits, m.a.lnf, m.net.head, cap=m.targets.cap)
     K.sample_token(d.seq, logits, tokens, temperature, top_k, top_p)

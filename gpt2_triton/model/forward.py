@@ -26,21 +26,12 @@ def head_loss(K: Kernels, m: schedule.View) -> None:
     a = m.a
     schedule.final_norm(K, m)
     schedule.cast_head(K, m.fp8_weights[m.L])
-    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets, m.cap)
+    K.classifier_target(m.targets, a.lnf, m.net.head.w)
     for r in m.head_chunks:
-        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V, m.cap)
+        targets = m.targets.rows(r)
+        K.classifier_fwd(None, a.scratch, a.lnf[r], m.net.head.w, targets, m.V)
         K.classifier_loss(
-            a.losses[r],
-            None,
-            None,
-            None,
-            a.scratch,
-            a.zt[r],
-            a.lnf[r],
-            m.targets[r],
-            m.s.step_in,
-            False,
-            m.cap,
+            a.losses[r], None, None, None, a.scratch, a.lnf[r], targets, m.s.step_in, False
         )
 
 
@@ -69,7 +60,7 @@ class ForwardPasses(Planned):
         """
         B, T = ids.shape
         v = self.view(B, T, fp8)
-        v.targets.copy_(torch.from_numpy(targets.reshape(-1)))
+        v.targets.ids.copy_(torch.from_numpy(targets.reshape(-1)))
         self._run_layers(v, ids)
         head_loss(self.K, v)
         return v.a.losses.cpu()
@@ -88,7 +79,7 @@ class ForwardPasses(Planned):
             n = min(most, stop - t)
             chunk = self.decoding.logits[:n]
             rows = slice(b * T + t, b * T + t + n)
-            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head, cap=v.cap)
+            self.K.decode_matmul(chunk, v.a.lnf[rows], v.net.head, cap=v.targets.cap)
             out[b, t - start : t - start + n] = chunk.cpu().numpy()[:, : v.V]
         return out
 

@@ -23,6 +23,7 @@ from gpt2_triton.operands import (
     Rope,
     Span,
     Step,
+    Targets,
     TokenRows,
 )
 
@@ -61,19 +62,15 @@ class Kernels(Protocol):
     ) -> None: ...
 
     # classifier.py
-    def classifier_target(
-        self, zt: Tensor, lnf: Operand, wte: Operand, targets: Tensor, cap: float = 0.0
-    ) -> None: ...
+    def classifier_target(self, targets: Targets, lnf: Operand, wte: Operand) -> None: ...
     def classifier_fwd(
         self,
         p: Operand | None,
         rowsum: Tensor,
         lnf: Operand,
         wte: Operand,
-        zt: Tensor,
-        targets: Tensor,
+        targets: Targets,
         V: int,
-        cap: float = 0.0,
     ) -> None: ...
     def classifier_loss(
         self,
@@ -82,12 +79,10 @@ class Kernels(Protocol):
         ks: Tensor | None,
         lns: Operand | None,
         rowsum: Tensor,
-        zt: Tensor,
         lnf: Operand,
-        targets: Tensor,
+        targets: Targets,
         step_in: Tensor,
         acc: bool,
-        cap: float = 0.0,
     ) -> None: ...
     def classifier_dx(
         self, dln: Tensor, p: Operand, wte: Operand, rs: Tensor, ks: Tensor, targets: Tensor

@@ -25,6 +25,7 @@ from gpt2_triton.operands import (
     Rope,
     Span,
     Step,
+    Targets,
     TokenRows,
 )
 
@@ -103,7 +104,7 @@ class ModelView(Generic[WeightsT, ActsT]):
     net: Wiring  # of the three, by the architecture's wire()
     s: State
     ids: Tensor
-    targets: Tensor
+    targets: Targets
     tokens: TokenRows
     # [i]: the gradient of the branch that ends at x[i], an operand of products
     branch_grads: list[Operand]
@@ -111,7 +112,6 @@ class ModelView(Generic[WeightsT, ActsT]):
     NH: int
     activation: str  # of the MLP
     V: int
-    cap: float  # model.logit_cap
     head_chunks: list[slice]  # the rows that the head takes at a time
     recompute: list[Recompute]  # of each layer
     step: Step

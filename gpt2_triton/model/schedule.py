@@ -73,25 +73,16 @@ def head(K: Kernels, m: View, acc: bool) -> None:
     if not acc:
         cast_head(K, m.fp8_weights[m.L])
     m.observe.tensors(wte=m.L)
-    K.classifier_target(a.zt, a.lnf, m.net.head.w, m.targets, m.cap)
+    K.classifier_target(m.targets, a.lnf, m.net.head.w)
     for r in m.head_chunks:
         n = r.stop - r.start
         p, lns = a.p[:n], a.lns[:n]
-        K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, a.zt[r], m.targets[r], m.V, m.cap)
+        targets = m.targets.rows(r)
+        K.classifier_fwd(p, a.scratch, a.lnf[r], m.net.head.w, targets, m.V)
         K.classifier_loss(
-            a.losses[r],
-            a.rs[r],
-            a.ks[r],
-            lns,
-            a.scratch,
-            a.zt[r],
-            a.lnf[r],
-            m.targets[r],
-            m.s.step_in,
-            acc,
-            m.cap,
+            a.losses[r], a.rs[r], a.ks[r], lns, a.scratch, a.lnf[r], targets, m.s.step_in, acc
         )
-        K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], m.targets[r])
+        K.classifier_dx(a.dln[r], p, m.net.head.w, a.rs[r], a.ks[r], targets.ids)
         K.matmul_dw(m.net.head.dw, a.scratch, p, lns, acc or r.start > 0)
     norm_bwd(K, m, 2 * m.L, None, acc)
     m.observe.tensors(dx=2 * m.L)

@@ -16,7 +16,7 @@ from gpt2_triton.model.model_view import Cut, ModelView, Observer
 from gpt2_triton.model.rates import bucket_rates
 from gpt2_triton.model.recompute import Recompute
 from gpt2_triton.model.tables import State, param_views
-from gpt2_triton.operands import Betas, Fp8, Step, TokenRows
+from gpt2_triton.operands import Betas, Fp8, Step, Targets, TokenRows
 
 
 class Planned(Protocol):
@@ -83,14 +83,13 @@ def make_view(model: Planned, B: int, T: int, fp8: bool, train: bool = False) ->
         fp8_weights=fp8_weights,
         fp8_again=[fp8_weights[l] if redo.ln else [] for l, redo in enumerate(model.recompute)],
         ids=ids.view(B, T),
-        targets=targets,
+        targets=Targets(targets, a.zt, config.model.logit_cap),
         tokens=TokenRows(order, segments, split_tokens, T),
         branch_grads=branch_grads,
         activation=config.model.activation,
         L=d["L"],
         NH=d["NH"],
         V=d["V"],
-        cap=config.model.logit_cap,
         head_chunks=[slice(i, min(i + d["Rc"], d["R"])) for i in range(0, d["R"], d["Rc"])],
         recompute=model.recompute,
         step=Step(state.step_out, state.step_in, state.step_key),

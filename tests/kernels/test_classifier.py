@@ -15,7 +15,7 @@ from gpt2_triton.kernels import hopper, tuning
 from gpt2_triton.kernels.embedding import embedding_bwd, embedding_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw, matmul_dw_scratch
 from gpt2_triton.kernels.tuning import INTERPRET, is_hopper
-from gpt2_triton.operands import TokenRows
+from gpt2_triton.operands import Targets, TokenRows
 from tests.conftest import DEVICE
 from tests.support import helpers
 from tests.support.helpers import (
@@ -74,10 +74,11 @@ def step_in():
     return torch.tensor([float("nan")] * 3 + [SCALE] + [float("nan")] * 4, device=DEVICE)
 
 
-def target_logits(lnf, wte, targets, cap=0.0):
-    zt = poisoned(len(targets))
-    cl.classifier_target(zt, lnf, wte, targets, cap)
-    return zt
+def predicted(lnf, wte, ids, cap=0.0):
+    """Return targets with their logits."""
+    targets = Targets(ids, poisoned(len(ids)), cap)
+    cl.classifier_target(targets, lnf, wte)
+    return targets
 
 
 def run_losses(lnf, wte, targets, V, keep_p=True):
@@ -88,9 +89,9 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
         scratch(R, Vp, lnf.dtype),
         poisoned(R),
     )
-    zt = target_logits(lnf, wte, targets)
-    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V)
-    cl.classifier_loss(losses, None, None, None, rowsum, zt, lnf, targets, step_in(), False)
+    targets = predicted(lnf, wte, targets)
+    cl.classifier_fwd(p, rowsum, lnf, wte, targets, V)
+    cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, step_in(), False)
     return losses, p
 
 
@@ -100,10 +101,10 @@ def run_chunk(lnf, wte, targets, V, cap=0.0):
     p, rowsum = poisoned(R, len(wte), dtype=lnf.dtype), scratch(R, len(wte), lnf.dtype)
     losses, rs, ks = (poisoned(R) for _ in range(3))
     lns, dln = (poisoned(R, C, dtype=lnf.dtype) for _ in range(2))
-    zt = target_logits(lnf, wte, targets, cap)
-    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap)
-    cl.classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in(), False, cap)
-    cl.classifier_dx(dln, p, wte, rs, ks, targets)
+    targets = predicted(lnf, wte, targets, cap)
+    cl.classifier_fwd(p, rowsum, lnf, wte, targets, V)
+    cl.classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in(), False)
+    cl.classifier_dx(dln, p, wte, rs, ks, targets.ids)
     return losses, p, rs, ks, lns, dln
 
 
@@ -115,27 +116,28 @@ def run_chunk(lnf, wte, targets, V, cap=0.0):
 @pytest.mark.parametrize("R,C,V", SHAPES)
 def test_target_matches_float64(rng, R, C, V, dtype, cap):
     lnf, wte, targets = draw(rng, R, C, V, dtype)
-    zt = target_logits(lnf, wte, targets, cap)
-    [want] = exact("classifier_target", [zt], lnf, wte, targets, cap)
-    assert error(zt, want) < 1e-6  # products and sums are fp32, whatever the storage
-    assert (zt[targets < 0] == 0).all()
+    got = predicted(lnf, wte, targets, cap)
+    [want] = exact("classifier_target", [got], lnf, wte)
+    # products and sums are fp32, whatever the storage
+    assert error(got.logits, want.logits) < 1e-6
+    assert (got.logits[targets < 0] == 0).all()
 
 
 @caps
 @cases(*SHAPES)
 def test_fwd_matches_float64(rng, R, C, V, dtype, cap):
-    lnf, wte, targets = draw(rng, R, C, V, dtype)
+    lnf, wte, ids = draw(rng, R, C, V, dtype)
     Vp = len(wte)
-    zt = target_logits(lnf, wte, targets, cap)
+    targets = predicted(lnf, wte, ids, cap)
     p, rowsum = poisoned(R, Vp, dtype=dtype), scratch(R, Vp, dtype)
-    cl.classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap)
-    want, want_rowsum = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V, cap)
+    cl.classifier_fwd(p, rowsum, lnf, wte, targets, V)
+    want, want_rowsum = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, targets, V)
     assert error(p, want) < tolerance(dtype)
     # summed before p is rounded; tensor cores drop bits of a logit's partial sums
     assert error(rowsum[:R], want_rowsum) < (2e-6 if INTERPRET else 1e-5)
     assert (p[:, V:] == 0).all()
-    rows = (targets >= 0).nonzero()[:, 0]
-    assert (p[rows, targets[rows].long()] == 0).all()
+    rows = (ids >= 0).nonzero()[:, 0]
+    assert (p[rows, ids[rows].long()] == 0).all()
 
 
 @caps
@@ -145,14 +147,13 @@ def test_fwd_matches_float64(rng, R, C, V, dtype, cap):
 def test_stats_match_float64(rng, R, C, V, dtype, acc, cap):
     lnf, _, targets = draw(rng, R, C, V, dtype)
     s = rng(R).mul(6).exp()  # 1e-8 to 1e8
-    zt = rng(R)
     losses, rs, ks, lns = (
         rng(R) if acc else poisoned(R),
         poisoned(R),
         poisoned(R),
         poisoned(R, C, dtype=dtype),
     )
-    inputs = s, zt, lnf, targets, step_in(), acc, cap
+    inputs = s, lnf, Targets(targets, rng(R), cap), step_in(), acc
     want = exact("classifier_loss", [losses, rs, ks, lns], *inputs)
     cl.classifier_loss(losses, rs, ks, lns, *inputs)
     for got, expected in zip((losses, rs, ks), want[:3], strict=True):
@@ -315,7 +316,7 @@ def test_results_do_not_depend_on_the_number_of_programs_and_nothing_else_is_wri
 def test_classifier_fwd_refuses_a_scratch_that_is_too_small(rng):
     lnf, wte, targets = draw(rng, 77, 48, 300, torch.float32)
     with pytest.raises(AssertionError, match="classifier_fwd: part has 0 elements, needs"):
-        cl.classifier_fwd(None, poisoned(77), lnf, wte, poisoned(77), targets, 300)
+        cl.classifier_fwd(None, poisoned(77), lnf, wte, Targets(targets, poisoned(77)), 300)
 
 
 # ---- GPT-2's shapes ----

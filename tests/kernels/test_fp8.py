@@ -20,7 +20,7 @@ from gpt2_triton.kernels.fp8 import Fp8
 from gpt2_triton.kernels.layernorm import layernorm_bwd_scratch
 from gpt2_triton.kernels.matmul import matmul_dw_scratch
 from gpt2_triton.kernels.tuning import is_hopper
-from gpt2_triton.operands import Branch, Linear, Norm
+from gpt2_triton.operands import Branch, Linear, Norm, Targets
 from tests.conftest import DEVICE
 from tests.support import reference
 from tests.support.fp8 import (
@@ -455,15 +455,17 @@ def head_operands(rng):
     return lnf, wte, targets
 
 
-def exponentials(lnf, wte, targets, cap, n=R):
-    """Return p, its row sums and zt of the first n rows as the launchers write
+def exponentials(lnf, wte, ids, cap, n=R):
+    """Return p, its row sums and the targets of the first n rows as the launchers write
     them; p is full of NaN before.
     """
-    zt, rowsum = poisoned(R), poisoned(classifier_fwd_scratch(R, VP, "fp8"))
+    targets = Targets(ids, poisoned(R), cap)
+    rowsum = poisoned(classifier_fwd_scratch(R, VP, "fp8"))
     p = dataclasses.replace(operand(R, VP, dtype=E5M2), scale=poisoned(1), amax=None)[:n]
-    K.classifier_target(zt, lnf, wte, targets, cap)
-    K.classifier_fwd(p, rowsum, lnf[:n], wte, zt[:n], targets[:n], V, cap)
-    return p, rowsum, zt
+    K.classifier_target(targets, lnf, wte)
+    targets = targets.rows(slice(n))
+    K.classifier_fwd(p, rowsum, lnf[:n], wte, targets, V)
+    return p, rowsum, targets
 
 
 def units(peek):
@@ -476,14 +478,15 @@ def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch,
     summed as the product sums.
     """
     monkeypatch.setattr(classifier, "PEEK", 256)
-    lnf, wte, targets = head_operands(rng)
-    p, rowsum, zt = exponentials(lnf, wte, targets, cap)
+    lnf, wte, ids = head_operands(rng)
+    p, rowsum, targets = exponentials(lnf, wte, ids, cap)
     operands = dequantised(lnf), dequantised(wte)
-    [exact_zt] = exact("classifier_target", [zt], *operands, targets, cap)
-    assert error(zt, exact_zt) < (1e-3 if DEVICE == "cuda" else 1e-6)  # 14 bits
+    [exact_targets] = exact("classifier_target", [targets], *operands)
+    limit = 1e-3 if DEVICE == "cuda" else 1e-6  # 14 bits
+    assert error(targets.logits, exact_targets.logits) < limit
     outputs = poisoned(R, VP), poisoned(R)
-    want, sums = exact("classifier_fwd", outputs, *operands, zt, targets, V, cap)
-    _, peek_sums = exact("classifier_fwd", outputs, *operands, zt, targets, 256, cap)
+    want, sums = exact("classifier_fwd", outputs, *operands, targets, V)
+    _, peek_sums = exact("classifier_fwd", outputs, *operands, targets, 256)
     peek = rowsum[2 * R : 3 * R].double()
     assert error(peek, peek_sums) < (1e-3 if DEVICE == "cuda" else 1e-5)
     want /= units(peek)[:, None]
@@ -491,19 +494,19 @@ def test_logits_equal_float64_and_the_target_s_to_the_last_bit(rng, monkeypatch,
     assert p.scale.item() == 128 and differ.float().mean() < (0.01 if DEVICE == "cuda" else 1e-4)
     assert torch.equal(bits(p.columns), in_pairs(p.rows))
     assert error(rowsum[:R], sums / units(peek)) < (1e-3 if DEVICE == "cuda" else 1e-5)
-    rows = (targets >= 0).nonzero()[:, 0]
+    rows = (ids >= 0).nonzero()[:, 0]
     if not cap:
         assert error(rowsum[R : 2 * R], dequantised(p).sum(1)) < 1e-6
-        twin = dequantised(p)[rows, targets[rows].long() + V // 2] * units(peek)[rows]
+        twin = dequantised(p)[rows, ids[rows].long() + V // 2] * units(peek)[rows]
         assert (twin[units(peek)[rows] < 2**20] == 1).all()  # above 2^23 it becomes 0
-    assert not p.rows.float()[rows, targets[rows].long()].any() and not p.rows.float()[:, V:].any()
+    assert not p.rows.float()[rows, ids[rows].long()].any() and not p.rows.float()[:, V:].any()
 
 
 @pytest.mark.parametrize("n,cap", [(R, 0.0), (48, 0.0), (R, 8.0)])
 def test_the_head_s_gradients_equal_float64(n, cap, rng):
     """Of all rows, and of a chunk that is shorter than its buffers."""
-    lnf, wte, targets = head_operands(rng)
-    p, rowsum, zt = exponentials(lnf, wte, targets, cap, n)
+    lnf, wte, ids = head_operands(rng)
+    p, rowsum, targets = exponentials(lnf, wte, ids, cap, n)
     lns = Fp8(lnf.rows[:0], operand(R, C, dtype=E5M2).columns, poisoned(1), None, True)[:n]
     step_in = torch.tensor([float("nan")] * 3 + [1 / 3000] + [float("nan")] * 4, device=DEVICE)
     plain, results = poisoned(n, C, dtype=BF16), []
@@ -511,12 +514,13 @@ def test_the_head_s_gradients_equal_float64(n, cap, rng):
     whole[:n] *= units(rowsum[2 * n : 3 * n])
     for form, sums in ((plain, whole), (lns, rowsum)):
         losses, rs, ks = (poisoned(n) for _ in range(3))
-        words = sums, zt[:n], lnf[:n], targets[:n], step_in, False, cap
-        K.classifier_loss(losses, rs, ks, form, *words)
+        K.classifier_loss(losses, rs, ks, form, sums, lnf[:n], targets, step_in, False)
         results.append(losses)
     stored = dequantised(p).sum(1)  # without a cap the sum of a row of dlogits is 0
     if cap:
-        stored = rowsum[:n].double() * reference.slope(zt[:n].double() / math.log2(math.e), cap)
+        stored = rowsum[:n].double() * reference.slope(
+            targets.logits.double() / math.log2(math.e), cap
+        )
     zero = ks.double() + rs.double() * stored
     assert (zero.abs() <= 1e-6 * ks.abs()).all() and torch.equal(*results)
     assert lns.scale.item() == pytest.approx(128 * 32 * 3000, rel=1e-6)
@@ -528,8 +532,8 @@ def test_the_head_s_gradients_equal_float64(n, cap, rng):
     )
 
     dln = poisoned(n, C, dtype=BF16)
-    K.classifier_dx(dln, p, wte, rs, ks, targets[:n])
-    rows, valid = dequantised(wte)[targets[:n].clamp(min=0).long()], (targets[:n] >= 0)[:, None]
+    K.classifier_dx(dln, p, wte, rs, ks, targets.ids)
+    rows, valid = dequantised(wte)[ids[:n].clamp(min=0).long()], (ids[:n] >= 0)[:, None]
     want = (
         rs.double()[:, None] * (dequantised(p) @ dequantised(wte))
         + ks.double()[:, None] * rows * valid

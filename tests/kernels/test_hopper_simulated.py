@@ -28,7 +28,7 @@ from gpt2_triton.kernels.hopper import matmul_dw as hopper_matmul_dw
 from gpt2_triton.kernels.hopper import matmul_wide as hopper_matmul_wide
 from gpt2_triton.kernels.hopper import swiglu as hopper_swiglu
 from gpt2_triton.kernels.hopper.pipeline import Forms
-from gpt2_triton.operands import Fp8, HeadNorm, Linear, Rope
+from gpt2_triton.operands import Fp8, HeadNorm, Linear, Rope, Targets
 from tests.support import reference
 from tests.support.fp8 import (
     E4M3,
@@ -339,18 +339,19 @@ def test_classifier_dx_wide_matches_float64(rng, seed):
 def test_fp8_classifier_fwd_matches_float64(rng, seed, cap):
     R, C, V, Vp = 208, 208, 500, 512
     (lnf, lnf_scale), (wte, wte_scale) = fp8(rng(R, C), 32.0), fp8(rng(Vp, C) * C**-0.5, 256.0)
-    zt, targets = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
+    zt, ids = rng(R), torch.randint(-1, V, (R,), generator=rng.generator, dtype=torch.int32)
+    targets = Targets(ids, zt, cap)
     p, columns = unwritten(R, Vp, dtype=E5M2), unwritten(Vp, R, dtype=E5M2)
     part, peek = poisoned(2, 2, R), rng(R).exp()
     scale, plain = poisoned(1), poisoned(R, Vp, dtype=BF16)
     with simulated(hopper_classifier, seed):
-        operands = Forms(lnf, scale=lnf_scale), Forms(wte, scale=wte_scale), zt
+        operands = Forms(lnf, scale=lnf_scale), Forms(wte, scale=wte_scale)
         written = Forms(p, columns.view(torch.int16), scale)
-        hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V, cap)
+        hopper_classifier.classifier_fwd(written, part, *operands, peek, targets, V)
         sums = poisoned(2, R)
-        hopper_classifier.classifier_fwd(Forms(plain), sums, *operands, None, targets, V, cap)
+        hopper_classifier.classifier_fwd(Forms(plain), sums, *operands, None, targets, V)
     wide = lnf.double() / lnf_scale.double(), wte.double() / wte_scale.double()
-    want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, zt, targets, V, cap)
+    want, sums = exact("classifier_fwd", [plain, poisoned(R)], *wide, targets, V)
     assert error(plain, want) < EPS[BF16]
     unit = torch.exp2(torch.floor(torch.log2(1 + peek.double())))
     other = bits(p) != bits(rounded((128 * want / unit[:, None]).float(), E5M2))
@@ -412,13 +413,14 @@ def test_matmul_dgelu_matches_float64(rng, M, N, K, seed, gelu_out):
 def test_classifier_fwd_matches_float64(rng, seed, cap):
     R, C, V, Vp = 200, 136, 300, 320
     lnf, wte, zt = rng(R, C, dtype=BF16), rng(Vp, C).mul(C**-0.5).to(BF16), rng(R)
-    targets = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
+    ids = torch.randint(V, (R,), generator=rng.generator, dtype=torch.int32)
+    targets = Targets(ids, zt, cap)
     p, parts = poisoned(R, Vp, dtype=BF16), poisoned(2, 2, R)
     with simulated(hopper_classifier, seed):
         for stored, part in zip((p, None), parts):
-            operands = Forms(lnf), Forms(wte), zt
-            hopper_classifier.classifier_fwd(Forms(stored), part, *operands, None, targets, V, cap)
-    want, sums = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, zt, targets, V, cap)
+            words = Forms(lnf), Forms(wte), None, targets, V
+            hopper_classifier.classifier_fwd(Forms(stored), part, *words)
+    want, sums = exact("classifier_fwd", [p, poisoned(R)], lnf, wte, targets, V)
     assert error(p, want) < EPS[BF16]
     assert error(parts[0].sum(0), sums) < 1e-6 and torch.equal(*parts)
 

@@ -340,32 +340,34 @@ def slope(logits, cap):
     return 1 - (logits / cap) ** 2 if cap else torch.ones_like(logits)
 
 
-def classifier_target(zt, lnf, wte, targets, cap=0.0):
-    """zt = log2(e) * the logit of the target; 0 where the target is -1."""
-    valid = targets >= 0
-    logits = capped((lnf * wte[targets.clamp(min=0).long()]).sum(-1), cap)
-    zt.copy_(logits * LOG2E * valid)
+def classifier_target(targets, lnf, wte):
+    """logits = log2(e) * the logit of the target; 0 where the target is -1."""
+    rows = wte[targets.ids.clamp(min=0).long()]
+    logits = capped((lnf * rows).sum(-1), targets.cap)
+    targets.logits.copy_(logits * LOG2E * (targets.ids >= 0))
 
 
-def classifier_fwd(p, rowsum, lnf, wte, zt, targets, V, cap=0.0):
+def classifier_fwd(p, rowsum, lnf, wte, targets, V):
     """p = exp(logit - target logit) times the cap's derivative, 0 at the target and in the padding;
     rowsum: sums of rows without the derivative.
     """
+    ids, zt, cap = targets
     logits = capped(lnf @ wte.T, cap)
     e = torch.exp2(torch.clamp(logits * LOG2E - zt[:, None], max=108))
     e[:, V:] = 0
-    rows = torch.arange(len(targets), device=targets.device)[targets >= 0]
-    e[rows, targets[rows].long()] = 0
-    rowsum[: len(targets)] = e.sum(-1)
+    rows = torch.arange(len(ids), device=ids.device)[ids >= 0]
+    e[rows, ids[rows].long()] = 0
+    rowsum[: len(ids)] = e.sum(-1)
     if p is not None:
         p.copy_(e * slope(logits, cap))
 
 
-def classifier_loss(losses, rs, ks, lns, rowsum, zt, lnf, targets, step_in, acc, cap=0.0):
+def classifier_loss(losses, rs, ks, lns, rowsum, lnf, targets, step_in, acc):
     """losses (+)= log(1 + S); rs, ks scale the parts of dlogits; lns = rs * lnf;
     all None for losses alone.
     """
-    s, valid, scale = rowsum[: len(targets)], targets >= 0, step_in[io.LOSS_SCALE]
+    ids, zt, cap = targets
+    s, valid, scale = rowsum[: len(ids)], ids >= 0, step_in[io.LOSS_SCALE]
     _give(losses, torch.log1p(s) * valid, acc)
     if lns is not None:
         rs.copy_(scale / (1 + s) * valid)

@@ -35,6 +35,7 @@ from gpt2_triton.kernels.hopper.pipeline import (
 )
 from gpt2_triton.kernels.hopper.pipeline import LAYOUT as BF16_LAYOUT
 from gpt2_triton.kernels.tuning import programs
+from gpt2_triton.operands import Targets
 
 # of an accumulator
 FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))
@@ -162,11 +163,9 @@ def classifier_fwd(
     part: Tensor,
     lnf: Forms,
     wte: Forms,
-    zt: Tensor,
     peek: Tensor | None,
-    targets: Tensor,
+    targets: Targets,
     V: int,
-    cap: float,
 ) -> None:
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
     scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
@@ -177,6 +176,7 @@ def classifier_fwd(
     tile_k = TILE_K if lnf.scale is None else FP8_TILE_K
     _classifier_kernel[(programs(triton.cdiv(R, TILE_M) * triton.cdiv(Vp, TILE_N)),)](
         describe(p.rows, TILE_M, TILE_N), describe(p.columns, TILE_N, TILE_M // 2), p.scale, part,
-        describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k), zt, peek,
-        targets, lnf.scale, wte.scale, R, C, V, Vp, CAP=cap, **OPTIONS,
+        describe(lnf.rows, TILE_M, tile_k), describe(wte.rows, TILE_N, tile_k),
+        targets.logits, peek, targets.ids, lnf.scale, wte.scale, R, C, V, Vp, CAP=targets.cap,
+        **OPTIONS,
     )  # fmt: skip
