@@ -104,7 +104,7 @@ def check_mixture(value: Any) -> Any:
     parts = []
     for row in value:
         if not isinstance(row, Mapping) or row.keys() != {"path", "weight"}:
-            raise ValueError("must be a pattern, or a list of {path: PATTERN, weight: NUMBER}")
+            raise ValueError(f"{row!r} must be {{path: PATTERN, weight: NUMBER}}")
         if "," in str(row["path"]):
             raise ValueError(f"no path of a mixture may have a comma, as {row['path']} does")
         parts.append(f"{row['path']}={row['weight']}")
