@@ -33,8 +33,8 @@ from gpt2_triton.model.model import Model
 from gpt2_triton.model.tables import param_views
 from gpt2_triton.training.lr_schedule import step_inputs
 
-TURNS = 8
-UNCOUNTED, COUNTED = 8, 17  # steps of a turn
+TURNS = 6
+UNCOUNTED, COUNTED = 5, 10  # steps of a turn
 OPERATIONS = ("matmul_rope", "attention_bwd", "classifier_fwd")
 NORM = ("--model.qk_norm", "true")
 KEYS = {"plain": (), "qk_norm": NORM, "qk_norm_and_cap": (*NORM, "--model.logit_cap", "15")}

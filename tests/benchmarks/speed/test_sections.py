@@ -99,8 +99,8 @@ def test_steps_of_programs_in_turns_are_compared_with_the_program_before_and_the
     assert [rows["normed"][key] for key in ("ms", "joules")] == pytest.approx([1200, 840])
     assert rows["like_normed"]["longer"] == pytest.approx(0.05)
     for key, first in (("longer", 1.05), ("than_first", 1.0)):
-        ratios = [1.1 / first, 1.3 / first] * 4
-        half = 2.365 * statistics.stdev(ratios) / 8**0.5
+        ratios = [1.1 / first, 1.3 / first] * 3
+        half = 2.571 * statistics.stdev(ratios) / 6**0.5
         found = rows["normed"][key], rows["normed"][f"{key}_half_width"]
         assert found == pytest.approx((1.2 / first - 1, half), rel=1e-3)
 
