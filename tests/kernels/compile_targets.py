@@ -86,7 +86,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "bf16, muon": dict(optim=dict(name="muon")),
     "bf16, wide heads": dict(model=dict(n_head=6)),
     "bf16, 1600 channels": dict(model=dict(n_head=25, n_embd=1600)),
-    "bf16, llama": dict(model=dict(arch="llama", n_kv_head=4, n_inner=2048)),
+    "bf16, llama": dict(model=GROUPED),
     "bf16, qk_norm": dict(model=MODERN),
     "bf16, llama 8B": dict(
         model=dict(
@@ -102,9 +102,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
         train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)
     ),
     "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
-    "fp8, llama": dict(
-        train=dict(precision="fp8"), model=dict(arch="llama", n_kv_head=4, n_inner=2048)
-    ),
+    "fp8, llama": dict(train=dict(precision="fp8"), model=GROUPED),
     "fp8, qk_norm": dict(train=dict(precision="fp8"), model=MODERN),
     "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
     "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
