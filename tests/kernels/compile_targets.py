@@ -75,6 +75,7 @@ BF16: dict[str, dict[str, object]] = dict(
     log=dict(stats_every=1),
     sample=dict(every=1, top_k=50),
 )
+FP8 = dict(precision="fp8")
 GROUPED = dict(arch="llama", n_kv_head=4, n_inner=2048)
 MODERN = GROUPED | dict(qk_norm=True, logit_cap=15)
 RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
@@ -101,11 +102,11 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {  # what each changes of BF16
     "fp32, wide heads": dict(
         train=dict(dtype="fp32"), optim=dict(master="none"), model=dict(n_head=6)
     ),
-    "fp8": dict(train=dict(precision="fp8"), fp8=dict(keep_bf16="head")),
-    "fp8, llama": dict(train=dict(precision="fp8"), model=GROUPED),
-    "fp8, qk_norm": dict(train=dict(precision="fp8"), model=MODERN),
-    "fp8, dropout": dict(train=dict(precision="fp8"), model=dict(dropout=0.1)),
-    "fp8, head": dict(train=dict(precision="fp8"), optim=dict(name="muon", m="bf16")),
+    "fp8": dict(train=FP8, fp8=dict(keep_bf16="head")),
+    "fp8, llama": dict(train=FP8, model=GROUPED),
+    "fp8, qk_norm": dict(train=FP8, model=MODERN),
+    "fp8, dropout": dict(train=FP8, model=dict(dropout=0.1)),
+    "fp8, head": dict(train=FP8, optim=dict(name="muon", m="bf16")),
 }
 RUNS |= {act: dict(model=dict(activation=act)) for act in ACTIVATIONS if act != "gelu"}
 WIDE_HEADS = dict(arch="llama", n_head=6, n_kv_head=2, head_dim=128, n_inner=2048)
@@ -115,10 +116,8 @@ HOPPER_RUNS: dict[str, dict[str, dict[str, object]]] = {  # of kernels/hopper, b
     "8192 tokens": dict(model=GROUPED | dict(block_size=8192), train=dict(seq_len=8192)),
     "heads of 128": dict(model=WIDE_HEADS),
     "normed heads of 128": dict(model=WIDE_HEADS | dict(qk_norm=True)),
-    "fp8, heads of 128": dict(train=dict(precision="fp8"), model=WIDE_HEADS),
-    "fp8, normed heads of 128": dict(
-        train=dict(precision="fp8"), model=WIDE_HEADS | dict(qk_norm=True)
-    ),
+    "fp8, heads of 128": dict(train=FP8, model=WIDE_HEADS),
+    "fp8, normed heads of 128": dict(train=FP8, model=WIDE_HEADS | dict(qk_norm=True)),
 }
 OTHER_RUNS = ("decoding", "several GPUs")
 PRODUCTS = "products"  # in the place of kernels: all that multiply
