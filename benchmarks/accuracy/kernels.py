@@ -141,7 +141,7 @@ def tokens(s: Sizes) -> Tensor:
     ).to(DEVICE)
 
 
-def classifier(s: Sizes) -> Iterator[Comparison]:
+def classifier(s: Sizes, cap: float) -> Iterator[Comparison]:
     lnf = randn(s.R, s.C)
     wte = randn(s.Vp, s.C, scale=0.1)
     targets = tokens(s).flatten()
@@ -152,7 +152,7 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
     p = empty(s.R, s.Vp)
     lns = empty(s.R, s.C)
     dln = empty(s.R, s.C)
-    predicted = Targets(targets, zt)
+    predicted = Targets(targets, zt, cap)
     K.classifier_target(predicted, lnf, wte)
     K.classifier_fwd(p, scratch(s), lnf, wte, predicted, s.V)
     K.classifier_loss(losses, rs, ks, lns, scratch(s), lnf, predicted, step_in, False)
@@ -167,10 +167,13 @@ def classifier(s: Sizes) -> Iterator[Comparison]:
         logits = F.linear(lnf, wte[: s.V])
         # autocast also computes the loss in fp32
         wide = logits.to(torch.promote_types(logits.dtype, F32))
+        if cap:
+            wide = cap * torch.tanh(wide / cap)
         return F.cross_entropy(wide, targets.long(), ignore_index=-1, reduction="none")
 
     ours = dict(losses=losses, dln=dln, dwte=dwte)
-    yield from compare(function, (lnf, wte), torch.full_like(losses, 1 / 4), ours, "classifier")
+    op = "capped classifier" if cap else "classifier"
+    yield from compare(function, (lnf, wte), torch.full_like(losses, 1 / 4), ours, op)
 
 
 def embedding(s: Sizes) -> Iterator[Comparison]:
@@ -216,4 +219,5 @@ def comparisons(s: Sizes) -> Iterator[Comparison]:
         yield from check(s)
     for HS in (80, 96, 128):
         yield from attention(dataclasses.replace(s, NH=1, C=HS))
-    yield from classifier(dataclasses.replace(s, B=1))
+    for cap in (0.0, 2.0):
+        yield from classifier(dataclasses.replace(s, B=1), cap)
