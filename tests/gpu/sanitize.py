@@ -55,7 +55,7 @@ CASES = (
 MUON = {4, 8}  # numbers of CASES with optim.name muon
 # numbers of CASES with model.arch llama: their n_kv_head
 LLAMA = {12: 4, 13: 4, 14: 1, 15: 4, 16: 1, 17: 4}
-QK_NORM = {15, 16, 17}
+MODERN = {15, 16, 17}  # those of LLAMA with model.qk_norm and model.logit_cap
 
 
 class SeparateAllocations(WrappedKernels):
@@ -104,11 +104,8 @@ def models(K: Any, numbers: Iterable[int]) -> Iterator[Model]:
                 block_size=T,
                 dropout=0.1 if number in MUON else 0,
             )
-            | (
-                dict(arch="llama", n_kv_head=LLAMA[number], qk_norm=number in QK_NORM)
-                if number in LLAMA
-                else {}
-            ),
+            | (dict(arch="llama", n_kv_head=LLAMA[number]) if number in LLAMA else {})
+            | (dict(qk_norm=True, logit_cap=15) if number in MODERN else {}),
             train=dict(
                 batch_size=B,
                 seq_len=T,
