@@ -81,7 +81,7 @@ def predicted(lnf, wte, ids, cap=0.0):
     return targets
 
 
-def run_losses(lnf, wte, targets, V, keep_p=True):
+def run_losses(lnf, wte, targets, V, keep_p=True, cap=0.0):
     """Return losses and p, computed by the launchers alone."""
     R, Vp = len(targets), len(wte)
     p, rowsum, losses = (
@@ -89,7 +89,7 @@ def run_losses(lnf, wte, targets, V, keep_p=True):
         scratch(R, Vp, lnf.dtype),
         poisoned(R),
     )
-    targets = predicted(lnf, wte, targets)
+    targets = predicted(lnf, wte, targets, cap)
     cl.classifier_fwd(p, rowsum, lnf, wte, targets, V)
     cl.classifier_loss(losses, None, None, None, rowsum, lnf, targets, step_in(), False)
     return losses, p
@@ -284,12 +284,20 @@ def test_losses_above_75_are_clamped_and_their_gradient_is_not():
     assert dln[0, 0].item() == pytest.approx(SCALE * 200, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # exp2 of the interpreter
+def test_logits_far_above_a_cap_are_the_cap_and_have_no_gradient():
+    losses, *_, ks, _, dln = run_chunk(*with_logits(-1e4, 1e4), cap=5.0)
+    assert losses.item() == pytest.approx(math.log1p(math.exp(10)), rel=5e-6)
+    assert ks.item() == 0 and not dln.any()
+
+
+@caps
 @dtypes
-def test_nan_in_a_row_makes_its_loss_nan(rng, dtype):
-    """The clamp must not hide a broken run behind a loss of 75."""
+def test_nan_in_a_row_makes_its_loss_nan(rng, dtype, cap):
+    """The clamp and the cap must not hide a broken run behind a loss of 75."""
     lnf, wte, targets = draw(rng, 77, 48, 300, dtype)
     lnf[3, 7] = float("nan")
-    losses, _ = run_losses(lnf, wte, targets, 300)
+    losses, _ = run_losses(lnf, wte, targets, 300, cap=cap)
     assert losses.isnan().nonzero().flatten().tolist() == [3]
 
 

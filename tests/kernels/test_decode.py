@@ -39,15 +39,16 @@ SHAPES = [(1, 48, 64), (16, 48, 80), (17, 48, 64), (70, 16, 48), (2, 768, 1600)]
 @dtypes
 @pytest.mark.parametrize("B,N,K", SHAPES)
 @pytest.mark.parametrize(
-    "norm,bias,act,res",
+    "norm,bias,act,res,cap",
     [
-        (1, 1, "", 0),
-        (0, 1, "", 1),
-        (1, 0, "", 0),
-        *((1, 1, act, 0) for act in reference.ACTIVATIONS),
+        (1, 1, "", 0, 0.0),
+        (0, 1, "", 1, 0.0),
+        (1, 0, "", 0, 0.0),
+        (0, 0, "", 0, 2.0),
+        *((1, 1, act, 0, 0.0) for act in reference.ACTIVATIONS),
     ],
 )
-def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res):
+def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res, cap):
     x, w = (rng(B, K) * 2 + rng(B, 1)).to(dtype), (rng(N, K) / K**0.5).to(dtype)
     b, lnw, lnb, added = (rng(*shape, dtype=dtype) for shape in ((N,), (K,), (K,), (B, N)))
     given = [
@@ -56,8 +57,8 @@ def test_decode_matmul_matches_float64(rng, dtype, B, N, K, norm, bias, act, res
         added if res else None,
     ]
     out = poisoned(B, N, dtype=dtype)
-    kernels.decode_matmul(out, x, *given, act)
-    [want] = exact("decode_matmul", [out], x, *given, act)
+    kernels.decode_matmul(out, x, *given, act, cap)
+    [want] = exact("decode_matmul", [out], x, *given, act, cap)
     # the activation's input is rounded too: a square has twice the error of its root
     assert error(out, want) < (2 if act == "relu2" else 1) * tolerance(dtype)
 
