@@ -100,7 +100,7 @@ def _classifier_fwd_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write p, times the cap's derivative, and p's rows' sums in each tile to part[tile_n, r]; in
-    fp8 also rounded p's.
+    fp8 without a cap also rounded p's.
     """
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)

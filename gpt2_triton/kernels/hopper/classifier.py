@@ -79,8 +79,8 @@ def classifier_partition(
     wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp, CAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply tiles of logits; store p, times the cap's derivative, unless p_desc is None, and the
-    row sums of p before that and before rounding.  If p is fp8, also store the row sums of the
-    rounded p.
+    row sums of p before that and before rounding.  If p is fp8 and there is no cap, also store the
+    row sums of the rounded p.
     """
     LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
     FP8: gl.constexpr = p_scale_ptr is not None  # p
@@ -169,7 +169,7 @@ def classifier_fwd(
 ) -> None:
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
     scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
-    16, and part also has the rounded p's sums.
+    16, and without a cap part also has the rounded p's sums.
     """
     R, C = lnf.rows.shape
     Vp = wte.rows.shape[0]
