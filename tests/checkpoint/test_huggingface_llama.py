@@ -209,7 +209,7 @@ OTHER_BANDS = dict(
         (dict(attention_bias=True), "attention_bias"), (dict(head_dim=0), "head_dim"),
         (LINEAR, "mlp_bias is True, .*; rope_type is 'linear', and only 'default' or 'llama3' is"),
         (OTHER_BANDS, "low_freq_factor is 2.0, and only 1.0"), (NO_FACTOR, "rope_factor None"),
-        (dict(final_logit_softcapping=-1.0), "logit_cap -1.0, "),
+        (dict(final_logit_softcapping=-1.0), "logit_cap: Input should be greater"),
         (dict(hidden_size=190), "not a model that fits .* n_embd 190"),
     ],
 )  # fmt: skip
