@@ -94,6 +94,29 @@ def _classifier_target_kernel(
 
 
 @triton.jit
+def _capped_half(z, head, n, V, CAP: tl.constexpr):
+    """Return p of half a tile from column n on, times the cap's derivative, and p's rows' sums.
+    head = (factor, reference, target).
+    """
+    j = n + tl.arange(0, z.shape[1])
+    logits, slope = soft_cap(z, head[0], CAP)
+    p = exp_relative_tile(logits, head[1], head[2], j)
+    p = tl.where((j < V)[None, :], p, 0.0)
+    return p * slope, tl.sum(p, 1)
+
+
+@triton.jit
+def _capped_halves(z, head, n, V, CAP: tl.constexpr):
+    """Return both halves of p of a tile of products, times the cap's derivative, and p's rows'
+    sums.  Registers would not hold p and the derivative of a whole tile.
+    """
+    left, right = halves(z)
+    left, left_sums = _capped_half(left, head, n, V, CAP)
+    right, right_sums = _capped_half(right, head, n + z.shape[1] // 2, V, CAP)
+    return left, right, left_sums + right_sums
+
+
+@triton.jit
 def _classifier_fwd_kernel(
     p_desc, p_scale_ptr, part_ptr, lnf_desc, wte_desc, zt_ptr, peek_ptr, targets_ptr, lnf_scale_ptr,
     wte_scale_ptr, R, C, V, Vp, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,21 +147,21 @@ def _classifier_fwd_kernel(
             peek = tl.load(peek_ptr + r, mask=r < R, other=0.0)
             reference += peek_exponent(peek) + SHIFT
         target = tl.load(targets_ptr + r, mask=r < R, other=-1)
-        logits = z * factor
-        slope = 1.0
-        if CAP != 0:
-            logits, slope = soft_cap(z, factor, CAP * LOG2E)
-        p = exp_relative_tile(logits, reference, target, j)
-        p = tl.where((j < V)[None, :], p, 0.0)
-        tl.store(part_ptr + tile_n * R + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
-        p *= slope
-        if p_scale_ptr is not None:
-            p = nearest_e5m2(p)
-            if CAP == 0:
+        if CAP == 0:
+            p = exp_relative_tile(z * factor, reference, target, j)
+            p = tl.where((j < V)[None, :], p, 0.0)
+            sums = tl.sum(p, 1)
+        else:
+            head = (factor, reference, target)
+            left, right, sums = _capped_halves(z, head, n, V, CAP * LOG2E)
+        tl.store(part_ptr + tile_n * R + r, sums * 2.0**SHIFT, mask=r < R)
+        if CAP == 0:
+            if p_scale_ptr is not None:
+                p = nearest_e5m2(p)
                 row = part_ptr + (tiles_n + tile_n) * R
                 tl.store(row + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
-        if p_desc is not None:
             left, right = halves(p)
+        if p_desc is not None:
             if p_scale_ptr is not None:
                 left = to_e5m2(left)
                 right = to_e5m2(right)
