@@ -50,7 +50,7 @@ CEILINGS = {
     "tests/gpu": 7_800,
     "tests/ground": 4_750,
     "tests/inference": 8_350,
-    "tests/kernels": 54_050,
+    "tests/kernels": 54_150,
     "tests/model": 26_150,
     "tests/support": 22_950,
     "tests/training": 22_050,

@@ -56,12 +56,13 @@ from gpt2_triton.kernels.hopper.pipeline import Forms
 from gpt2_triton.kernels.matmul import tile_product
 from gpt2_triton.kernels.reduce import column_sums
 from gpt2_triton.kernels.step_io import LOSS_SCALE
-from gpt2_triton.kernels.tiles import halves, tile_position, walk
+from gpt2_triton.kernels.tiles import halves, joined, tile_position, walk
 from gpt2_triton.kernels.tuning import dtype_name, programs, tuned
 from gpt2_triton.operands import Targets
 
 # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
 PEEK = 1280
+CAPPED_PARTS = tl.constexpr(2)  # of a tile's columns, whose p and derivative registers hold
 NARROWEST = 128  # the least BLOCK_N of classifier_fwd in any GPU's table
 
 
@@ -94,26 +95,32 @@ def _classifier_target_kernel(
 
 
 @triton.jit
-def _capped_half(z, head, n, V, CAP: tl.constexpr):
-    """Return p of half a tile from column n on, times the cap's derivative, and p's rows' sums.
-    head = (factor, reference, target).
+def _capped_exponentials(z, head, n, V, CAP: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr):
+    """Return p of a tile of products from column n on, times the cap's derivative, the sums of p's
+    rows, and in fp8 those of what rounding adds.  head = (factor, reference, target).  Registers
+    would not hold p and the derivative of a whole tile, so PARTS of its columns are taken in turn.
     """
-    j = n + tl.arange(0, z.shape[1])
-    logits, slope = soft_cap(z, head[0], CAP)
-    p = exp_relative_tile(logits, head[1], head[2], j)
-    p = tl.where((j < V)[None, :], p, 0.0)
-    return p * slope, tl.sum(p, 1)
-
-
-@triton.jit
-def _capped_halves(z, head, n, V, CAP: tl.constexpr):
-    """Return both halves of p of a tile of products, times the cap's derivative, and p's rows'
-    sums.  Registers would not hold p and the derivative of a whole tile.
-    """
-    left, right = halves(z)
-    left, left_sums = _capped_half(left, head, n, V, CAP)
-    right, right_sums = _capped_half(right, head, n + z.shape[1] // 2, V, CAP)
-    return left, right, left_sums + right_sums
+    if PARTS > 1:
+        left, right = halves(z)
+        half: tl.constexpr = z.shape[1] // 2
+        left, sums, added = _capped_exponentials(left, head, n, V, CAP, FP8, PARTS // 2)
+        right, sums1, added1 = _capped_exponentials(right, head, n + half, V, CAP, FP8, PARTS // 2)
+        p = joined(left, right)
+        sums = sums + sums1
+        added = added + added1
+    else:
+        j = n + tl.arange(0, z.shape[1])
+        logits, slope = soft_cap(z, head[0], CAP)
+        p = exp_relative_tile(logits, head[1], head[2], j)
+        p = tl.where((j < V)[None, :], p, 0.0)
+        sums = tl.sum(p, 1)
+        p *= slope
+        added = sums
+        if FP8:
+            rounded = nearest_e5m2(p)
+            added = tl.sum(rounded - p, 1)
+            p = rounded
+    return p, sums, added
 
 
 @triton.jit
@@ -123,7 +130,7 @@ def _classifier_fwd_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Write p, times the cap's derivative, and p's rows' sums in each tile to part[tile_n, r]; in
-    fp8 without a cap also rounded p's.
+    fp8 also rounded p's, or with a cap what rounding adds to them.
     """
     tiles_m = tl.cdiv(R, BLOCK_M)
     tiles_n = tl.cdiv(Vp, BLOCK_N)
@@ -153,15 +160,19 @@ def _classifier_fwd_kernel(
             sums = tl.sum(p, 1)
         else:
             head = (factor, reference, target)
-            left, right, sums = _capped_halves(z, head, n, V, CAP * LOG2E)
+            FP8: tl.constexpr = p_scale_ptr is not None
+            p, sums, stored_sums = _capped_exponentials(
+                z, head, n, V, CAP * LOG2E, FP8, CAPPED_PARTS
+            )
         tl.store(part_ptr + tile_n * R + r, sums * 2.0**SHIFT, mask=r < R)
-        if CAP == 0:
-            if p_scale_ptr is not None:
+        if p_scale_ptr is not None:
+            if CAP == 0:
                 p = nearest_e5m2(p)
-                row = part_ptr + (tiles_n + tile_n) * R
-                tl.store(row + r, tl.sum(p, 1) * 2.0**SHIFT, mask=r < R)
-            left, right = halves(p)
+                stored_sums = tl.sum(p, 1)
+            row = part_ptr + (tiles_n + tile_n) * R
+            tl.store(row + r, stored_sums * 2.0**SHIFT, mask=r < R)
         if p_desc is not None:
+            left, right = halves(p)
             if p_scale_ptr is not None:
                 left = to_e5m2(left)
                 right = to_e5m2(right)
@@ -194,8 +205,9 @@ def _classifier_loss_kernel(
         if CAP != 0:
             tanh = tl.load(zt_ptr + r, mask=r < R, other=0.0) / (CAP * LOG2E)
             target_s *= 1.0 - tanh * tanh
-        elif lns_scale_ptr is not None:
-            target_s = tl.load(s_ptr + R + r, mask=r < R, other=0.0)  # of p as it is stored
+        if lns_scale_ptr is not None:
+            of_stored = tl.load(s_ptr + R + r, mask=r < R, other=0.0)
+            target_s = of_stored if CAP == 0 else target_s + of_stored
         tl.store(ks_ptr + r, -rs * target_s, mask=r < R)
         # 57344 is 128 * 448, so e5m2 leaves lns the margin that e4m3 leaves lnf
         if lns_scale_ptr is not None:
@@ -268,15 +280,15 @@ def classifier_fwd(
 ) -> None:
     """Write p = exp(logit - target's logit), unless it is None, and rowsum[:R], the row sums of p.
     If p is an Fp8, its rows, columns and scale are written, in units of
-    2^peek_exponent(rowsum[2R:3R]).  With a cap, p is stored times the cap's derivative, and
-    without the sums of what is stored.
+    2^peek_exponent(rowsum[2R:3R]), and rowsum[R:2R]: the row sums of p as it is stored.  With a
+    cap, p is stored times the cap's derivative, and these are the sums of what rounding adds.
     """
     R = len(targets.ids)
     peek = None
     stored_sums = None
     part = rowsum[R:]
     if isinstance(p, Fp8):
-        stored_sums = None if targets.cap else rowsum[R : 2 * R]
+        stored_sums = rowsum[R : 2 * R]
         peek = rowsum[2 * R : 3 * R]
         part = rowsum[3 * R :]
         _exponentials(None, peek, None, part, lnf, wte[:PEEK], None, targets, V)

@@ -23,8 +23,8 @@ multiplied.  2^7 p is stored, so 6e-8 does not become 0, nor does 448 saturate.
 The gradient of the target's logit is not rounded, but ks = -rs * sum_j p with the rounded p.  So a
 row of dlogits still sums to zero: a sum of one sign in all rows would move all of wte, which no
 loss opposes.  For the same reason dlnf also takes the target's row from the rounded wte.  With a
-cap of the logits a row need not sum to zero: ks follows from S, and p's rounding stays in the sum.
-The scale of lns follows from lnf's: |lns| is at most s |lnf|.
+cap of the logits a row need not sum to zero: ks takes what rounding adds to the sum of p times the
+cap's derivative.  The scale of lns follows from lnf's: |lns| is at most s |lnf|.
 
 On Hopper hopper.takes chooses the kernel, as in matmul.py.  The order of the bytes of gelu' is
 private to the kernels that write and read them.

@@ -53,6 +53,13 @@ def halves(tile):
 
 
 @triton.jit
+def joined(left, right):
+    """Return the tile of these halves."""
+    sides = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(sides, (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
 def split_item(item, whole_tiles, split_tiles, steps, part_steps):
     """Return an item's tile, first step, number of steps and slot: the place of the
     partial sum in scratch, or -1 for a whole tile.  Items that sum the same rows follow

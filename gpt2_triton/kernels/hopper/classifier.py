@@ -27,50 +27,50 @@ from gpt2_triton.kernels.hopper.pipeline import (
     corner,
     describe,
     issue_mma,
-    joined,
     mma_loop,
-    quarters,
     tiles,
     tma_store,
 )
 from gpt2_triton.kernels.hopper.pipeline import LAYOUT as BF16_LAYOUT
+from gpt2_triton.kernels.tiles import halves, joined
 from gpt2_triton.kernels.tuning import programs
 from gpt2_triton.operands import Targets
 
+CAPPED_PARTS = gl.constexpr(8)  # of a tile's columns, whose p and derivative registers hold
 # of an accumulator
 FP8_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N.value, 32]))
 
 
 @gluon.jit
-def _capped_quarter(z, head, n, V, CAP: gl.constexpr):
-    """Return p of a quarter from column n on, times the cap's derivative, and p's rows' sums.
-    head = (factor, reference, target).
+def capped_exponentials(z, head, n, V, CAP: gl.constexpr, FP8: gl.constexpr, PARTS: gl.constexpr):
+    """Return p of a tile of products from column n on, times the cap's derivative, the sums of p's
+    rows, and in fp8 those of what rounding adds.  head = (factor, reference, target).  Registers
+    would not hold p and the derivative of a whole tile, so PARTS of its columns are taken in turn.
     """
-    rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
-    reference = gl.convert_layout(head[1], rows, assert_trivial=True)
-    target = gl.convert_layout(head[2], rows, assert_trivial=True)
-    j = n + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, z.type.layout))
-    logits, slope = soft_cap(z, head[0], CAP)
-    p = exp_relative_tile(logits, reference, target, j)
-    if n + z.shape[1] > V:
+    vector: gl.constexpr = head[1].type.layout
+    if PARTS > 1:
+        left, right = halves(z)
+        half: gl.constexpr = z.shape[1] // 2
+        left, sums, added = capped_exponentials(left, head, n, V, CAP, FP8, PARTS // 2)
+        right, sums1, added1 = capped_exponentials(right, head, n + half, V, CAP, FP8, PARTS // 2)
+        p = gl.convert_layout(joined(left, right), z.type.layout, assert_trivial=True)
+        sums = sums + sums1
+        added = added + added1
+    else:
+        rows: gl.constexpr = gl.SliceLayout(1, z.type.layout)
+        reference = gl.convert_layout(head[1], rows, assert_trivial=True)
+        target = gl.convert_layout(head[2], rows, assert_trivial=True)
+        j = n + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, z.type.layout))
+        logits, slope = soft_cap(z, head[0], CAP)
+        p = exp_relative_tile(logits, reference, target, j)
         p = gl.where((j < V)[None, :], p, 0.0)
-    return p * slope, gl.convert_layout(gl.sum(p, 1), head[1].type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def capped_exponentials(z, head, n, V, CAP: gl.constexpr):
-    """Return p of a tile of products, times the cap's derivative, and p's rows' sums.  Registers
-    would not hold p and the derivative of a whole tile.
-    """
-    WIDTH: gl.constexpr = z.shape[1] // 4
-    first, second, third, fourth = quarters(z)
-    first, sums0 = _capped_quarter(first, head, n, V, CAP)
-    second, sums1 = _capped_quarter(second, head, n + WIDTH, V, CAP)
-    third, sums2 = _capped_quarter(third, head, n + 2 * WIDTH, V, CAP)
-    fourth, sums3 = _capped_quarter(fourth, head, n + 3 * WIDTH, V, CAP)
-    p = joined(joined(first, second), joined(third, fourth))
-    p = gl.convert_layout(p, z.type.layout, assert_trivial=True)
-    return p, (sums0 + sums1) + (sums2 + sums3)
+        sums = gl.convert_layout(gl.sum(p, 1), vector, assert_trivial=True)
+        p *= slope
+        added = sums
+        if FP8:
+            added = gl.sum(nearest_e5m2(p) - p, 1)
+            added = gl.convert_layout(added, vector, assert_trivial=True)
+    return p, sums, added
 
 
 @gluon.jit
@@ -79,8 +79,8 @@ def classifier_partition(
     wte_scale_ptr, ring, p_buf, columns_buf, R, C, V, Vp, CAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply tiles of logits; store p, times the cap's derivative, unless p_desc is None, and the
-    row sums of p before that and before rounding.  If p is fp8 and there is no cap, also store the
-    row sums of the rounded p.
+    row sums of p before that and before rounding.  If p is fp8, also store the row sums of the
+    rounded p, or with a cap of what rounding adds.
     """
     LAYOUT: gl.constexpr = BF16_LAYOUT if lnf_scale_ptr is None else FP8_LAYOUT
     FP8: gl.constexpr = p_scale_ptr is not None  # p
@@ -110,14 +110,18 @@ def classifier_partition(
                 p = gl.where((j < V)[None, :], p, 0.0)
             sums = gl.sum(p, 1)
         else:
-            p, sums = capped_exponentials(z, (factor, reference, target), n, V, CAP * LOG2E)
+            head = factor, reference, target
+            p, sums, stored_sums = capped_exponentials(
+                z, head, n, V, CAP * LOG2E, FP8, CAPPED_PARTS
+            )
         tile_n = n // BLOCK_N
         gl.store(part_ptr + tile_n * R + r, sums * (2.0**SHIFT), mask=r < R)
         if p_desc is not None:
-            if FP8 and CAP == 0:
-                stored_sums = gl.sum(nearest_e5m2(p), 1) * (2.0**SHIFT)
+            if FP8:
+                if CAP == 0:
+                    stored_sums = gl.sum(nearest_e5m2(p), 1)
                 row = gl.cdiv(Vp, BLOCK_N) + tile_n
-                gl.store(part_ptr + row * R + r, stored_sums, mask=r < R)
+                gl.store(part_ptr + row * R + r, stored_sums * (2.0**SHIFT), mask=r < R)
             tma.store_wait(0)
             if FP8:
                 p_buf.store(to_e5m2(p))
@@ -169,7 +173,7 @@ def classifier_fwd(
 ) -> None:
     """Write p[R, Vp] and part[tile, R], the sums of its rows in each tile.  fp8 operands have
     scales.  If p is fp8, it has a peek, a scale and columns [Vp, R] in pairs, R is a multiple of
-    16, and without a cap part also has the rounded p's sums.
+    16, and part also has the rounded p's sums, or with a cap those of what rounding adds.
     """
     R, C = lnf.rows.shape
     Vp = wte.rows.shape[0]

@@ -111,13 +111,6 @@ def quarters(tile):
 
 
 @gluon.jit
-def joined(left, right):
-    """Return the tile of these halves."""
-    sides = gl.permute(gl.join(left, right), (0, 2, 1))
-    return gl.reshape(sides, [left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
 def barriers(n: gl.constexpr, count: gl.constexpr = 1):
     """Return n barriers; each completes a phase with `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
