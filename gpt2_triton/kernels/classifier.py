@@ -62,7 +62,6 @@ from gpt2_triton.operands import Targets
 
 # columns that fp8 sums first (fp8_matmul.py); GPT-2's first tokens are the most frequent
 PEEK = 1280
-CAPPED_PARTS = tl.constexpr(2)  # of a tile's columns, whose p and derivative registers hold
 NARROWEST = 128  # the least BLOCK_N of classifier_fwd in any GPU's table
 
 
@@ -95,32 +94,34 @@ def _classifier_target_kernel(
 
 
 @triton.jit
-def _capped_exponentials(z, head, n, V, CAP: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr):
-    """Return p of a tile of products from column n on, times the cap's derivative, the sums of p's
-    rows, and in fp8 those of what rounding adds.  head = (factor, reference, target).  Registers
-    would not hold p and the derivative of a whole tile, so PARTS of its columns are taken in turn.
+def _capped_half(z, head, n, V, CAP: tl.constexpr, FP8: tl.constexpr):
+    """Return p of half a tile from column n on, times the cap's derivative, the sums of p's rows,
+    and in fp8 those of what rounding adds.  head = (factor, reference, target).
     """
-    if PARTS > 1:
-        left, right = halves(z)
-        half: tl.constexpr = z.shape[1] // 2
-        left, sums, added = _capped_exponentials(left, head, n, V, CAP, FP8, PARTS // 2)
-        right, sums1, added1 = _capped_exponentials(right, head, n + half, V, CAP, FP8, PARTS // 2)
-        p = joined(left, right)
-        sums = sums + sums1
-        added = added + added1
-    else:
-        j = n + tl.arange(0, z.shape[1])
-        logits, slope = soft_cap(z, head[0], CAP)
-        p = exp_relative_tile(logits, head[1], head[2], j)
-        p = tl.where((j < V)[None, :], p, 0.0)
-        sums = tl.sum(p, 1)
-        p *= slope
-        added = sums
-        if FP8:
-            rounded = nearest_e5m2(p)
-            added = tl.sum(rounded - p, 1)
-            p = rounded
+    j = n + tl.arange(0, z.shape[1])
+    logits, slope = soft_cap(z, head[0], CAP)
+    p = exp_relative_tile(logits, head[1], head[2], j)
+    p = tl.where((j < V)[None, :], p, 0.0)
+    sums = tl.sum(p, 1)
+    p *= slope
+    added = sums
+    if FP8:
+        rounded = nearest_e5m2(p)
+        added = tl.sum(rounded - p, 1)
+        p = rounded
     return p, sums, added
+
+
+@triton.jit
+def _capped_exponentials(z, head, n, V, CAP: tl.constexpr, FP8: tl.constexpr):
+    """Return what _capped_half does, of a tile: registers would not hold all of p and of the cap's
+    derivative.
+    """
+    left, right = halves(z)
+    left, left_sums, left_added = _capped_half(left, head, n, V, CAP, FP8)
+    middle = n + z.shape[1] // 2
+    right, right_sums, right_added = _capped_half(right, head, middle, V, CAP, FP8)
+    return joined(left, right), left_sums + right_sums, left_added + right_added
 
 
 @triton.jit
@@ -161,9 +162,7 @@ def _classifier_fwd_kernel(
         else:
             head = (factor, reference, target)
             FP8: tl.constexpr = p_scale_ptr is not None
-            p, sums, stored_sums = _capped_exponentials(
-                z, head, n, V, CAP * LOG2E, FP8, CAPPED_PARTS
-            )
+            p, sums, stored_sums = _capped_exponentials(z, head, n, V, CAP * LOG2E, FP8)
         tl.store(part_ptr + tile_n * R + r, sums * 2.0**SHIFT, mask=r < R)
         if p_scale_ptr is not None:
             if CAP == 0:

@@ -61,7 +61,7 @@ def soft_cap(z, factor, CAP: tl.constexpr):
     """Return c = CAP * tanh(factor * z / CAP) and its derivative by factor * z, 1 - (c / CAP)^2."""
     # tanh(x) = 1 - 2 / (1 + e^2x)
     tanh = 1.0 - 2.0 * _reciprocal(1.0 + tl.exp2(z * (factor * (2.0 * LOG2E / CAP))))
-    return CAP * tanh, 1.0 - tanh * tanh
+    return tanh * CAP, 1.0 - tanh * tanh
 
 
 @triton.jit
