@@ -7,7 +7,7 @@ RMS 1, and initial weights make smaller ones.  So one model without the norm has
 q and k as large: the norm's own price is what a step takes beside this one's.
 
 The record's section `qk_norm` has a row for each model in bf16 and in fp8: milliseconds and joules
-of a step, and the milliseconds of the operations that norm or cap.  An H200 takes about 4 minutes.
+of a step, and the milliseconds of the operations that norm or cap.  An H200 takes two minutes.
 """
 
 import gc
@@ -45,10 +45,10 @@ app = make_app("python -m benchmarks.speed.qk_norm", "Prices of QK-norm and of a
 class Steps:
     """A model whose steps are timed in turns with others'."""
 
-    def __init__(self, work: Work, *, like_normed: bool = False) -> None:
-        """`like_normed`: initial weights make rows of q and k of RMS 1, as QK-norm does."""
+    def __init__(self, work: Work, *, larger_q_and_k: bool = False) -> None:
+        """`larger_q_and_k`: initial weights make rows of q and k of RMS 1, as QK-norm does."""
         config = work.config()
-        self.like_normed = like_normed
+        self.larger_q_and_k = larger_q_and_k
         self.packed = packed_batch(config)
         self.model = Model(config, K, "cuda")
         compile_run(self.model)
@@ -56,7 +56,7 @@ class Steps:
     def begin(self) -> None:
         """Give the model its initial weights again."""
         model = begun(self.model, self.packed)
-        if self.like_normed:
+        if self.larger_q_and_k:
             enlarge_queries_and_keys(model)
             if model.has_fp8:
                 calibrate(model, [self.packed], step_inputs(0, model.config))
@@ -126,7 +126,7 @@ def measure(*, target: Target = CURRENT) -> None:
         }
         programs = dict(
             plain=Steps(works["plain"]),
-            larger_q_and_k=Steps(works["plain"], like_normed=True),
+            larger_q_and_k=Steps(works["plain"], larger_q_and_k=True),
             qk_norm=Steps(works["qk_norm"]),
             qk_norm_and_cap=Steps(works["qk_norm_and_cap"]),
         )

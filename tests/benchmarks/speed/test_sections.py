@@ -89,7 +89,7 @@ def test_epilogues_are_shares_of_the_plain_products_of_their_shape(tmp_path, mon
 
 def test_steps_of_programs_in_turns_are_compared_with_the_program_before_and_the_first():
     """Steps of 1.0 s, of 1.05 s, and of 1.1 s or 1.3 s in turn."""
-    seconds = dict(plain=[1.0], like_normed=[1.05], normed=[1.1, 1.3])
+    seconds = dict(plain=[1.0], larger_q_and_k=[1.05], normed=[1.1, 1.3])
     programs = {}
     for name, each in seconds.items():
         turn = itertools.cycle((1e3 * s, 700 * s) for s in each)
@@ -97,7 +97,7 @@ def test_steps_of_programs_in_turns_are_compared_with_the_program_before_and_the
     rows = qk_norm.in_turns(programs)
     assert rows["plain"] == dict(ms=1000.0, joules=700.0)
     assert [rows["normed"][key] for key in ("ms", "joules")] == pytest.approx([1200, 840])
-    assert rows["like_normed"]["longer"] == pytest.approx(0.05)
+    assert rows["larger_q_and_k"]["longer"] == pytest.approx(0.05)
     for key, first in (("longer", 1.05), ("than_first", 1.0)):
         ratios = [1.1 / first, 1.3 / first] * 3
         half = 2.571 * statistics.stdev(ratios) / 6**0.5
